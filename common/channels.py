@@ -1,0 +1,130 @@
+"""ZeroMQ sockets, with every limit explicit. The only module that imports zmq.
+
+The buffer binds a ROUTER; everybody else dials it with a DEALER. Sends never block: a peer that does
+not read loses replies and asks again, since every request is idempotent.
+"""
+
+import contextlib
+from collections.abc import Sequence
+
+import zmq
+
+from tba.common.codec import MAX_FRAME_BYTES
+from tba.common.errors import ConfigError
+
+# Messages, not bytes: enough to keep everyone busy, small enough that a stuck peer costs little memory.
+_HIGH_WATER_MARK = 256
+# A frame over the codec's limit gets an error reply; one over this is not even read: the peer is cut off.
+_HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 10_000
+_LINGER_MS = 500
+
+Peer = bytes
+
+
+class ServerChannel:
+    """The listening side: receives multiparts of many peers and answers each.
+
+    Raises ConfigError if the address cannot be bound.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _set_limits(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.undeliverable = 0
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(_bind_sentence(address, error)) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the address."""
+        return self.address.startswith(("ipc://", "tcp://127.", "tcp://[::1]"))
+
+    def receive(self, timeout_seconds: float, limit: int) -> list[tuple[Peer, list[memoryview]]]:
+        """All that has arrived, up to `limit` multiparts; waits for the first one at most the timeout."""
+        received: list[tuple[Peer, list[memoryview]]] = []
+        if not self._socket.poll(max(0, round(timeout_seconds * 1000))):
+            return received
+        with contextlib.suppress(zmq.Again):
+            while len(received) < limit:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                received.append((frames[0].bytes, [frame.buffer for frame in frames[1:]]))
+        return received
+
+    def send(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        """Answer a peer. A peer that has gone, or that does not read, loses the answer; that is counted."""
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except (zmq.Again, zmq.ZMQError):
+            self.undeliverable += 1
+
+    def close(self) -> None:
+        """Send what is queued for at most half a second, then close."""
+        self._socket.close(_LINGER_MS)
+        self._context.term()
+
+
+class ClientChannel:
+    """The dialling side. Connects in the background and reconnects for ever.
+
+    Raises ConfigError if the address is not one.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _set_limits(self._socket)
+        # Only a live connection takes messages: what was meant for a dead server is sent again by the
+        # client, which knows what is still wanted.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"buffer.address {address!r} cannot be dialled: {error}") from error
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Queue a multipart; False if there is no connection or the queue is full."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, timeout_seconds: float) -> list[memoryview] | None:
+        """The next multipart, or None if none arrives in time."""
+        if not self._socket.poll(max(0, round(timeout_seconds * 1000))):
+            return None
+        return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+
+    def close(self) -> None:
+        """Send what is queued for at most half a second, then close."""
+        self._socket.close(_LINGER_MS)
+        self._context.term()
+
+
+def _set_limits(socket: "zmq.Socket[bytes]") -> None:
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, _HARD_FRAME_LIMIT)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+
+
+def _bind_sentence(address: str, error: zmq.ZMQError) -> str:
+    if error.errno == zmq.EADDRINUSE:
+        return (
+            f"buffer.address {address} is in use: another buffer or program listens there; "
+            "stop it or choose another port"
+        )
+    return f"buffer.address {address!r} cannot be bound: {error}"

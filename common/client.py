@@ -1,0 +1,143 @@
+"""The client of the buffer: sends requests, repeats those that got no answer, and keeps the newest run state.
+
+    posted ──► sent ──► answered
+                └── no answer in time, or a passing failure ──► sent again (the same bytes)
+
+Invariant: a posted request is repeated until it is answered, and it is answered to its caller once.
+Used by one thread.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tba.common.channels import ClientChannel
+from tba.common.clock import Clock, SystemClock
+from tba.common.codec import Frames, Reply, decode_reply, encode_request
+from tba.common.errors import BufferUnavailable, Refused, WireError
+from tba.common.log import get_logger
+from tba.common.wire import Failure, Message, Role, RunState
+
+log = get_logger(__name__)
+
+# Failures that pass by themselves, such as a full disk: the request is sent again.
+TRANSIENT = frozenset({"storage"})
+_RESEND_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(slots=True)
+class _Pending:
+    frames: Frames
+    patience: float  # seconds until the request is sent again
+    sent_at: float | None = None
+
+
+class BufferClient:
+    """One connection to the buffer. `sender` names this start of this process."""
+
+    def __init__(self, address: str, *, role: Role, name: str, clock: Clock | None = None) -> None:
+        self.address = address
+        self.role: Role = role
+        self.sender = f"{name}.{uuid.uuid4().hex[:8]}"
+        self.run = ""
+        self.state: RunState | None = None
+        self.trouble = ""  # the last passing failure, empty when all is well
+        self._clock = clock or SystemClock()
+        self._channel = ClientChannel(address)
+        self._pending: dict[int, _Pending] = {}
+        self._last_id = 0
+        self._heard_at = self._clock.monotonic()
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the buffer last answered anything."""
+        return self._clock.monotonic() - self._heard_at
+
+    def post(self, message: Message, frames: Sequence[bytes] = ()) -> int:
+        """Send without waiting. Returns the id that the reply will carry."""
+        self._last_id += 1
+        encoded = encode_request(
+            message, id=self._last_id, role=self.role, sender=self.sender, run=self.run, frames=frames
+        )
+        patience = _RESEND_SECONDS + getattr(message, "wait_seconds", 0.0)
+        self._pending[self._last_id] = _Pending(encoded, patience)
+        self._send_due()
+        return self._last_id
+
+    def is_pending(self, id_: int | None) -> bool:
+        """Whether a posted request has no answer yet."""
+        return id_ in self._pending
+
+    def poll(self, timeout_seconds: float) -> list[Reply]:
+        """The replies that have arrived; waits for the first one at most the timeout. Resends what is due."""
+        self._send_due()
+        replies = []
+        frames = self._channel.receive(timeout_seconds)
+        while frames is not None:
+            if (reply := self._accept(frames)) is not None:
+                replies.append(reply)
+            frames = self._channel.receive(0)
+        return replies
+
+    def call(
+        self,
+        message: Message,
+        expect: type[M],
+        *,
+        deadline_seconds: float | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[M, list[memoryview]]:
+        """Send and wait for the reply. Replies to other requests that arrive meanwhile are dropped.
+
+        Raises Refused if the buffer says no, BufferUnavailable after the deadline or when `stop()`.
+        """
+        wanted = self.post(message)
+        started = self._clock.monotonic()
+        while True:
+            for reply in self.poll(_POLL_SECONDS):
+                if reply.header.id == wanted:
+                    return _expected(reply, expect), reply.frames
+            late = deadline_seconds is not None and self._clock.monotonic() - started > deadline_seconds
+            if late or stop():
+                del self._pending[wanted]
+                why = self.trouble or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
+                raise BufferUnavailable(f"the buffer at {self.address}: {why}")
+
+    def close(self) -> None:
+        """Close the connection. What was posted and not answered is the caller's to keep."""
+        self._channel.close()
+
+    def _send_due(self) -> None:
+        now = self._clock.monotonic()
+        for pending in self._pending.values():
+            if pending.sent_at is not None and now - pending.sent_at < pending.patience:
+                continue
+            if not self._channel.send(pending.frames):
+                return
+            pending.sent_at = now
+
+    def _accept(self, frames: list[memoryview]) -> Reply | None:
+        try:
+            reply = decode_reply(frames)
+        except WireError as error:
+            log.warning("reply dropped", reason=str(error))
+            return None
+        self._heard_at = self._clock.monotonic()
+        self.run = self.run or reply.header.run
+        self.state = reply.header.state
+        if isinstance(reply.message, Failure) and reply.message.code in TRANSIENT:
+            self.trouble = reply.message.message
+            return None
+        self.trouble = ""
+        return reply if self._pending.pop(reply.header.id, None) is not None else None
+
+
+def _expected(reply: Reply, expect: type[M]) -> M:
+    if isinstance(reply.message, Failure):
+        raise Refused(reply.message.code, reply.message.message)
+    if not isinstance(reply.message, expect):
+        raise Refused("unexpected", f"the buffer answered {reply.message.TYPE} where {expect.TYPE} was due")
+    return reply.message

@@ -1,0 +1,159 @@
+"""Where each configuration value comes from: CLI over environment over file over default.
+
+Each layer is a flat map of dotted keys (`train.learning_rate`) to values, with a sentence on its origin.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from tba.common.config import Config, Section
+from tba.common.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "TBA_"
+_NOT_CONFIG = {"TBA_TEST_DATA"}
+DEFAULT_ORIGIN = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration, and for each dotted key that was set, what set it."""
+
+    config: Config
+    origins: dict[str, str]
+
+    def origin(self, key: str) -> str:
+        """What set a key: a file, an environment variable, a flag, or the default."""
+        return self.origins.get(key, DEFAULT_ORIGIN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    value: Any
+    origin: str
+
+
+def resolve(
+    file: Path | None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+    assignments: Sequence[str] = (),
+) -> Resolved:
+    """Merge the layers and validate the result.
+
+    `overrides` come from named flags (None is "not given"), `assignments` from `--set key=value`.
+    Raises ConfigError with one sentence that names the key and its origin.
+    """
+    values: dict[str, _Value] = {}
+    if file is not None:
+        values |= _file_layer(file)
+    values |= _environment_layer(environment)
+    values |= _assignment_layer(assignments)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            values[key] = _Value(value, "command line")
+    for key, item in values.items():
+        _check_key(key, item.origin)
+    return Resolved(_validate(values), {key: item.origin for key, item in values.items()})
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key with its pydantic field, in the order of the documentation."""
+    for section_name, section in Config.model_fields.items():
+        for name, field in _section_type(section).model_fields.items():
+            yield f"{section_name}.{name}", field
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _section_type(field: FieldInfo) -> type[Section]:
+    assert isinstance(field.annotation, type)
+    return field.annotation
+
+
+def _file_layer(file: Path) -> dict[str, _Value]:
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist: name a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    values = {}
+    for section, content in tree.items():
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file}: `{section}` stands outside a section: put it under one, such as [run]")
+        for name, value in content.items():
+            values[f"{section}.{name}"] = _Value(value, str(file))
+    return values
+
+
+def _environment_layer(environment: Mapping[str, str]) -> dict[str, _Value]:
+    values = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_CONFIG or "__" not in variable:
+            continue
+        key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)
+        values[key] = _Value(_parse(text), variable)
+    return values
+
+
+def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:
+    values = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}: write it as section.key=value")
+        values[key.strip()] = _Value(_parse(text.strip()), "--set")
+    return values
+
+
+def _parse(text: str) -> Any:
+    """A value as TOML would read it, or else the text itself: `3`, `true`, `[1, 2]`, `cpu`."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _check_key(key: str, origin: str) -> None:
+    known = [name for name, _ in fields()]
+    if key in known:
+        return
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f": did you mean {nearest[0]}?" if nearest else f": the sections are {', '.join(Config.model_fields)}"
+    raise ConfigError(f"unknown key {key} ({origin}){hint}")
+
+
+def _validate(values: Mapping[str, _Value]) -> Config:
+    tree: dict[str, dict[str, Any]] = {}
+    for key, item in values.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = item.value
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, values)) from error
+
+
+def _sentence(error: ValidationError, values: Mapping[str, _Value]) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"][:2])
+    message = first["msg"].removeprefix("Value error, ")
+    if key not in values:
+        return message
+    item = values[key]
+    return f"{key} = {item.value!r} ({item.origin}): {message[0].lower()}{message[1:]}"

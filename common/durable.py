@@ -1,0 +1,62 @@
+"""Files and directories that are either there completely or not at all, also after a power cut."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file, read in chunks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of indented JSON."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def publish_directory(temporary: Path, final: Path) -> None:
+    """Give a finished directory its name. `final` must not exist: published directories never change.
+
+    Every file is on disk before the name is, so a directory that has its name is complete.
+    """
+    for path in sorted(temporary.rglob("*")):
+        sync(path)
+    sync(temporary)
+    os.rename(temporary, final)
+    sync(final.parent)
+
+
+def temporary_directory(final: Path) -> Path:
+    """An empty directory beside `final`, left over ones of a crashed writer removed."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary

@@ -1,0 +1,118 @@
+"""Every error that tba raises on purpose.
+
+    TbaError                 exit 1
+    ├── ConfigError          exit 78  a value, a file or an address in the configuration is wrong
+    │   └── MissingExtra     exit 78  an optional dependency is not installed
+    ├── UsageError           exit 2   the command line asks for something that cannot be
+    ├── WireError                     a message is malformed
+    │   ├── VersionMismatch           the peer speaks another protocol version
+    │   └── Oversize                  a frame or a field is over its limit
+    ├── BufferFault                   the buffer answered with an error
+    │   ├── BufferUnavailable         no answer within the deadline
+    │   └── Refused                   the buffer understood and said no; `code` says why
+    ├── StorageError                  the database could not be written or read
+    ├── SnapshotError                 a snapshot is missing, torn or of the wrong shape
+    │   ├── SnapshotCorrupt           a hash does not match its manifest
+    │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
+    ├── CheckpointError               no usable checkpoint
+    ├── EngineError                   the generation engine failed
+    └── TaskError                     a task's data is missing or malformed
+
+Exit codes follow sysexits where one fits: systemd is told not to restart on 78.
+"""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CONFIG = 78
+
+
+class TbaError(Exception):
+    """Root of the tree. The message is one sentence: what was wrong, where, and what to do."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(TbaError):
+    """A value, a file or an address in the configuration is wrong."""
+
+    exit_code = EXIT_CONFIG
+
+
+class MissingExtra(ConfigError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module} is not installed: run `pip install 'tba[{extra}]'`")
+
+
+class UsageError(TbaError):
+    """The command line asks for something that cannot be done."""
+
+    exit_code = EXIT_USAGE
+
+
+class WireError(TbaError):
+    """A message is malformed."""
+
+    code = "malformed"
+
+
+class VersionMismatch(WireError):
+    """The peer speaks another protocol version."""
+
+    code = "version"
+
+
+class Oversize(WireError):
+    """A frame or a field is over its limit."""
+
+    code = "oversize"
+
+
+class BufferFault(TbaError):
+    """The buffer did not do what it was asked."""
+
+
+class BufferUnavailable(BufferFault):
+    """No answer from the buffer within the deadline."""
+
+
+class Refused(BufferFault):
+    """The buffer understood the request and refused it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class StorageError(TbaError):
+    """The database could not be written or read."""
+
+    code = "storage"
+
+
+class SnapshotError(TbaError):
+    """A snapshot is missing, torn or of the wrong shape."""
+
+
+class SnapshotCorrupt(SnapshotError):
+    """A file does not hash to what its manifest says."""
+
+
+class CanaryMismatch(SnapshotError):
+    """After loading a snapshot, the engine's log-probabilities differ from the trainer's."""
+
+
+class CheckpointError(TbaError):
+    """No usable checkpoint."""
+
+
+class EngineError(TbaError):
+    """The generation engine failed."""
+
+
+class TaskError(TbaError):
+    """The data of a task is missing or malformed."""
+
+    exit_code = EXIT_CONFIG

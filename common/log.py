@@ -1,0 +1,100 @@
+"""Structured logs: text for people on a terminal, JSON lines for machines and journals.
+
+Stable event names, then fields: `log.info("snapshot loaded", version=7, seconds=0.2)`.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+_LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
+
+
+class FieldLogger:
+    """A logger whose calls take fields as keywords."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._logger.debug(event, extra={"fields": fields})
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._logger.info(event, extra={"fields": fields})
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._logger.warning(event, extra={"fields": fields})
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._logger.error(event, extra={"fields": fields})
+
+    def exception(self, event: str, **fields: Any) -> None:
+        """An error with the traceback of the exception being handled."""
+        self._logger.error(event, extra={"fields": fields}, exc_info=True)
+
+
+def get_logger(name: str) -> FieldLogger:
+    """The logger of a module."""
+    return FieldLogger(logging.getLogger(name))
+
+
+def configure(role: str, *, level: str = "INFO") -> None:
+    """Send the logs of this process to standard error, in the form that suits who reads it."""
+    handler = logging.StreamHandler(sys.stderr)
+    json_wanted = "JOURNAL_STREAM" in os.environ or os.environ.get("TBA_LOG") == "json"
+    handler.setFormatter(JsonFormatter(role) if json_wanted else TextFormatter(role, colour=sys.stderr.isatty()))
+    root = logging.getLogger("tba")
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    root.propagate = False
+
+
+class TextFormatter(logging.Formatter):
+    """`12:30:01 search0 snapshot loaded version=7 seconds=0.2`."""
+
+    def __init__(self, role: str, *, colour: bool) -> None:
+        super().__init__()
+        self._role = role
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{key}={_short(value)}" for key, value in _fields(record).items())
+        event = record.getMessage() if record.levelno < logging.WARNING else f"{record.levelname} {record.getMessage()}"
+        if self._colour and record.levelname in _LEVEL_COLOURS:
+            event = f"{_LEVEL_COLOURS[record.levelname]}{event}\033[0m"
+        line = " ".join(filter(None, (self.formatTime(record, "%H:%M:%S"), self._role, event, fields)))
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "role": self._role,
+            "pid": record.process,
+            "event": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f'"{text}"' if " " in text else text

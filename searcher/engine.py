@@ -1,0 +1,103 @@
+"""What a generation engine is to the searcher.
+
+The searcher owns the loop: it submits requests, calls `step`, and takes what has finished. Between two
+steps it may load new weights; requests in flight survive that, and each token keeps the version that
+produced it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tba.common.snapshot import Snapshot
+from tba.common.trajectory import Float32, Int32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How to sample one response. `temperature` 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to generate. `id` is unique within the engine's life."""
+
+    id: int
+    prompt_ids: Int32
+    sampling: SamplingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished response.
+
+    `logprobs` [R] are natural-log probabilities under the distribution that was sampled from, with
+    temperature and top-p (for greedy decoding: at temperature 1). `version_runs` [V, 2] are pairs
+    (policy version, tokens), in order, summing to R. `stop_reason` is "eos" (its token is included in
+    `response_ids`) or "length".
+    """
+
+    id: int
+    response_ids: Int32
+    logprobs: Float32
+    version_runs: Int32
+    stop_reason: str
+    seconds: float
+
+
+class Engine(Protocol):
+    """A generation engine. Not thread-safe. Errors are raised as EngineError or SnapshotError."""
+
+    @property
+    def weights_version(self) -> int:
+        """Version that the next token will be produced by."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not yet returned by `step`."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises EngineError if prompt and response do not fit the model's context."""
+
+    def step(self) -> list[Generation]:
+        """Advance all requests by about one token and return those that finished. [] when idle."""
+
+    def load_weights(self, snapshot: Snapshot) -> None:
+        """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
+
+        All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
+        refused ones reaches a Generation, and requests in flight are still answered.
+        """
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
+        """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
+        whose t-th entry is log p(token t + 1 | tokens up to t)."""
+
+    def close(self) -> None:
+        """Free the device."""
+
+
+def append_version(runs: list[list[int]], version: int, tokens: int) -> None:
+    """Count `tokens` for `version` at the end of a list of [version, tokens] runs."""
+    if runs and runs[-1][0] == version:
+        runs[-1][1] += tokens
+    elif tokens:
+        runs.append([version, tokens])
+
+
+def canary_difference(engine: Engine, snapshot: Snapshot) -> float:
+    """Largest |log-probability difference| between the engine and the trainer over the canary."""
+    canary = snapshot.manifest.canary
+    scores = engine.score(canary.sequences)
+    differences = [
+        float(np.abs(score - np.asarray(expected, np.float32)).max(initial=0.0))
+        for score, expected in zip(scores, canary.logprobs, strict=True)
+    ]
+    return max(differences, default=0.0)

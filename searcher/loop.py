@@ -1,0 +1,214 @@
+"""The searcher's loop: follow the weights, lease prompts, step the engine, hand over complete groups.
+
+The engine never waits for the buffer: requests are posted and their replies taken when they come. While
+the buffer is away, groups wait in memory, at most `search.max_unacknowledged`; then generation pauses.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tba
+from tba.common import wire
+from tba.common.client import BufferClient
+from tba.common.clock import Clock
+from tba.common.codec import Reply
+from tba.common.config import Config
+from tba.common.errors import BufferUnavailable, Refused
+from tba.common.log import get_logger
+from tba.common.process import notify_systemd
+from tba.common.trajectory import pack
+from tba.searcher.engine import Engine
+from tba.searcher.groups import Group, GroupBuilder, Tokenizer
+from tba.searcher.tasks.task import Prompt, Task, fingerprint
+from tba.searcher.weights import WeightsFollower
+
+log = get_logger(__name__)
+
+_HEARTBEAT_SECONDS = 1.0
+_LEASE_WAIT_SECONDS = 1.0
+_IDLE_SECONDS = 0.05
+_DRAIN_SECONDS = 5.0
+_REGISTER_CHUNK = 10_000
+
+
+@dataclass(slots=True)
+class _Rates:
+    """Counters at the last heartbeat, to tell rates from."""
+
+    at: float
+    tokens: int = 0
+    trajectories: int = 0
+
+
+class Searcher:
+    """One engine, one connection to the buffer. `run` returns when the run is finished or `stop()`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: Engine,
+        task: Task,
+        tokenizer: Tokenizer,
+        client: BufferClient,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._task = task
+        self._client = client
+        self._clock = clock
+        self._weights = WeightsFollower(engine, clock)
+        self._groups = GroupBuilder(engine, task, tokenizer, config.search)
+        self._held: set[int] = set()  # leases: generating, or put and not acknowledged
+        self._puts: dict[int, Group] = {}  # by request id, until acknowledged
+        self._lease_request: int | None = None
+        self._heartbeat_request: int | None = None
+        self._wait_reason = ""
+        self._sequence = 0
+        self._rates = _Rates(clock.monotonic())
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Search until the run is finished or `stop()`; then hand over what is complete.
+
+        Raises Refused if the buffer will not have this searcher.
+        """
+        self._join(stop)
+        while not (stop() or self._finished):
+            self._weights.follow(self._client.state.weights if self._client.state else None)
+            self._ask_for_prompts()
+            for generation in self._engine.step():
+                self._hand_over(self._groups.finish(generation))
+            self._take_replies(0.0 if self._engine.in_flight else _IDLE_SECONDS)
+            self._heartbeat()
+        self._leave()
+
+    @property
+    def _finished(self) -> bool:
+        return self._client.state is not None and self._client.state.finished
+
+    def _join(self, stop: Callable[[], bool]) -> None:
+        hello = wire.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}")
+        try:
+            self._client.call(hello, wire.Welcome, stop=stop)
+            assert self._client.state is not None
+            register_prompts(self._client, self._task, stop)
+        except BufferUnavailable:
+            if not stop():
+                raise
+            return
+        log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
+        notify_systemd("READY=1")
+
+    def _ask_for_prompts(self) -> None:
+        """Keep two loads of prompts: one in the engine, one waiting for room in it."""
+        search = self._config.search
+        if self._lease_request is not None or self._weights.current is None:
+            return
+        loads = 2 * -(-search.max_in_flight // search.samples_per_prompt)
+        want = loads - len(self._held)
+        if want <= 0 or len(self._puts) >= search.max_unacknowledged:
+            return
+        request = wire.LeasePrompts(
+            want=want,
+            held=sorted(self._held),
+            weights_version=self._weights.current.version,
+            wait_seconds=_LEASE_WAIT_SECONDS,
+        )
+        self._lease_request = self._client.post(request)
+
+    def _take_replies(self, timeout_seconds: float) -> None:
+        for reply in self._client.poll(timeout_seconds):
+            if isinstance(reply.message, wire.Failure):
+                raise Refused(reply.message.code, reply.message.message)
+            if reply.header.id == self._lease_request:
+                self._take_leases(reply)
+            elif isinstance(reply.message, wire.PutAck):
+                self._held.discard(self._puts.pop(reply.header.id).visit.lease)
+
+    def _take_leases(self, reply: Reply) -> None:
+        self._lease_request = None
+        assert isinstance(reply.message, wire.Leases)
+        self._wait_reason = reply.message.reason
+        for visit in reply.message.visits:
+            if visit.lease not in self._held:
+                self._held.add(visit.lease)
+                self._hand_over(self._groups.start(visit))
+
+    def _hand_over(self, group: Group | None) -> None:
+        """Put a complete group; the sequence numbers make a repeated put harmless."""
+        if group is None:
+            return
+        columns, frames = pack(group.done)
+        message = wire.PutTrajectories(first_sequence=self._sequence, rows=wire.Rows.model_validate(columns))
+        self._sequence += len(group.done)
+        self._puts[self._client.post(message, frames)] = group
+
+    def _heartbeat(self) -> None:
+        now = self._clock.monotonic()
+        if now - self._rates.at < _HEARTBEAT_SECONDS or self._client.is_pending(self._heartbeat_request):
+            return
+        activity, reason = self._activity()
+        metrics = self._metrics(now)
+        current = self._weights.current
+        heartbeat = wire.Heartbeat(
+            activity=activity,
+            reason=reason,
+            weights_version=current.version if current else None,
+            metrics=metrics,
+        )
+        self._heartbeat_request = self._client.post(heartbeat)
+        notify_systemd(f"STATUS={activity} {reason} {metrics['tokens_per_second']:.0f} tokens/s".strip())
+        self._rates = _Rates(now, self._groups.tokens, self._groups.trajectories)
+
+    def _activity(self) -> tuple[str, str]:
+        if self._weights.current is None:
+            return "waiting", self._weights.trouble or "no snapshot is published yet"
+        if len(self._puts) >= self._config.search.max_unacknowledged:
+            return "waiting", f"{len(self._puts)} groups are not acknowledged by the buffer"
+        if not self._engine.in_flight:
+            return "waiting", self._wait_reason or "prompts"
+        return "generating", self._weights.trouble
+
+    def _metrics(self, now: float) -> dict[str, float]:
+        seconds = max(now - self._rates.at, 1e-9)
+        return {
+            "tokens_per_second": (self._groups.tokens - self._rates.tokens) / seconds,
+            "trajectories_per_second": (self._groups.trajectories - self._rates.trajectories) / seconds,
+            "in_flight": float(self._engine.in_flight),
+            "unacknowledged_groups": float(len(self._puts)),
+            "errors": float(self._groups.errors),
+            "weights_load_seconds": self._weights.last_load_seconds,
+            "weights_refusals": float(self._weights.refusals),
+        }
+
+    def _leave(self) -> None:
+        """Wait a little for the acknowledgements, then give back what is not done."""
+        deadline = self._clock.monotonic() + _DRAIN_SECONDS
+        while self._puts and self._clock.monotonic() < deadline:
+            self._take_replies(_IDLE_SECONDS)
+        if self._puts:
+            log.warning("leaving with unacknowledged groups", groups=len(self._puts))
+        try:
+            self._client.call(wire.Goodbye(), wire.Done, deadline_seconds=1.0)
+        except BufferUnavailable as error:
+            log.warning("left without goodbye", reason=str(error))
+        log.info("left", trajectories=self._groups.trajectories, errors=self._groups.errors)
+
+
+def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool]) -> None:
+    """Tell the buffer the prompt keys, unless it knows them. Raises Refused if it knows others."""
+    prompts = task.prompts()
+    digest = fingerprint(prompts)
+    for offset in range(0, len(prompts), _REGISTER_CHUNK):
+        message = _registration(task, digest, prompts, offset)
+        registered, _ = client.call(message, wire.Registered, stop=stop)
+        if registered.complete:
+            return
+
+
+def _registration(task: Task, digest: str, prompts: Sequence[Prompt], offset: int) -> wire.RegisterPrompts:
+    keys = [prompt.key for prompt in prompts[offset : offset + _REGISTER_CHUNK]]
+    return wire.RegisterPrompts(task=task.name, fingerprint=digest, total=len(prompts), offset=offset, keys=keys)

@@ -1,0 +1,94 @@
+"""Starting one searcher from a configuration."""
+
+import socket
+from collections.abc import Callable
+
+import numpy as np
+
+from tba.common.client import BufferClient
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import ConfigError, MissingExtra
+from tba.common.log import get_logger
+from tba.searcher.engine import Engine
+from tba.searcher.groups import Tokenizer
+from tba.searcher.loop import Searcher
+from tba.searcher.tasks import load_task
+
+log = get_logger(__name__)
+
+
+def search(config: Config, *, device: str, index: int, stop: Callable[[], bool]) -> None:
+    """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
+
+    Raises ConfigError for a model or task that cannot be loaded, Refused if the buffer will not have us.
+    """
+    task = load_task(config.task)
+    tokenizer = load_tokenizer(config.model.path)
+    clock = SystemClock()
+    client = BufferClient(config.buffer.address, role="searcher", name=searcher_name(device, index), clock=clock)
+    try:
+        engine = make_engine(config, device=device, index=index)
+        try:
+            Searcher(config, engine=engine, task=task, tokenizer=tokenizer, client=client, clock=clock).run(stop)
+        finally:
+            engine.close()
+    finally:
+        client.close()
+
+
+def searcher_name(device: str, index: int) -> str:
+    """`host-cuda3`: the same after a restart, so that the buffer knows who came back."""
+    return f"{socket.gethostname()}-{device}{index}"
+
+
+def make_engine(config: Config, *, device: str, index: int) -> Engine:
+    """The engine that the configuration names. Raises MissingExtra if its packages are not installed."""
+    if not config.model.path:
+        raise ConfigError("model.path is not set: name a Hugging Face model directory or hub id")
+    seed = int(np.random.SeedSequence([config.run.seed, index]).generate_state(1)[0])
+    if config.search.engine == "vllm":
+        return _vllm_engine(config, seed)
+    try:
+        from tba.searcher.engine_transformers import TransformersEngine
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "transformers", "train") from error
+    return TransformersEngine(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=device,
+        max_in_flight=config.search.max_in_flight,
+        seed=seed,
+        canary_tolerance=config.search.canary_tolerance,
+    )
+
+
+def _vllm_engine(config: Config, seed: int) -> Engine:
+    from tba.searcher.engine_vllm import VllmEngine
+
+    search = config.search
+    return VllmEngine(
+        config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=search.max_model_len or None,
+        max_in_flight=search.max_in_flight,
+        seed=seed,
+        kv_cache_gib=search.kv_cache_gib,
+        gpu_memory_utilization=search.gpu_memory_utilization,
+        tensor_parallel=1,
+        enforce_eager=search.enforce_eager,
+        canary_tolerance=search.canary_tolerance,
+    )
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model. Raises ConfigError if it cannot be loaded."""
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise MissingExtra("transformers", "train") from None
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {model!r} has no tokenizer that loads: {error}") from error
+    return tokenizer

@@ -1,0 +1,95 @@
+"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168): grade-school word problems; the answer is the last number.
+
+Prompt format and reward are those of the TBA paper (section B.1): 1 if the last number of the response is
+the gold answer. The data is a jsonl file with `question` and `answer` (final answer after `#### `), or a
+data set of the Hugging Face hub.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.common.errors import MissingExtra, TaskError
+from tba.searcher.tasks.task import CORRECT, Prompt, Reward
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_HUB_CONFIG = "main"
+
+
+class Gsm8kTask:
+    """GSM8K from local files or the hub. Raises TaskError if the data is missing or malformed."""
+
+    name = "gsm8k"
+
+    def __init__(self, train: str, test: str = "") -> None:
+        self._prompts = _unique(_load(train, "train"))
+        self._held_out = _unique(_load(test or train, "test")) if test or not _is_file(train) else []
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
+        found = last_number(response)
+        correct = float(found is not None and found == last_number(prompt.answer))
+        return Reward(total=correct, parts={CORRECT: correct, "has_number": float(found is not None)})
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, thousands separators allowed; None if there is none."""
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith((".jsonl", ".json")) or Path(source).exists()
+
+
+def _load(source: str, split: str) -> list[Prompt]:
+    rows = _read_jsonl(Path(source)) if _is_file(source) else _read_hub(source, split)
+    return [_prompt(row, source, number) for number, row in enumerate(rows, 1)]
+
+
+def _read_jsonl(path: Path) -> Iterable[Any]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise TaskError(f"task gsm8k: {path} cannot be read: {error.strerror}: set task.train and task.test") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise TaskError(f"task gsm8k: {path}:{number} is not JSON: {error}") from error
+
+
+def _read_hub(name: str, split: str) -> Iterable[Any]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra("datasets", "hub") from None
+    try:
+        rows: Iterable[Any] = datasets.load_dataset(name, _HUB_CONFIG, split=split)
+    except Exception as error:  # the library raises many kinds; all mean that the data is not there
+        raise TaskError(f"task gsm8k: data set {name!r} ({split}) cannot be loaded: {error}") from error
+    return rows
+
+
+def _prompt(row: Any, source: str, number: int) -> Prompt:
+    try:
+        question, answer = row["question"], row["answer"].rpartition("####")[2].strip()
+    except (KeyError, TypeError, AttributeError):
+        raise TaskError(f"task gsm8k: row {number} of {source} has no question and answer") from None
+    if last_number(answer) is None:
+        raise TaskError(f"task gsm8k: the answer in row {number} of {source} has no final number")
+    key = hashlib.sha256(question.encode()).hexdigest()[:16]
+    return Prompt(key, f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)
+
+
+def _unique(prompts: list[Prompt]) -> list[Prompt]:
+    """The first of each key: a question that stands in the file twice is one prompt."""
+    return list({prompt.key: prompt for prompt in reversed(prompts)}.values())[::-1]

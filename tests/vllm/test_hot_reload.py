@@ -1,0 +1,95 @@
+"""After a hot reload, the engine's log-probabilities are those of transformers with the new weights."""
+
+import copy
+import shutil
+
+import numpy as np
+import pytest
+
+from tba.searcher.engine import SamplingSettings
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+TOLERANCE = 1e-4
+AT_ONE = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20, seed=3)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def tied(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def old(lab, tied):
+    return lab.model(seed=1, tied=tied)
+
+
+@pytest.fixture(scope="module")
+def new(lab, tied):
+    return lab.model(seed=2, tied=tied)
+
+
+@pytest.fixture(scope="module")
+def engine(lab, old):
+    return lab.engine(old)
+
+
+@pytest.mark.parametrize("length", [2, 5, 130, 250])
+def test_scores_are_those_of_the_new_weights(lab, engine, new, length):
+    lab.serve(engine, new)
+    ids = lab.tokens(length, length)
+    (scores,) = engine.score([ids])
+    np.testing.assert_allclose(scores, lab.logprobs(new, ids), atol=TOLERANCE)
+
+
+def test_logprobs_of_sampled_tokens_are_those_of_the_new_weights(lab, engine, new):
+    lab.serve(engine, new)
+    prompt = lab.tokens(1, 12)
+    generation = lab.generate(engine, prompt, AT_ONE)
+    expected = lab.response_logprobs(new, prompt, generation.response_ids)
+    np.testing.assert_allclose(generation.logprobs, expected, atol=TOLERANCE)
+
+
+def test_greedy_responses_are_those_of_transformers(lab, engine, new):
+    import torch
+
+    lab.serve(engine, new)
+    prompt = lab.tokens(2, 12)
+    expected = new.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 12:]
+    assert lab.generate(engine, prompt).response_ids.tolist() == expected.tolist()
+
+
+def test_going_back_and_forth_leaves_no_trace(lab, engine, old, new):
+    ids = lab.tokens(3, 40)
+    for model in (old, new, old, new):
+        lab.serve(engine, model)
+        (scores,) = engine.score([ids])
+        np.testing.assert_allclose(scores, lab.logprobs(model, ids), atol=TOLERANCE)
+
+
+def test_a_prefix_computed_with_other_weights_is_never_reused(lab, engine, old, new):
+    prompt = lab.tokens(4, 200)  # longer than a block of the cache
+    for model in (old, new, old):
+        lab.serve(engine, model)
+        for _ in range(2):  # the second one takes its prefix from the cache
+            generation = lab.generate(engine, prompt)
+            expected = lab.response_logprobs(model, prompt, generation.response_ids)
+            np.testing.assert_allclose(generation.logprobs, expected, atol=TOLERANCE)
+
+
+def test_bfloat16_files_load_into_a_float32_engine(lab, engine, new):
+    exact = copy.deepcopy(new)
+    for parameter in exact.parameters():  # not .bfloat16(), which would round the rotary frequencies as well
+        parameter.data = parameter.data.bfloat16().float()
+    engine.load_weights(lab.snapshot(exact, saved=copy.deepcopy(exact).bfloat16()))
+    ids = lab.tokens(5, 40)
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(exact, ids), atol=TOLERANCE)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_engine_reloads_too(lab):
+    old, new = lab.model(seed=1), lab.model(seed=2)
+    engine = lab.engine(old, enforce_eager=False)
+    lab.serve(engine, new)
+    ids = lab.tokens(6, 40)
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=TOLERANCE)

@@ -1,0 +1,191 @@
+"""A snapshot that is not what it should be is refused, and the old weights serve on."""
+
+import copy
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from tba.common.errors import CanaryMismatch, EngineError, SnapshotCorrupt, SnapshotError
+from tba.common.snapshot import Canary, verify
+from tba.searcher.engine import SamplingSettings
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+def without(model, name):
+    """A model that saves everything but one tensor."""
+    return _Saves({key: value for key, value in model.state_dict().items() if key != name})
+
+
+def with_tensor(model, name, tensor):
+    """A model that saves one tensor differently."""
+    return _Saves(model.state_dict() | {name: tensor})
+
+
+class _Saves:
+    def __init__(self, tensors):
+        self.tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+    def save_pretrained(self, directory):
+        from safetensors.torch import save_file
+
+        save_file(self.tensors, directory / "model.safetensors")
+
+
+def start_some(lab, engine):
+    """Requests of every kind, a few steps old. Returns prompts by id."""
+    settings = [SamplingSettings(0.0, 1.0, 20)] * 2 + [SamplingSettings(1.0, 1.0, 20, seed=1)] * 2
+    prompts = {}
+    for seed, sampling in enumerate(settings):
+        prompt = lab.tokens(seed, 12)
+        prompts[lab.submit(engine, prompt, sampling)] = prompt
+    for _ in range(5):
+        engine.step()
+    return prompts
+
+
+def assert_all_by(lab, generations, prompts, model, version):
+    """Every response was produced by one model alone."""
+    assert sorted(generations) == sorted(prompts)
+    for request, generation in generations.items():
+        assert generation.version_runs.tolist() == [[version, 20]]
+        expected = lab.response_logprobs(model, prompts[request], generation.response_ids)
+        np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+
+
+def test_weights_that_fail_the_canary_leave_no_trace(lab, engine, old, new):
+    version = lab.serve(engine, old)
+    prompts = start_some(lab, engine)
+    with pytest.raises(CanaryMismatch, match=r"differ by 0\.01 on the canary, 0\.001 is allowed"):
+        engine.load_weights(lab.snapshot(new, canary_error=0.01))
+    assert engine.weights_version == version
+    assert_all_by(lab, lab.finish(engine), prompts, old, version)
+    ids = lab.tokens(9, 40)
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(old, ids), atol=1e-4)
+
+
+def test_a_request_that_finished_under_refused_weights_starts_over(lab, engine, old, new):
+    version = lab.serve(engine, old)
+    prompt = lab.tokens(1, 12)
+    request = lab.submit(engine, prompt)
+    for _ in range(19):
+        assert engine.step() == []
+    with pytest.raises(CanaryMismatch):
+        engine.load_weights(lab.snapshot(new, canary_error=0.1))
+    assert engine.in_flight == 1
+    assert_all_by(lab, lab.finish(engine), {request: prompt}, old, version)
+
+
+def test_keys_and_values_of_refused_weights_are_not_reused(lab, engine, old, new):
+    lab.serve(engine, old)
+    prompt = lab.tokens(2, 126)  # the first block of the cache fills up while the canary is scored
+    lab.submit(engine, prompt, SamplingSettings(0.0, 1.0, 60))
+    engine.step()
+    with pytest.raises(CanaryMismatch):
+        engine.load_weights(lab.snapshot(new, canary_error=0.1))
+    response = next(iter(lab.finish(engine).values())).response_ids.tolist()
+    again = lab.generate(engine, [*prompt, *response])
+    expected = lab.response_logprobs(old, [*prompt, *response], again.response_ids)
+    np.testing.assert_allclose(again.logprobs, expected, atol=1e-4)
+
+
+def test_a_flipped_byte_is_found_before_the_engine_hears_of_it(lab, engine, old, new):
+    version = lab.serve(engine, old)
+    prompts = start_some(lab, engine)
+    ref = lab.publish(new)
+    weights = next(iter(lab.root.glob(f"v*{ref.version:02d}/model.safetensors")))
+    content = bytearray(weights.read_bytes())
+    content[-1000] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(SnapshotCorrupt, match="does not hash"):
+        engine.load_weights(verify(ref))
+    assert_all_by(lab, lab.finish(engine), prompts, old, version)
+
+
+def test_weights_that_are_not_numbers_are_refused(lab, engine, old):
+    version = lab.serve(engine, old)
+    prompts = start_some(lab, engine)
+    broken = copy.deepcopy(old)
+    broken.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(CanaryMismatch, match="differ by nan"):
+        engine.load_weights(lab.snapshot(old, saved=broken))
+    assert_all_by(lab, lab.finish(engine), prompts, old, version)
+
+
+@pytest.mark.parametrize("kind", ["missing", "mis-shaped", "unknown", "integer"])
+def test_other_tensors_than_the_model_has_are_refused_before_anything_is_touched(lab, engine, old, new, kind):
+    import torch
+
+    name = "model.layers.1.self_attn.k_proj.weight"
+    saved, problem = {
+        "missing": (without(new, name), "1 tensors are missing"),
+        "mis-shaped": (with_tensor(new, name, torch.zeros(32, 65)), r"has shape \[32, 65\], not \[32, 64\]"),
+        "unknown": (with_tensor(new, "extra", torch.zeros(2)), "1 tensors are unknown, 'extra'"),
+        "integer": (with_tensor(new, name, torch.zeros(32, 64, dtype=torch.int32)), "has dtype I32, not F32"),
+    }[kind]
+    version = lab.serve(engine, old)
+    request = lab.submit(engine, lab.tokens(3, 12))
+    with pytest.raises(SnapshotError, match=problem):
+        engine.load_weights(lab.snapshot(new, saved=saved))
+    assert lab.finish(engine)[request].version_runs.tolist() == [[version, 20]]
+
+
+def test_a_snapshot_of_another_architecture_is_refused(lab, engine, old):
+    version = lab.serve(engine, old)
+    deeper = lab.model(seed=3, num_hidden_layers=3)
+    with pytest.raises(SnapshotError, match="12 tensors are unknown, 'model.layers.2"):
+        engine.load_weights(lab.snapshot(deeper))
+    assert engine.weights_version == version
+
+
+def test_a_torn_file_is_refused_before_anything_is_touched(lab, engine, new):
+    snapshot = lab.snapshot(new)
+    (weights,) = snapshot.weight_files
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(SnapshotError, match="not readable safetensors"):
+        engine.load_weights(snapshot)
+
+
+def test_a_delta_is_refused(lab, engine, new):
+    with pytest.raises(SnapshotError, match="a delta on v1"):
+        engine.load_weights(lab.snapshot(new, base=1))
+
+
+@pytest.mark.parametrize(
+    ("canary", "problem"),
+    [
+        (Canary([[1, 2, 3]], [[-1.0]]), "3 tokens has 1 log-prob"),
+        (Canary([[1, 2]], []), "1 sequences with 0 lists"),
+        (Canary([[1, 256]], [[-1.0]]), "outside the vocabulary of 256"),
+        (Canary([[1] * 256], [[-1.0] * 255]), "does not fit the engine's context of 256"),
+    ],
+)
+def test_a_canary_that_cannot_be_scored_is_refused(lab, engine, new, canary, problem):
+    snapshot = lab.snapshot(new)
+    manifest = dataclasses.replace(snapshot.manifest, canary=canary)
+    with pytest.raises(SnapshotError, match=problem):
+        engine.load_weights(dataclasses.replace(snapshot, manifest=manifest))
+
+
+def test_an_error_while_loading_is_undone(lab, engine, old, new, monkeypatch):
+    version = lab.serve(engine, old)
+    prompts = start_some(lab, engine)
+    collected = lab.snapshot(new)
+    monkeypatch.setattr(engine, "_check", lambda snapshot: shutil.rmtree(snapshot.path))
+    with pytest.raises(SnapshotError, match="vLLM could not load"):
+        engine.load_weights(collected)
+    assert_all_by(lab, lab.finish(engine), prompts, old, version)
+
+
+def test_an_engine_that_cannot_go_back_says_so_and_stops(lab, old, new):
+    engine = lab.engine(old)
+    good = lab.snapshot(old)
+    engine.load_weights(good)
+    lab.submit(engine, lab.tokens(1, 12))
+    shutil.rmtree(good.path)
+    with pytest.raises(EngineError, match="could not be loaded back, restart"):
+        engine.load_weights(lab.snapshot(new, canary_error=0.1))
+    with pytest.raises(EngineError, match="could not be loaded back"):
+        engine.step()

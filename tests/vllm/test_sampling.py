@@ -1,0 +1,131 @@
+"""What is recorded is the distribution that was sampled from, and responses end where they should."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from tba.common.errors import EngineError
+from tba.searcher.engine import SamplingSettings
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+def sampling_logprobs(logits, temperature, top_p):
+    """Log of the distribution that temperature and nucleus sampling draw from, in float64."""
+    scaled = logits.astype(np.float64) / temperature
+    probabilities = np.exp(scaled - scaled.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    order = np.argsort(-probabilities, axis=-1)
+    ranked = np.take_along_axis(probabilities, order, -1)
+    kept = np.cumsum(ranked, -1) - ranked < top_p  # what comes before a token does not reach top_p yet
+    mask = np.zeros_like(kept)
+    np.put_along_axis(mask, order, kept, -1)
+    probabilities = np.where(mask, probabilities, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities / probabilities.sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.5, 1.0), (1.0, 0.8), (0.6, 0.9), (2.0, 0.5)]
+)
+def test_logprobs_are_those_of_the_sampling_distribution(lab, engine, old, temperature, top_p):
+    prompt = lab.tokens(1, 12)
+    generation = lab.generate(engine, prompt, SamplingSettings(temperature, top_p, 40, seed=5))
+    response = generation.response_ids.tolist()
+    logits = lab.logits(old, [*prompt, *response])[len(prompt) - 1 : -1]
+    expected = lab.chosen(sampling_logprobs(logits, temperature, top_p), response)
+    np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+
+
+def test_each_request_of_a_mixed_batch_has_the_logprobs_of_its_own_settings(lab, engine, old):
+    prompt = lab.tokens(2, 12)
+    settings = [(0.0, 1.0), (0.0, 0.3), (1.0, 0.5), (0.5, 1.0), (2.0, 0.9)]
+    requests = [lab.submit(engine, prompt, SamplingSettings(t, p, 20, seed=1)) for t, p in settings]
+    generations = lab.finish(engine)
+    for request, (temperature, top_p) in zip(requests, settings, strict=True):
+        response = generations[request].response_ids.tolist()
+        logits = lab.logits(old, [*prompt, *response])[len(prompt) - 1 : -1]
+        # Greedy: recorded at temperature 1, over the whole vocabulary.
+        shape = (temperature, top_p) if temperature else (1.0, 1.0)
+        expected = lab.chosen(sampling_logprobs(logits, *shape), response)
+        np.testing.assert_allclose(generations[request].logprobs, expected, atol=1e-4)
+
+
+def test_scoring_is_at_temperature_one_beside_requests_that_are_not(lab, engine, old):
+    for seed in range(4):
+        lab.submit(engine, lab.tokens(seed, 12), SamplingSettings(0.3, 0.5, 20, seed=seed))
+    engine.step()
+    sequences = [lab.tokens(5, 30), lab.tokens(6, 2), [7], []]
+    scores = engine.score(sequences)
+    assert [len(score) for score in scores] == [29, 1, 0, 0]
+    for score, ids in zip(scores[:2], sequences[:2], strict=True):
+        np.testing.assert_allclose(score, lab.logprobs(old, ids), atol=1e-4)
+    assert len(lab.finish(engine)) == 4
+
+
+def test_tokens_are_drawn_as_often_as_the_recorded_probabilities_say(lab, engine, old):
+    prompt, draws = lab.tokens(3, 12), 2000
+    for seed in range(draws):
+        lab.submit(engine, prompt, SamplingSettings(1.3, 0.6, 1, seed=seed if seed % 2 else None))
+    drawn = collections.Counter(int(g.response_ids[0]) for g in lab.finish(engine).values())
+    expected = draws * np.exp(sampling_logprobs(lab.logits(old, prompt)[-1], 1.3, 0.6))
+    counts = np.array([drawn[token] for token in range(len(expected))])
+    assert counts[expected == 0].sum() == 0
+    assert (np.abs(counts - expected) <= 5 * np.sqrt(expected) + 1).all()
+
+
+def test_the_same_seed_gives_the_same_response(lab, engine):
+    settings = SamplingSettings(1.0, 1.0, 20, seed=11)
+    first, second = (lab.generate(engine, lab.tokens(4, 12), settings) for _ in range(2))
+    assert first.response_ids.tolist() == second.response_ids.tolist()
+
+
+def test_a_response_ends_at_its_length(lab, engine):
+    for length in (1, 2, 17):
+        generation = lab.generate(engine, lab.tokens(5, 12), SamplingSettings(1.0, 1.0, length))
+        assert generation.stop_reason == "length"
+        assert len(generation.response_ids) == len(generation.logprobs) == length
+
+
+def test_a_response_ends_with_the_first_of_several_eos_tokens(lab, old):
+    ending = list(range(100, 130))
+    model = lab.model(seed=1)
+    model.generation_config.eos_token_id = ending
+    engine = lab.engine(model)
+    for seed in range(20):
+        lab.submit(engine, lab.tokens(6, 12), SamplingSettings(1.5, 1.0, 100, seed=seed))
+    generations = lab.finish(engine).values()
+    stopped = [g for g in generations if g.stop_reason == "eos"]
+    assert len(stopped) > 10
+    assert all(g.response_ids[-1] in ending for g in stopped)
+    assert not any(np.isin(g.response_ids[:-1], ending).any() for g in generations)
+
+
+def test_an_eos_token_at_the_last_place_counts_as_eos(lab):
+    model = lab.model(seed=1)
+    prompt = lab.tokens(7, 12)
+    model.generation_config.eos_token_id = int(lab.logits(model, prompt)[-1].argmax())
+    generation = lab.generate(lab.engine(model), prompt, SamplingSettings(0.0, 1.0, 1))
+    assert generation.stop_reason == "eos"
+
+
+def test_a_request_may_fill_the_context_and_not_more(lab, engine):
+    prompt = lab.tokens(8, 200)
+    generation = lab.generate(engine, prompt, SamplingSettings(1.0, 1.0, 56))
+    assert len(generation.response_ids) == 56
+    with pytest.raises(EngineError, match="needs 257 tokens of context, the engine has 256"):
+        lab.submit(engine, prompt, SamplingSettings(1.0, 1.0, 57))
+    assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize("prompt", [[], [256], [-1]])
+def test_a_prompt_that_no_model_can_take_is_refused_and_harms_nothing(lab, engine, prompt):
+    with pytest.raises(EngineError, match="was refused"):
+        lab.submit(engine, prompt)
+    assert engine.in_flight == 0
+    assert len(lab.generate(engine, lab.tokens(9, 12)).response_ids) == 20
+
+
+def test_an_idle_engine_steps_to_nothing(engine):
+    assert engine.step() == []

@@ -1,0 +1,1 @@
+"""The trainer: samples groups from the buffer, updates the policy, publishes snapshots."""

@@ -1,0 +1,126 @@
+"""The policy: loading it, and log-probabilities of responses under it.
+
+Shape suffixes: N rows, T tokens of the longest, R response tokens of all rows, H hidden size, V vocabulary.
+"""
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tba.common.errors import ConfigError
+from tba.trainer.batch import PaddedRows
+
+# Safetensors and what belongs to them; never a pickle.
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+# Response positions whose logits exist at the same time: 1024 x 150,000 float32 are 600 MB.
+_CHUNK = 1024
+
+
+def model_directory(path: str) -> Path:
+    """The local directory of a model: itself, or the hub's cache. Raises ConfigError if there is none."""
+    if not path:
+        raise ConfigError("model.path is empty: give a Hugging Face model directory or a hub id")
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(f"model.path {path} has no config.json: it is not a Hugging Face model directory")
+        return local
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model.path {path} does not exist")
+    try:
+        return Path(snapshot_download(path, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path {path!r} is neither a directory nor a model the hub gives: {reason}") from error
+
+
+def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
+    """A causal language model with float32 weights and without dropout. Raises ConfigError."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the model in {directory} cannot be loaded: {reason}") from error
+    model.to(device).eval()
+    _remove_dropout(model)
+    _check_head(model)
+    return model
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    """log pi must be one number, also in training mode, which gradient checkpointing needs."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel) -> None:
+    """Refuse models that do more to their logits than a linear head: `token_logprobs` would miss it."""
+    tokens_NT = torch.arange(min(8, model.config.vocab_size), device=model.device)[None]
+    logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
+    hidden_NTH = model.base_model(input_ids=tokens_NT, use_cache=False).last_hidden_state
+    if not torch.allclose(model.get_output_embeddings()(hidden_NTH), logits_NTV, atol=1e-3, rtol=1e-3):
+        raise ConfigError(f"{type(model).__name__} scales or caps its logits: this release cannot train it")
+
+
+class Scorer:
+    """Log-probabilities, at temperature 1, of response tokens under one model.
+
+    `autocast` computes in bfloat16 on float32 weights.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, autocast: bool) -> None:
+        self.model = model
+        self.device: torch.device = model.device
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._autocast = autocast
+
+    def token_logprobs(self, rows: PaddedRows) -> Tensor:
+        """[R]: of every response token, masked ones too, row after row.
+
+        The logits of a chunk of positions are dropped after use and computed again in the backward pass.
+        """
+        head = self.model.get_output_embeddings()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            hidden_NTH = self.model.base_model(
+                input_ids=rows.tokens_NT, attention_mask=rows.attention_NT, use_cache=False
+            ).last_hidden_state
+            hidden_RH = hidden_NTH.flatten(0, 1).index_select(0, rows.source_R)
+            chunks = [
+                checkpoint(_chunk_logprobs, head, hidden, target, use_reentrant=False, preserve_rng_state=False)
+                for hidden, target in zip(hidden_RH.split(_CHUNK), rows.target_R.split(_CHUNK), strict=True)
+            ]
+        return torch.cat(chunks)
+
+
+def _chunk_logprobs(head: nn.Module, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
+    logits_RV = head(hidden_RH)
+    logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+    return logits_RV.gather(1, target_R[:, None])[:, 0] - logits_RV.logsumexp(dim=1)
+
+
+def sequence_logprobs(logprob_R: Tensor, rows: PaddedRows) -> Tensor:
+    """[N] in float64: the sum over the counting tokens of each row.
+
+    A KL is a small difference of such sums, and at -500 a float32 has steps of 3e-5.
+    """
+    counted_R = logprob_R.double() * rows.mask_R
+    return torch.stack([row.sum() for row in counted_R.split(rows.lengths)])
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict with each tied tensor once, under the name that transformers saves it by."""
+    tied = set(model.all_tied_weights_keys)
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name not in tied:
+            weights[name] = tensor
+    return weights

@@ -1,0 +1,45 @@
+"""What changes with the step, as functions of the step: nothing here has a state that could get out of step."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import get_scheduler
+
+from tba.common.config import TrainSection
+from tba.common.log import get_logger
+
+log = get_logger(__name__)
+
+_NAMES = {
+    "constant": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine",
+    "wsd": "warmup_stable_decay",
+}
+
+
+def learning_rate_schedule(config: TrainSection) -> Callable[[int], float]:
+    """The learning rate of the update that follows `step` updates.
+
+    The schedules of transformers are stateful objects around a pure function; only the function is used.
+    """
+    decay = min(config.decay_steps, max(config.steps - config.warmup_steps, 0))
+    if config.schedule == "wsd" and decay < config.decay_steps:
+        # With more decay than steps, the schedule of transformers would run backwards along its cosine.
+        log.warning("decay shortened to fit into train.steps", decay_steps=decay, configured=config.decay_steps)
+    scheduler = get_scheduler(
+        _NAMES[config.schedule],
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=config.steps,
+        scheduler_specific_kwargs={"num_decay_steps": decay} if config.schedule == "wsd" else None,
+    )
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return lambda step: config.learning_rate * factor(step)
+
+
+def beta_at(config: TrainSection, step: int) -> float:
+    """The KL coefficient of the update that follows `step` updates: linear, then constant."""
+    if step >= config.beta_anneal_steps:
+        return config.beta_final
+    return config.beta + (config.beta_final - config.beta) * step / config.beta_anneal_steps

@@ -24,7 +24,7 @@ from tba.common.codec import Request
 from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
-from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS, slices, unpack_arrays
+from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS, slices, version_runs_of
 
 log = get_logger(__name__)
 
@@ -250,7 +250,7 @@ class BufferService:
         rows = message.rows.model_dump()
         if unknown := set(rows["prompt_key"]) - self._prompt_ids.keys():
             raise Refused("unknown_prompt", f"prompt {min(unknown)!r} is not registered in run {self._run.name}")
-        versions = [runs[:, 0].min() for runs in unpack_arrays(rows, frames)["version_runs"]]
+        versions = [runs[:, 0].min() for runs in version_runs_of(rows, frames)]
         if missing := {int(version) for version in versions} - self._versions.keys():
             raise Refused("unknown_version", f"policy version {min(missing)} was never announced")
         blobs = list(

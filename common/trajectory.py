@@ -124,9 +124,18 @@ def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
             raise WireError(f"frame {kind.name} has {frame.nbytes} bytes, its counts add up to {expected}")
     if columns["logprobs_count"] != columns["response_ids_count"]:
         raise WireError("logprobs and response_ids differ in length: one log-probability belongs to each token")
+    for runs, tokens in zip(version_runs_of(columns, frames), columns["response_ids_count"], strict=True):
+        if runs.min() < 0 or int(runs[:, 1].sum()) != tokens:
+            raise WireError(f"version runs {runs.tolist()!r:.100} do not cover a response of {tokens} tokens")
     for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
         if masked not in (0, tokens):
             raise WireError(f"a loss mask has {masked} entries for {tokens} response tokens")
+
+
+def version_runs_of(columns: dict[str, Any], frames: Sequence[memoryview]) -> list[npt.NDArray[Any]]:
+    """The version runs of each trajectory, [V, 2]."""
+    place = next(i for i, kind in enumerate(ARRAY_KINDS) if kind.name == "version_runs")
+    return arrays_of(columns["version_runs_count"], ARRAY_KINDS[place], frames[place])
 
 
 def arrays_of(counts: Sequence[int], kind: ArrayKind, frame: memoryview) -> list[npt.NDArray[Any]]:

@@ -4,7 +4,6 @@ import importlib.metadata
 import platform
 import shutil
 import socket
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,7 +24,6 @@ def examine(config: Config) -> list[Finding]:
         ("engine", _engine),
         ("gpus", _gpus),
         ("disk", _disk),
-        ("sqlite", _sqlite),
         ("buffer address", _address),
         ("model", _model),
     ]
@@ -71,10 +69,6 @@ def _disk(config: Config) -> tuple[str, str]:
     existing = next(path for path in (config.run.dir.absolute(), *config.run.dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30
     return ("ok" if free >= _LOW_DISK_GIB else "warn"), f"{free:.0f} GiB free for {config.run.dir}"
-
-
-def _sqlite(_: Config) -> tuple[str, str]:
-    return "ok", sqlite3.sqlite_version
 
 
 def _address(config: Config) -> tuple[str, str]:

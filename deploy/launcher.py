@@ -56,6 +56,8 @@ class Launcher:
         asked_at = 0.0
         while not (stop() or self._trainer.ended or self._supervisor.failed()):
             self._supervisor.tend()
+            if self._buffer.exit_code == 0:
+                raise TbaError(f"the buffer was stopped before the run was done; its log is {self._buffer.log_file}")
             if time.monotonic() - asked_at >= _STATUS_SECONDS:
                 asked_at = time.monotonic()
                 if (status := ask_status(client)) is not None:
@@ -76,11 +78,10 @@ class Launcher:
 def run_searchers(config: Config, commands: Sequence[Sequence[str]], stop: Callable[[], bool]) -> None:
     """Several searchers under one supervisor, until all are done or `stop()`.
 
-    Raises TbaError with the end of the log of one that fails for good.
+    Raises TbaError if one fails for good.
     """
-    logs = config.run.dir / "logs"
     children = [
-        Child(f"search-{n}", command, logs / f"search-{n}.log", environment=_threads(config))
+        Child(f"search-{n}", command, log_file=None, environment=_threads(config))
         for n, command in enumerate(commands)
     ]
     supervisor = Supervisor(
@@ -130,10 +131,8 @@ def _threads(config: Config) -> dict[str, str]:
 
 def _raise_if_failed(supervisor: Supervisor) -> None:
     if failed := supervisor.failed():
-        error = TbaError(
-            f"{failed.name} failed with exit code {failed.exit_code}; the end of {failed.log_file}:\n"
-            f"{failed.log_tail().rstrip()}"
-        )
+        what_it_said = f"; the end of {failed.log_file}:\n{failed.log_tail().rstrip()}" if failed.log_file else ""
+        error = TbaError(f"{failed.name} failed with exit code {failed.exit_code}{what_it_said}")
         if failed.exit_code in (EXIT_CONFIG, EXIT_USAGE):
             error.exit_code = failed.exit_code
         raise error

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from tba.common.errors import EXIT_CONFIG, EXIT_USAGE
 from tba.common.log import get_logger
@@ -32,11 +33,14 @@ _TAIL_LINES = 15
 
 @dataclass(slots=True)
 class Child:
-    """One `tba` process. `after_first` are arguments that only a restart gets, such as --resume."""
+    """One `tba` process. `after_first` are arguments that only a restart gets, such as --resume.
+
+    Its output goes to `log_file`, or where ours goes if that is None.
+    """
 
     name: str
     arguments: Sequence[str]
-    log_file: Path
+    log_file: Path | None
     after_first: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
@@ -55,7 +59,9 @@ class Child:
         return self.exit_code is not None
 
     def log_tail(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines that it wrote, where there is a file of them."""
+        if self.log_file is None:
+            return ""
         with contextlib.suppress(OSError), self.log_file.open(encoding="utf-8", errors="replace") as file:
             return "".join(deque(file, _TAIL_LINES))
         return ""
@@ -103,11 +109,10 @@ class Supervisor:
                 child.exit_code = 0  # it was waiting for a restart that nobody needs now
 
     def _start(self, child: Child) -> None:
-        child.log_file.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "tba", *child.arguments, *(child.after_first if child.starts else ())]
         environment = {**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())}
         environment.pop("NOTIFY_SOCKET", None)  # readiness is the launcher's to tell
-        with child.log_file.open("ab") as output:
+        with _output_of(child) as output:
             child.process = subprocess.Popen(  # noqa: S603
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
@@ -128,6 +133,13 @@ class Supervisor:
         delay = self._restart_delay * 2 ** (child.starts - 1)
         child.start_at = time.monotonic() + delay
         log.warning("child failed", child=child.name, exit_code=code, restart_in_seconds=delay)
+
+
+def _output_of(child: Child) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+    if child.log_file is None:
+        return contextlib.nullcontext()
+    child.log_file.parent.mkdir(parents=True, exist_ok=True)
+    return child.log_file.open("ab")
 
 
 def _running(child: Child) -> bool:

@@ -206,7 +206,7 @@ class TransformersEngine:
             raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}: this engine loads full snapshots")
         tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
         found = tensor_shapes(snapshot.weight_files, tied=tied)
-        own = self._model.state_dict()
+        own: dict[str, torch.Tensor] = self._model.state_dict()
         if tied:
             own.pop("lm_head.weight", None)
         expected = {key: (found.get(key, ("F32", ()))[0], tuple(tensor.shape)) for key, tensor in own.items()}

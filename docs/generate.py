@@ -1,0 +1,56 @@
+"""Make `docs/configuration.md` and `docs/cli.md` from the code; with --check, fail if they are not up to date."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from tba.common.config import Config
+from tba.common.config_layers import fields, value_of
+
+DOCS = Path(__file__).parent
+
+
+def configuration() -> str:
+    """One table per section."""
+    lines = [
+        "# Configuration",
+        "",
+        "One TOML file for all roles. A flag wins over an environment variable, that over the file, that over the",
+        "default. `TBA_TRAIN__LEARNING_RATE=1e-6` sets `train.learning_rate`; so does `--set train.learning_rate=1e-6`.",
+        "`tba config show` prints every value with its origin. This page is made by `docs/generate.py`.",
+    ]
+    default, section = Config(), ""
+    for key, field in fields():
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            about = type(getattr(default, section)).__doc__
+            lines += ["", f"## [{section}]", "", str(about), "", "| key | default | meaning |", "|---|---|---|"]
+        lines.append(f"| `{key.split('.')[1]}` | `{value_of(default, key)}` | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def command_line() -> str:
+    """What typer says of the commands."""
+    command = [sys.executable, "-m", "typer", "tba.cli", "utils", "docs", "--name", "tba", "--title", "Command line"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip() + "\n"  # noqa: S603
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
+    check = parser.parse_args().check
+    stale = []
+    for name, text in (("configuration.md", configuration()), ("cli.md", command_line())):
+        page = DOCS / name
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if not check:
+                page.write_text(text, encoding="utf-8")
+    if check and stale:
+        print(f"out of date: {', '.join(stale)}: run `python docs/generate.py`", file=sys.stderr)  # noqa: T201
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

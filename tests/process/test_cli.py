@@ -1,0 +1,113 @@
+"""The command line, as a user runs it: real processes, exit codes, one sentence for each mistake."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tba.common.devices import list_gpus
+
+NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
+
+
+def refused(result: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
+    """One sentence on standard error with the given words, no traceback, the given exit code."""
+    assert result.returncode == exit_code, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_help_answers_within_half_a_second():
+    # The best of five, since the machine may be busy: what is measured is our imports.
+    command = [sys.executable, "-m", "tba", "--help"]
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("command", [[], ["buffer"], ["config"], ["run"], ["search"], ["train"], ["eval"], ["status"]])
+def test_every_command_has_help(tba, command):
+    result = tba(*command, "--help")
+    assert result.returncode == 0
+    assert "Usage" in result.stdout
+
+
+def test_version(tba):
+    assert tba("--version").stdout.startswith("tba ")
+
+
+def test_an_unknown_option_is_wrong_usage(tba):
+    refused(tba("train", "--frobnicate"), 2, "No such option")
+
+
+def test_an_unknown_key_in_the_file_is_exit_78(tba, make_config):
+    file = make_config(train={"stepz": 3}).file
+    refused(tba("train", "--config", file), 78, "unknown key train.stepz", "did you mean train.steps?")
+
+
+def test_a_missing_file_is_exit_78(tba):
+    refused(tba("run", "nowhere.toml"), 78, "nowhere.toml does not exist")
+
+
+@NO_GPU
+@pytest.mark.parametrize("command", [["search", "--gpus", "0-6"], ["train", "--gpu", "7"], ["train"], ["eval"]])
+def test_a_machine_without_a_gpu_says_so(tba, run_config, command):
+    refused(tba(*command, "--config", run_config.file), 2, "this machine shows no GPU: use --cpu")
+
+
+def test_a_missing_model_is_exit_78(tba, make_config):
+    file = make_config(search={"engine": "transformers"}, model={"path": "/nowhere"}).file
+    result = tba("search", "--cpu", "1", "--config", file, timeout=120)
+    refused(result, 78, "/nowhere")
+
+
+def test_a_missing_extra_is_one_sentence(tmp_path):
+    """As on a buffer host: torch is hidden from this process."""
+    hidden = "import sys; sys.modules['torch'] = None; sys.argv = ['tba', 'train', '--cpu']; "
+    code = hidden + "import importlib.util as u; f = u.find_spec; "
+    code += "u.find_spec = lambda name, *a: None if name == 'torch' else f(name, *a); import tba.cli; tba.cli.main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    refused(result, 78, "torch is not installed: run `pip install 'tba[train]'`")
+
+
+def test_config_show_names_the_origin_of_each_value(tba, run_config):
+    result = tba("config", "show", "--json", "--config", run_config.file, "--set", "train.steps=5")
+    rows = {row["key"]: row for row in json.loads(result.stdout)}
+    assert rows["train.steps"] == {"key": "train.steps", "value": 5, "origin": "--set"}
+    assert rows["run.name"]["origin"] == run_config.file
+    assert rows["train.beta"]["origin"] == "default"
+
+
+def test_config_check(tba, run_config):
+    assert tba("config", "check", "--config", run_config.file).returncode == 0
+
+
+def test_doctor_reports_every_check(tba, make_config, example_model):
+    file = make_config(model={"path": str(example_model)}, search={"gpus": "cpu"}, train={"gpu": "cpu"}).file
+    result = tba("doctor", "--json", "--config", file)
+    findings = {row["check"]: row["result"] for row in json.loads(result.stdout)}
+    assert findings["model"] == findings["gpus"] == findings["python"] == "ok"
+    assert result.returncode == 0
+
+
+def test_status_without_a_buffer_says_what_to_start(tba, run_config):
+    refused(tba("status", "--config", run_config.file), 1, "is `tba buffer serve` running?")
+
+
+def test_stats_without_a_database_say_so(tba, run_config):
+    refused(tba("buffer", "stats", "--config", run_config.file), 2, "does not exist")
+
+
+def test_debug_shows_the_traceback(tba):
+    result = tba("--debug", "run", "nowhere.toml")
+    assert "Traceback" in result.stderr
+
+
+def test_output_into_a_pipe_has_no_colours(tba, run_config):
+    assert "\033" not in tba("config", "show", "--config", run_config.file).stdout

@@ -1,0 +1,210 @@
+"""The whole loop as real processes: it ends, whatever is killed on the way, and nothing is lost."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+STEPS = 12
+SAMPLES = 4
+PROMPTS = 96
+
+
+@pytest.fixture()
+def small_run(make_config, example_model):
+    """A run of a few steps on the arithmetic example, two searchers with the Transformers engine."""
+
+    def make(**sections):
+        defaults = {
+            "model": {"path": str(example_model), "dtype": "float32"},
+            "task": {"name": "arithmetic", "limit": PROMPTS, "held_out_limit": 32},
+            "buffer": {"recency_window": 8, "lease_seconds": 3.0},
+            "search": {
+                "engine": "transformers",
+                "gpus": "cpu",
+                "cpu_searchers": 2,
+                "samples_per_prompt": SAMPLES,
+                "max_in_flight": 32,
+                "max_tokens": 6,
+            },
+            "train": {
+                "gpu": "cpu",
+                "steps": STEPS,
+                "prompts_per_step": 8,
+                "samples_per_prompt": SAMPLES,
+                "learning_rate": 1e-4,
+                "schedule": "constant",
+                "warmup_steps": 2,
+                "publish_every": 1,
+                "checkpoint_every": 3,
+                "keep_snapshot_every": 6,
+            },
+            "launch": {"restart_delay_seconds": 0.1, "drain_seconds": 10.0},
+        }
+        return make_config(**{name: defaults.get(name, {}) | sections.get(name, {}) for name in {**defaults, **sections}})
+
+    return make
+
+
+def query(run, sql: str) -> list[tuple]:
+    with sqlite3.connect(f"file:{run.database}?mode=ro", uri=True) as database:
+        return database.execute(sql).fetchall()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def steps_trained(run) -> int:
+    try:
+        return query(run, "SELECT COUNT(trained_at) FROM batches")[0][0]
+    except sqlite3.OperationalError:
+        return 0
+
+
+def children_of(process: subprocess.Popen[bytes], command: str) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if command in " ".join(child.cmdline())]
+
+
+def metrics_of(run) -> list[dict]:
+    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_history(run, steps: int = STEPS) -> None:
+    """Nothing lost, nothing twice: trajectories, prompts, steps."""
+    assert query(run, "PRAGMA integrity_check") == [("ok",)]
+    # Each sender numbers its rows from 0: without a gap, nothing between the first and the last was lost.
+    for rows, last in query(run, "SELECT COUNT(*), MAX(sequence) FROM trajectories GROUP BY sender"):
+        assert rows == last + 1
+    # Every visit that is done has its S trajectories, and an epoch visits every prompt once.
+    done = query(run, "SELECT v.id, COUNT(t.id) FROM visits v JOIN trajectories t ON t.visit = v.id GROUP BY v.id")
+    assert {rows for _, rows in done} == {SAMPLES}
+    last_epoch = query(run, "SELECT MAX(epoch) FROM visits")[0][0]
+    for epoch in range(last_epoch):
+        visited = query(run, f"SELECT prompt FROM visits WHERE epoch = {epoch}")
+        assert len(visited) == len(set(visited)) == PROMPTS
+    # Every step was made once and is told once.
+    assert query(run, "SELECT step FROM batches WHERE trained_at IS NOT NULL ORDER BY step") == [(s,) for s in range(steps)]
+    assert [row["step"] for row in metrics_of(run)] == list(range(steps))
+
+
+def log_of(tmp_path: Path) -> str:
+    return "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("**/*.log")))
+
+
+def test_a_run_ends_and_its_history_is_complete(small_run, tba):
+    run = small_run(eval={"at_end": True})
+    result = tba("run", run.file, timeout=200)
+    assert result.returncode == 0, result.stderr
+    check_history(run)
+    assert "held-out greedy accuracy:" in result.stdout
+    assert (run.directory / "run.png").stat().st_size > 10_000
+    assert [json.loads(line)["step"] for line in (run.directory / "eval.jsonl").read_text().splitlines()][0] == 0
+    assert list(run.directory.glob("tensorboard/events*"))
+
+
+@pytest.mark.parametrize("role", ["buffer serve", "search", "train"])
+def test_a_run_survives_sigkill_of_a_role(small_run, start_tba, tmp_path, role):
+    run = small_run()
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: steps_trained(run) >= 4)
+    victim = children_of(launcher, f" {role} ")[0]
+    victim.kill()
+    assert launcher.wait(200) == 0, log_of(tmp_path)
+    check_history(run)
+
+
+def test_a_run_survives_sigkill_of_every_role_in_turn(small_run, start_tba, tmp_path):
+    run = small_run(train={"steps": 24})
+    launcher = start_tba("run", run.file)
+    for step, role in ((3, "train"), (9, "buffer serve"), (15, "search")):
+        wait_until(lambda step=step: steps_trained(run) >= step)
+        children_of(launcher, f" {role} ")[0].kill()
+    assert launcher.wait(200) == 0, log_of(tmp_path)
+    check_history(run, steps=24)
+
+
+def test_ctrl_c_ends_every_child_and_the_run_goes_on_with_resume(small_run, start_tba, tba, tmp_path):
+    run = small_run()
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: steps_trained(run) >= 4)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(60) == 0, log_of(tmp_path)
+    assert [child for child in children if child.is_running()] == []
+    made = steps_trained(run)
+    assert 4 <= made < STEPS
+    result = tba("run", run.file, "--resume", timeout=200)
+    assert result.returncode == 0, result.stderr
+    check_history(run)
+
+
+def test_no_child_outlives_a_launcher_that_is_killed(small_run, start_tba):
+    run = small_run()
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: steps_trained(run) >= 1)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(children) == 4
+    os.kill(launcher.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+
+
+def test_max_staleness_0_trains_on_nothing_stale(small_run, tba):
+    run = small_run(buffer={"max_staleness": 0}, train={"steps": 6})
+    result = tba("run", run.file, timeout=200)
+    assert result.returncode == 0, result.stderr
+    check_history(run, steps=6)
+    assert query(run, "SELECT DISTINCT staleness FROM consumption") == [(0,)]
+    # And the record is true: each trajectory was generated by the weights of the step that trained on it.
+    sql = """SELECT COUNT(*) FROM consumption c JOIN trajectories t ON t.id = c.trajectory
+             JOIN snapshots s ON s.version = t.policy_version WHERE s.step != c.step"""
+    assert query(run, sql) == [(0,)]
+
+
+def test_max_staleness_bounds_what_is_trained_on(small_run, tba):
+    run = small_run(buffer={"max_staleness": 2, "recency_fraction": 0.5}, train={"steps": 10})
+    result = tba("run", run.file, timeout=200)
+    assert result.returncode == 0, result.stderr
+    ((largest,),) = query(run, "SELECT MAX(staleness) FROM consumption")
+    assert 0 < largest <= 2
+
+
+def test_a_new_run_never_overwrites_an_old_one(small_run, tba):
+    run = small_run()
+    run.directory.mkdir()
+    run.database.touch()
+    result = tba("run", run.file)
+    assert result.returncode == 2
+    assert "add --resume" in result.stderr
+
+
+def test_a_child_with_a_wrong_configuration_ends_the_run_with_its_sentence(small_run, tba):
+    run = small_run(model={"path": "/nowhere"})
+    result = tba("run", run.file, timeout=120)
+    assert result.returncode == 78
+    assert "/nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_roles_started_by_hand_in_any_order_find_each_other(small_run, start_tba):
+    run = small_run(train={"steps": 3})
+    trainer = start_tba("train", "--cpu", "--config", run.file)
+    searcher = start_tba("search", "--cpu", "2", "--config", run.file)
+    buffer = start_tba("buffer", "serve", "--config", run.file)
+    assert trainer.wait(120) == 0
+    assert searcher.wait(60) == 0, "searchers leave when the run is finished"
+    buffer.terminate()
+    assert buffer.wait(20) == 0
+    check_history(run, steps=3)

@@ -1,0 +1,182 @@
+"""What the trainer's tests share: tiny real models, batches, and a real buffer server in a thread."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tba.buffer.server import BufferServer
+from tba.buffer.service import BufferService
+from tba.buffer.store import Store
+from tba.common import wire
+from tba.common.channels import ServerChannel
+from tba.common.client import BufferClient
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.trajectory import Trajectory, pack
+from tba.trainer.batch import Row, TrainBatch
+
+VOCABULARY = 8
+
+
+def tiny_model(*, vocabulary: int = VOCABULARY, hidden: int = 16, seed: int = 0, tie: bool = False) -> Any:
+    """A random Llama of a few thousand parameters."""
+    torch.manual_seed(seed)
+    shape = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=tie,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(shape).eval()
+
+
+def save_tiny_model(directory: Path, **settings: Any) -> Path:
+    """`tiny_model` as a Hugging Face model directory."""
+    tiny_model(**settings).save_pretrained(directory)
+    return directory
+
+
+def make_row(id_: int, prompt: Sequence[int], response: Sequence[int], **fields: Any) -> Row:
+    """One trajectory; by default all of it counts and it is off-policy."""
+    values = {
+        "sampling_logprobs": np.zeros(len(response), np.float32),
+        "loss_mask": np.ones(len(response), np.uint8),
+        "on_policy": False,
+    }
+    return Row(
+        id=id_,
+        prompt_ids=np.asarray(prompt, np.int32),
+        response_ids=np.asarray(response, np.int32),
+        **{**values, **fields},
+    )
+
+
+def make_batch(rows: Sequence[Row], rewards: Any, *, step: int = 0, reference: Any = None) -> TrainBatch:
+    """A batch whose shape is that of `rewards`, [B][K]."""
+    reward_BK = torch.tensor(np.asarray(rewards), dtype=torch.float64)
+    missing_BK = torch.full_like(reward_BK, float("nan"))
+    return TrainBatch(
+        step=step,
+        rows=list(rows),
+        reward_BK=reward_BK,
+        reference_BK=missing_BK if reference is None else torch.tensor(reference, dtype=torch.float64),
+        staleness_BK=torch.zeros_like(reward_BK),
+    )
+
+
+def random_batch(seed: int, *, prompts: int = 3, samples: int = 4, step: int = 0) -> TrainBatch:
+    """Prompts and responses of differing lengths."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for b in range(prompts):
+        prompt = rng.integers(0, VOCABULARY, size=rng.integers(1, 5))
+        for k in range(samples):
+            response = rng.integers(0, VOCABULARY, size=rng.integers(1, 9))
+            rows.append(make_row(100 * seed + b * samples + k, prompt, response))
+    return make_batch(rows, rng.random((prompts, samples)), step=step)
+
+
+class BufferThread:
+    """A buffer server on a real database and a real socket. `stop` and `start` keep the address."""
+
+    def __init__(self, config: Config, *, address: str = "tcp://127.0.0.1:*") -> None:
+        self.config = config
+        self.address = address
+        self.start()
+
+    def start(self) -> None:
+        """Serve, from the database as it is."""
+        self._stopped = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def stop(self) -> None:
+        """Stop serving and close the database."""
+        self._stopped.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        clock = SystemClock()
+        store = Store(self.config.database, durability="process")
+        run = store.open_run(self.config.run.name, config={}, software={})
+        channel = ServerChannel(self.address)
+        self.address = channel.address
+        server = BufferServer(channel, store, BufferService(store, run, self.config, clock), clock)
+        self._ready.set()
+        server.run(self._stopped.is_set)
+        channel.close()
+        store.close()
+
+
+class FakeSearcher:
+    """Puts made-up trajectories through the real client, as a searcher would."""
+
+    def __init__(self, address: str, prompts: int) -> None:
+        self.client = BufferClient(address, role="searcher", name="search0")
+        self.keys = [f"p{n}" for n in range(prompts)]
+        self._sequence = 0
+        self.client.call(
+            wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=self.keys),
+            wire.Registered,
+            deadline_seconds=10,
+        )
+
+    def wait_for_weights(self) -> wire.WeightsRef:
+        """The newest snapshot, as soon as there is one."""
+        heartbeat = wire.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
+        for _ in range(200):
+            self.client.call(heartbeat, wire.Done, deadline_seconds=10)
+            assert self.client.state is not None
+            if self.client.state.weights is not None:
+                return self.client.state.weights
+            self.client.poll(0.05)
+        raise AssertionError("no snapshot was announced within 10 s")
+
+    def put_groups(self, samples: int, *, version: int = 0, seed: int = 0) -> None:
+        """A group of random responses for every prompt."""
+        rng = np.random.default_rng(seed)
+        group = [self._response(key, n, version, rng) for n, key in enumerate(self.keys) for _ in range(samples)]
+        columns, frames = pack(group)
+        message = wire.PutTrajectories(
+            first_sequence=self._sequence, rows=wire.Rows.model_validate(columns, strict=False)
+        )
+        self._sequence += len(group)
+        posted = self.client.post(message, frames)
+        while not any(reply.header.id == posted for reply in self.client.poll(1.0)):
+            pass
+
+    def _response(self, key: str, n: int, version: int, rng: np.random.Generator) -> Trajectory:
+        tokens = rng.integers(0, VOCABULARY, size=int(rng.integers(1, 9))).astype(np.int32)
+        return Trajectory(
+            prompt_key=key,
+            lease=0,
+            prompt_ids=np.array([1, n % VOCABULARY], np.int32),
+            response_ids=tokens,
+            logprobs=np.full(len(tokens), -2.0, np.float32),
+            version_runs=np.array([[version, len(tokens)]], np.int32),
+            reward=float(rng.random()),
+            reward_parts={},
+            stop_reason="eos",
+            sampling={"temperature": 1.0},
+            created_at=0.0,
+            generation_seconds=0.0,
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.client.close()

@@ -1,0 +1,274 @@
+"""What the buffer does with each message, on a real database file."""
+
+import pytest
+
+from tba.buffer.store import Store
+from tba.common import wire
+from tba.common.errors import ConfigError, Refused
+
+
+def test_a_put_is_stored_and_a_repeated_put_is_not(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    first = buffer.put([trajectory(), trajectory(tokens=[9])], first_sequence=0)
+    again = buffer.put([trajectory(), trajectory(tokens=[9])], first_sequence=0)
+    assert (first.stored, first.duplicates) == (2, 0)
+    assert (again.stored, again.duplicates) == (0, 2)
+
+
+def test_a_put_that_overlaps_an_earlier_one_stores_only_what_is_new(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory()], first_sequence=0)
+    assert buffer.put([trajectory(), trajectory()], first_sequence=0).stored == 1
+
+
+def test_two_senders_may_use_the_same_sequence_numbers(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    assert buffer.put([trajectory()], 0, sender="a.1").stored == 1
+    assert buffer.put([trajectory()], 0, sender="b.1").stored == 1
+
+
+def test_a_put_of_an_unknown_prompt_or_version_is_refused(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    with pytest.raises(Refused, match="prompt 'p9' is not registered"):
+        buffer.put([trajectory("p9")], 0)
+    with pytest.raises(Refused, match="policy version 5 was never announced"):
+        buffer.put([trajectory(version=5)], 0)
+
+
+def test_an_error_row_is_kept_and_never_sampled(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(error="reward: ValueError: no", stop_reason="error")], 0)
+    status = buffer.ask(wire.GetStatus()).message
+    assert (status.trajectories, status.errors, status.sampleable) == (1, 1, 0)
+
+
+def test_every_prompt_of_an_epoch_is_leased_once_before_the_next_epoch(harness):
+    buffer = harness()
+    buffer.register(10)
+    visits = [visit for _ in range(4) for visit in buffer.lease(5, held=list(range(1, 100))).visits]
+    assert sorted(v.prompt_key for v in visits[:10]) == sorted(v.prompt_key for v in visits[10:])
+    assert [v.epoch for v in visits] == [0] * 10 + [1] * 10
+    assert len({v.lease for v in visits}) == 20
+
+
+def test_epochs_are_shuffled_by_the_seed(harness):
+    orders = []
+    for seed in (0, 0, 1):
+        buffer = harness(run={"seed": seed})
+        buffer.register(20)
+        orders.append([v.prompt_key for v in buffer.lease(20).visits])
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_leases_whose_reply_was_lost_are_given_again(harness):
+    buffer = harness()
+    buffer.register(10)
+    lost = buffer.lease(3).visits
+    assert buffer.lease(3, held=[]).visits == lost
+
+
+def test_an_expired_lease_goes_to_another_searcher_as_it_is(harness):
+    buffer = harness(buffer={"lease_seconds": 30})
+    buffer.register(4)
+    visits = buffer.lease(4, sender="dead.1").visits
+    buffer.clock.advance(31)
+    buffer.service.expire_leases()
+    assert {v.lease for v in buffer.lease(4, sender="alive.1").visits} == {v.lease for v in visits}
+
+
+def test_a_heartbeat_keeps_leases(harness):
+    buffer = harness(buffer={"lease_seconds": 30})
+    buffer.register(4)
+    buffer.lease(2, sender="slow.1")
+    buffer.clock.advance(29)
+    buffer.ask(wire.Heartbeat(activity="generating", reason="", weights_version=0, metrics={}), sender="slow.1")
+    buffer.clock.advance(29)
+    buffer.service.expire_leases()
+    assert len(buffer.lease(2, sender="other.1").visits) == 2
+    assert buffer.service._leases.held_by("slow.1") == 2
+
+
+def test_a_restarted_searcher_frees_the_leases_of_its_earlier_start(harness):
+    buffer = harness()
+    buffer.register(4)
+    before = {v.lease for v in buffer.lease(4, sender="node-cpu0.aaaa").visits}
+    buffer.ask(wire.Hello(host="h", pid=1, software="x"), sender="node-cpu0.bbbb")
+    assert {v.lease for v in buffer.lease(4, sender="node-cpu0.bbbb").visits} == before
+
+
+def test_goodbye_frees_leases_at_once(harness):
+    buffer = harness()
+    buffer.register(4)
+    before = {v.lease for v in buffer.lease(4, sender="a.1").visits}
+    buffer.ask(wire.Goodbye(), sender="a.1")
+    assert {v.lease for v in buffer.lease(4, sender="b.1").visits} == before
+
+
+def test_other_prompts_under_the_same_run_are_refused(harness):
+    buffer = harness()
+    buffer.register(4)
+    other = wire.RegisterPrompts(task="t", fingerprint="1" * 64, total=4, offset=0, keys=["q0"])
+    with pytest.raises(Refused, match="other data"):
+        buffer.ask(other)
+
+
+def test_prompts_arrive_in_chunks_and_are_leased_only_when_complete(harness):
+    buffer = harness()
+    half = wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=0, keys=["p0", "p1"])
+    assert buffer.ask(half).message == wire.Registered(known=2, complete=False)
+    with pytest.raises(Refused, match="not registered yet"):
+        buffer.lease(1)
+
+
+def test_asking_for_a_step_again_gives_the_same_batch(harness):
+    buffer = harness()
+    buffer.fill(8, 4)
+    first = buffer.sample(0, prompts=4, samples=4)
+    buffer.fill(8, 4, version=1)
+    again = buffer.sample(0, prompts=4, samples=4)
+    assert first.message == again.message
+    assert first.frames == again.frames
+
+
+def test_a_batch_carries_the_payload_that_was_put(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(tokens=[11, 12]), trajectory(tokens=[13])], 0)
+    answer = buffer.sample(0, prompts=1, samples=2)
+    tokens = memoryview(answer.frames[1]).cast("i").tolist()
+    assert sorted(tokens) == [11, 12, 13]
+    assert answer.message.prompt_key == ["p0", "p0"]
+
+
+def test_a_batch_that_cannot_be_filled_waits_with_a_reason(harness):
+    buffer = harness()
+    buffer.fill(2, 2)
+    assert buffer.sample(0, prompts=4, samples=2) is None
+    assert buffer.ask(wire.GetStatus()).message.trainer_waits_for == "2 of 4 prompts have trajectories"
+
+
+def test_reference_logprobs_are_stored_once_and_come_back_with_the_batch(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(tokens=[1]), trajectory(tokens=[2])], 0)
+    ids = buffer.sample(0, 1, 2).message.trajectory_ids
+    buffer.report(0, ids, [-1.25, -2.5])
+    after = buffer.sample(1, 1, 2).message
+    assert dict(zip(after.trajectory_ids, after.reference_logprobs, strict=True)) == dict(
+        zip(ids, [-1.25, -2.5], strict=True)
+    )
+
+
+def test_staleness_is_counted_in_steps_from_the_oldest_version_of_a_response(harness, trajectory):
+    import numpy as np
+
+    buffer = harness(buffer={"recency_window": 20})
+    buffer.fill(1, 0)
+    buffer.announce(1, step=10)
+    spanning = trajectory(tokens=[1, 2, 3], version_runs=np.array([[0, 1], [1, 2]], np.int32))
+    buffer.put([spanning, trajectory(tokens=[4], version=1)], 0)
+    batch = buffer.sample(12, 1, 2).message
+    assert dict(zip(batch.policy_version, batch.staleness, strict=True)) == {0: 12, 1: 2}
+
+
+def test_max_staleness_limits_what_searchers_may_start(harness):
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 4, "publish_every": 1})
+    buffer.register(20)
+    buffer.announce(0, 0)
+    assert len(buffer.lease(10).visits) == 4
+    assert buffer.lease(10, held=[1, 2, 3, 4], sender="s.1") is None
+
+
+def test_max_staleness_gives_no_work_to_searchers_with_old_weights(harness, trajectory):
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1})
+    buffer.register(20)
+    buffer.announce(0, 0)
+    visit = buffer.lease(1).visits[0]
+    buffer.put([trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n in range(2)], 0)
+    assert buffer.sample(0, 1, 2) is not None
+    buffer.report(0)
+    assert buffer.lease(1, version=0) is None
+    buffer.announce(1, 1)
+    assert len(buffer.lease(1, version=1).visits) == 1
+
+
+def test_the_memory_equals_one_rebuilt_from_the_file(harness, trajectory):
+    buffer = harness(buffer={"prompt_cap": 3})
+    buffer.fill(4, 5)
+    buffer.lease(3)
+    buffer.sample(0, 2, 2)
+    buffer.report(0)
+
+    def memory():
+        service = buffer.service
+        entries = {prompt: service._index.entries(prompt) for prompt in service._index.prompts()}
+        leases = (service._leases.epoch, service._leases.place, service._leases.open)
+        return entries, leases, service.state(), service._trajectories
+
+    before = memory()
+    buffer.service.rebuild()
+    assert memory() == before
+
+
+def test_a_sender_of_another_run_is_refused(harness):
+    buffer = harness()
+    buffer.run = type(buffer.run)(buffer.run.id, "f" * 32, "other")
+    with pytest.raises(Refused, match="another one"):
+        buffer.ask(wire.GetStatus())
+
+
+def test_a_version_is_never_announced_with_other_content(harness):
+    buffer = harness()
+    buffer.announce(0, 0)
+    with pytest.raises(Refused, match="announced before"):
+        buffer.announce(0, 5)
+
+
+def test_a_finished_run_says_so_and_goes_on_when_a_trainer_comes_back(harness):
+    buffer = harness()
+    buffer.ask(wire.FinishRun(step=3), role="trainer", sender="t.1")
+    assert buffer.service.state().finished
+    buffer.ask(wire.Hello(host="h", pid=1, software="x"), role="trainer", sender="t.2")
+    assert not buffer.service.state().finished
+
+
+def test_a_second_server_on_the_same_database_is_refused(harness):
+    buffer = harness()
+    with pytest.raises(ConfigError, match="another buffer server"):
+        Store(buffer.store.path, durability="process")
+
+
+def test_rewards_and_timestamps_are_indexed(harness):
+    buffer = harness()
+    for column in ("reward", "received_at"):
+        plan = buffer.store._all(f"EXPLAIN QUERY PLAN SELECT id FROM trajectories WHERE run = 1 AND {column} > 0")
+        assert "USING" in plan[0][3]
+        assert column in plan[0][3]
+
+
+def test_a_failed_transaction_leaves_nothing(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    with pytest.raises(RuntimeError), buffer.store.transaction():
+        buffer.store.add_visit(buffer.run, 0, 0, 1, "s.1", 0.0)
+        raise RuntimeError
+    assert buffer.store.open_visits(buffer.run) == []
+
+
+def test_a_database_of_a_newer_release_is_refused(harness, tmp_path):
+    from sqlite_utils import Database
+
+    from tba.common.errors import StorageError
+
+    buffer = harness()
+    buffer.store.close()
+    database = Database(buffer.store.path)
+    database["_sqlite_migrations"].insert({"migration_set": "tba", "name": "9999_future", "applied_at": "now"})
+    database.close()
+    with pytest.raises(StorageError, match="9999_future"):
+        Store(buffer.store.path, durability="process")

@@ -1,0 +1,292 @@
+"""The trainer against a real buffer: a run to its end, a run that is killed, a run whose buffer goes away."""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tba.common import snapshot, wire
+from tba.common.client import BufferClient
+from tba.common.config import Config
+from tba.common.errors import BufferUnavailable, ConfigError, UsageError
+from tba.trainer import checkpoint
+from tba.trainer.connection import Connection
+from tba.trainer.loop import Trainer, train
+
+from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
+
+STEPS = 6
+_TIMES = {"time", "seconds_wait", "seconds_step"}
+
+
+class Run:
+    """A run directory with a model, a buffer and trajectories for all steps."""
+
+    def __init__(self, root: Path, **train_keys: Any) -> None:
+        model = save_tiny_model(root / "model")
+        keys = {
+            "steps": STEPS,
+            "prompts_per_step": 2,
+            "samples_per_prompt": 3,
+            "learning_rate": 0.01,
+            "warmup_steps": 0,
+            "decay_steps": 2,
+            "publish_every": 2,
+            "checkpoint_every": 3,
+            "micro_batch_tokens": 30,
+        }
+        sections = {
+            "run": {"dir": str(root / "run"), "name": "test"},
+            "model": {"path": str(model), "dtype": "float32"},
+            "train": {**keys, **train_keys},
+        }
+        self.buffer = BufferThread(Config.model_validate(sections))
+        sections["buffer"] = {"address": self.buffer.address}
+        self.config = Config.model_validate(sections)
+
+    def feed(self) -> threading.Thread:
+        """Put trajectories as soon as the first weights are announced."""
+        thread = threading.Thread(target=self._feed)
+        thread.start()
+        return thread
+
+    def _feed(self) -> None:
+        searcher = FakeSearcher(self.buffer.address, prompts=4)
+        searcher.wait_for_weights()
+        searcher.put_groups(8)
+        searcher.close()
+
+    def train(self, *, resume: bool = False, stop: Callable[[], bool] = lambda: False) -> None:
+        """Run the trainer in this thread."""
+        train(self.config, resume=resume, device="cpu", stop=stop)
+
+    def query(self, sql: str) -> list[Any]:
+        """The first column of a query on the buffer's database."""
+        with sqlite3.connect(self.config.database) as connection:
+            return [row[0] for row in connection.execute(sql)]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what depends on the clock."""
+        lines = (self.config.run.dir / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k not in _TIMES} for line in lines]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(name: str = "a", **train_keys: Any) -> Run:
+        made.append(Run(tmp_path / name, **train_keys))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.buffer.stop()
+
+
+def test_a_run_trains_all_its_steps_and_says_that_it_is_finished(make_run):
+    run = make_run()
+    feeder = run.feed()
+    run.train()
+    feeder.join()
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    searcher = FakeSearcher(run.buffer.address, prompts=4)
+    assert searcher.client.state.finished
+    assert searcher.client.state.step == STEPS
+    newest = snapshot.verify(searcher.client.state.weights)
+    assert (newest.manifest.version, newest.manifest.step) == (3, STEPS)
+    searcher.close()
+
+
+class Killed(BaseException):
+    """Ends the trainer without giving it a chance, like SIGKILL does."""
+
+
+def killed_at(run: Run, step: int) -> Callable[[], bool]:
+    """A `stop` that kills once so many steps are on record."""
+    at = stopped_at(run, step)
+
+    def stop() -> bool:
+        if at():
+            raise Killed
+        return False
+
+    return stop
+
+
+def stopped_at(run: Run, step: int) -> Callable[[], bool]:
+    """A `stop` that is true once so many steps are on record."""
+    return lambda: (run.config.run.dir / "metrics.jsonl").exists() and len(run.metrics()) >= step
+
+
+def final_weights(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.config.checkpoints / f"step_{STEPS:08d}" / "model.safetensors")
+
+
+def same_weights(a: Run, b: Run) -> bool:
+    left, right = final_weights(a), final_weights(b)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def finished_run(make_run: Callable[..., Run]) -> Run:
+    run = make_run("straight")
+    feeder = run.feed()
+    run.train()
+    feeder.join()
+    return run
+
+
+def without_reference_counts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A repeated step finds the reference stored that it had computed at first."""
+    return [{k: v for k, v in line.items() if k != "reference_computed"} for line in lines]
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 5])
+def test_a_killed_and_resumed_run_is_the_uninterrupted_run_bit_for_bit(make_run, step):
+    straight, killed = finished_run(make_run), make_run("killed")
+    feeder = killed.feed()
+    with pytest.raises(Killed):
+        killed.train(stop=killed_at(killed, step))
+    feeder.join()
+    assert killed.query("SELECT COUNT(*) FROM batches WHERE trained_at IS NOT NULL") == [step]
+    killed.train(resume=True)
+    assert without_reference_counts(killed.metrics()) == without_reference_counts(straight.metrics())
+    assert same_weights(killed, straight)
+
+
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_so_it_is_after_a_kill_between_an_update_and_its_report(make_run, monkeypatch, step):
+    straight, killed = finished_run(make_run), make_run("killed")
+    feeder = killed.feed()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Connection, "ask", kill_on_report_of(step))
+        killed.train()
+    feeder.join()
+    assert len(killed.metrics()) == step + 1
+    killed.train(resume=True)
+    assert without_reference_counts(killed.metrics()) == without_reference_counts(straight.metrics())
+    assert same_weights(killed, straight)
+
+
+def kill_on_report_of(step: int) -> Callable[..., Any]:
+    """`Connection.ask`, but the trainer dies before it reports a step."""
+    ask = Connection.ask
+
+    def ask_or_die(self: Connection, message: wire.Message, expect: Any) -> Any:
+        if isinstance(message, wire.ReportStep) and message.step == step:
+            raise Killed
+        return ask(self, message, expect)
+
+    return ask_or_die
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_stopped_run_saves_where_it_is_and_goes_on_from_there(make_run, step):
+    straight, stopped = finished_run(make_run), make_run("stopped")
+    feeder = stopped.feed()
+    stopped.train(stop=stopped_at(stopped, step))
+    assert checkpoint.newest(stopped.config.checkpoints).step == step
+    stopped.train(resume=True)
+    feeder.join()
+    assert stopped.metrics() == straight.metrics()
+    assert same_weights(stopped, straight)
+
+
+def test_a_resume_publishes_what_it_resumed_as_a_new_version(make_run):
+    run = make_run()
+    feeder = run.feed()
+    run.train(stop=stopped_at(run, 3))
+    run.train(resume=True)
+    feeder.join()
+    paths = snapshot.list_snapshots(run.config.snapshots)
+    found = [(m.version, m.step) for m in (snapshot.read(path).manifest for path in paths)]
+    assert found == [(1, 2), (2, 3), (3, 4), (4, 6)]  # keep_snapshots is 4
+
+
+def test_a_step_that_could_not_be_reported_is_reported_after_the_resume(make_run):
+    run = make_run(publish_every=6)
+    feeder = run.feed()
+    stop = threading.Event()
+    trainer = Trainer(run.config, None, torch.device("cpu"), stop.is_set)
+    trainer.connect()
+    trainer.publish()
+    batch = trainer.sample()
+    feeder.join()
+    run.buffer.stop()
+    stop.set()
+    with pytest.raises(BufferUnavailable):
+        trainer.learn(batch)
+    trainer.save()
+    trainer.close()
+    run.buffer.start()
+    run.train(resume=True)
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    assert all(run.query("SELECT trained_at IS NOT NULL FROM batches"))
+    references = run.query("SELECT COUNT(*) FROM consumption LEFT JOIN reference_logprobs USING (trajectory) "
+                           "WHERE logprob IS NULL")  # fmt: skip
+    assert references == [0]
+
+
+def test_a_trainer_outlives_its_buffer(make_run):
+    straight, run = finished_run(make_run), make_run("outlives")
+    feeder = run.feed()
+    trainer = threading.Thread(target=run.train)
+    trainer.start()
+    feeder.join()
+    run.buffer.stop()
+    run.buffer.start()
+    trainer.join(60)
+    assert not trainer.is_alive()
+    assert run.metrics() == straight.metrics()
+
+
+def test_a_trainer_that_waits_for_data_says_so_and_stops_when_told(make_run):
+    run = make_run()
+    stop = threading.Event()
+    trainer = threading.Thread(target=run.train, kwargs={"stop": stop.is_set})
+    trainer.start()
+    monitor = BufferClient(run.buffer.address, role="monitor", name="m")
+    for _ in range(100):
+        status, _ = monitor.call(wire.GetStatus(), wire.Status, deadline_seconds=10)
+        waiting = [client for client in status.clients if client.activity == "waiting"]
+        if waiting:
+            break
+        monitor.poll(0.1)
+    assert [client.role for client in waiting] == ["trainer"]
+    assert "0 of 2 prompts have trajectories" in waiting[0].reason
+    stop.set()
+    trainer.join(20)
+    monitor.close()
+    assert not trainer.is_alive()
+    assert not list(run.config.checkpoints.glob("*"))
+
+
+def test_an_existing_checkpoint_needs_resume(make_run):
+    run = finished_run(make_run)
+    with pytest.raises(UsageError, match="pass --resume"):
+        run.train()
+    run.train(resume=True)  # there is nothing left to do
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+
+
+def test_resume_without_a_checkpoint_starts_at_the_first_step(make_run):
+    run = make_run()
+    feeder = run.feed()
+    run.train(resume=True)
+    feeder.join()
+    assert len(run.metrics()) == STEPS
+
+
+def test_a_buffer_of_another_run_is_refused(make_run):
+    run = make_run()
+    sections = run.config.model_dump()
+    sections["run"]["name"] = "other"
+    run.config = Config.model_validate(sections)
+    with pytest.raises(ConfigError, match="serves run test, this configuration is of run other"):
+        run.train()

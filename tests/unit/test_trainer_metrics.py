@@ -1,0 +1,46 @@
+"""metrics.jsonl and TensorBoard hold every step once, also after a resume."""
+
+import json
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tba.trainer.metrics import MetricsLog
+
+
+def record(directory, first: int, last: int, value: float) -> None:
+    log = MetricsLog(directory, first_step=first)
+    for step in range(first, last):
+        log.record(step, 1000.0 + step, {"loss": value + step})
+    log.sync()
+    log.close()
+
+
+def lines(directory) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_line_per_step(tmp_path):
+    record(tmp_path, 0, 3, 0.5)
+    assert lines(tmp_path)[1] == {"step": 1, "time": 1001.0, "loss": 1.5}
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
+
+
+def test_a_resume_drops_the_steps_it_repeats(tmp_path):
+    record(tmp_path, 0, 5, 0.0)
+    record(tmp_path, 3, 6, 100.0)
+    assert [line["loss"] for line in lines(tmp_path)] == [0, 1, 2, 103, 104, 105]
+
+
+def test_a_line_that_was_cut_off_by_a_crash_is_dropped(tmp_path):
+    record(tmp_path, 0, 3, 0.0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-5])
+    record(tmp_path, 3, 4, 0.0)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 3]
+
+
+def test_tensorboard_shows_the_repeated_steps_once(tmp_path):
+    record(tmp_path, 0, 5, 0.0)
+    record(tmp_path, 3, 6, 100.0)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104), (5, 105)]

@@ -1,0 +1,90 @@
+"""Loading a model: what is accepted, and what each refusal says."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from tba.common.errors import ConfigError
+from tba.trainer.batch import pad
+from tba.trainer.model import Scorer, load_model, model_directory, sequence_logprobs
+
+from .tb_lab import make_row, save_tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("", "model.path is empty"),
+        ("/nowhere/at/all", "model.path /nowhere/at/all does not exist"),
+        ("./nowhere", "model.path ./nowhere does not exist"),
+    ],
+)
+def test_a_missing_model_is_a_configuration_error(path, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        model_directory(path)
+
+
+def test_a_directory_that_is_no_model_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        model_directory(str(tmp_path))
+
+
+def test_a_directory_without_weights_is_a_configuration_error(tmp_path):
+    save_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*model\.safetensors"):
+        load_model(tmp_path, CPU)
+
+
+def test_a_torn_weight_file_is_a_configuration_error(tmp_path):
+    save_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(tmp_path, CPU)
+
+
+def test_a_file_that_lacks_weights_is_a_configuration_error_and_not_random_weights(tmp_path):
+    save_tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 weights of the model, model\.norm\.weight"):
+        load_model(tmp_path, CPU)
+
+
+def test_masters_are_float32_whatever_the_file_has(tmp_path):
+    save_tiny_model(tmp_path / "m")
+    model = load_model(tmp_path / "m", CPU)
+    model.bfloat16().save_pretrained(tmp_path / "half")
+    assert load_model(tmp_path / "half", CPU).dtype == torch.float32
+
+
+def test_dropout_is_taken_out_even_in_training_mode(tmp_path):
+    shape = GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path)
+    model = load_model(tmp_path, CPU).train()
+    padded = pad([make_row(1, [1, 2], [3, 4, 5])], CPU)
+    first, second = (sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path):
+    shape = Gemma2Config(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, initializer_range=1.0,
+    )  # fmt: skip
+    Gemma2ForCausalLM(shape).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="scales or caps its logits"):
+        load_model(tmp_path, CPU)
+
+
+def test_autocast_computes_in_bfloat16_and_sums_in_float64(tmp_path):
+    model = load_model(save_tiny_model(tmp_path), CPU)
+    padded = pad([make_row(1, [1, 2], [3, 4, 5])], CPU)
+    exact, rounded = (Scorer(model, autocast=flag).token_logprobs(padded) for flag in (False, True))
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert 0 < float((exact - rounded).detach().abs().max()) < 0.1
+    assert sequence_logprobs(rounded, padded).dtype == torch.float64

@@ -1,0 +1,39 @@
+"""Learning rate and beta as functions of the step."""
+
+import math
+
+import pytest
+
+from tba.common.config import TrainSection
+from tba.trainer.schedule import beta_at, learning_rate_schedule
+
+
+def rates(at: list[int], **keys) -> list[float]:
+    schedule = learning_rate_schedule(TrainSection.model_validate({"learning_rate": 1.0, **keys}))
+    return [schedule(step) for step in at]
+
+
+def test_wsd_warms_up_stays_and_decays_along_a_cosine():
+    found = rates([0, 25, 50, 300, 500, 750, 1000], steps=1000, warmup_steps=50, decay_steps=500, schedule="wsd")
+    assert found == pytest.approx([0, 0.5, 1, 1, 1, 0.5, 0], abs=1e-12)
+
+
+def test_wsd_with_more_decay_than_steps_decays_over_what_the_warm_up_leaves():
+    found = rates([10, 20, 29], steps=30, warmup_steps=10, decay_steps=500, schedule="wsd")
+    assert found == pytest.approx([1, 0.5, 0.5 * (1 + math.cos(math.pi * 19 / 20))], abs=1e-12)
+
+
+def test_constant_linear_and_cosine():
+    keys = {"steps": 110, "warmup_steps": 10}
+    assert rates([5, 10, 109], schedule="constant", **keys) == pytest.approx([0.5, 1, 1])
+    assert rates([5, 10, 60, 110], schedule="linear", **keys) == pytest.approx([0.5, 1, 0.5, 0])
+    assert rates([5, 10, 60, 110], schedule="cosine", **keys) == pytest.approx([0.5, 1, 0.5, 0])
+
+
+def test_beta_goes_linearly_to_its_final_value_and_stays():
+    config = TrainSection(beta=0.012, beta_final=0.004, beta_anneal_steps=500)
+    assert [beta_at(config, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
+
+
+def test_beta_without_annealing_is_the_final_one():
+    assert beta_at(TrainSection(beta=0.5, beta_final=0.1, beta_anneal_steps=0), 0) == 0.1

@@ -1,0 +1,208 @@
+"""One optimiser step of the real Learner on a tiny real model."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tba.common.config import TrainSection
+from tba.common.errors import TbaError
+from tba.trainer.batch import cut, pad
+from tba.trainer.model import Scorer, sequence_logprobs
+from tba.trainer.step import Learner
+
+from .tb_lab import VOCABULARY, make_batch, make_row, random_batch, tiny_model
+
+FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
+
+
+def make_learner(*, double: bool = False, seed: int = 0, **keys) -> Learner:
+    """A learner whose reference is another random model, so that the KL is not zero."""
+    policy, reference = tiny_model(seed=seed), tiny_model(seed=seed + 1)
+    if double:
+        policy, reference = policy.double(), reference.double()
+    return Learner(policy, reference, TrainSection.model_validate(FLAT | keys), autocast=False)
+
+
+def naive_logprob(model, row) -> torch.Tensor:
+    """Sum over the response of log p, one sequence at a time, without padding, chunks or positions."""
+    tokens = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+    logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    first = len(row.prompt_ids)
+    return sum(logprobs[t - 1, tokens[t]] for t in range(first, len(tokens)) if row.loss_mask[t - first])
+
+
+def parameters(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in learner.policy.parameters()]).clone()
+
+
+def test_log_probabilities_are_those_of_a_plain_forward_pass():
+    model = tiny_model().double()
+    rows = random_batch(3).rows
+    padded = pad(rows, torch.device("cpu"))
+    found = sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded)
+    expected = torch.stack([naive_logprob(model, row) for row in rows])
+    assert torch.allclose(found, expected, atol=1e-12, rtol=0)
+
+
+def test_the_size_of_logit_chunks_does_not_matter(monkeypatch):
+    batch = random_batch(2)
+    expected = gradients_of_step(make_learner(double=True), batch)
+    monkeypatch.setattr("tba.trainer.model._CHUNK", 3)
+    found = gradients_of_step(make_learner(double=True), batch)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
+
+
+def test_masked_tokens_do_not_count_and_an_empty_response_has_log_probability_zero():
+    model = tiny_model().double()
+    masked = make_row(1, [1, 2], [3, 4, 5], loss_mask=np.array([1, 0, 1], np.uint8))
+    padded = pad([masked, make_row(2, [1, 2], [])], torch.device("cpu"))
+    found = sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded)
+    assert found[0].item() == pytest.approx(naive_logprob(model, masked).item(), abs=1e-12)
+    assert found[1].item() == 0
+
+
+def test_the_gradient_of_a_step_is_equation_7_on_the_model():
+    learner, batch = make_learner(double=True, max_grad_norm=1e9), random_batch(1)
+    policy = torch.stack([naive_logprob(learner.policy, row) for row in batch.rows]).view(3, 4)
+    reference = torch.stack([naive_logprob(tiny_model(seed=1).double(), row) for row in batch.rows]).view(3, 4)
+    kl = (policy - reference).detach()
+    reward = batch.reward_BK
+    advantage = reward - reward.mean(1, keepdim=True) - 0.3 * (kl - kl.mean(1, keepdim=True))
+    expected = torch.autograd.grad(-(advantage * policy).mean(), list(learner.policy.parameters()))
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected))
+    found = gradients_of_step(learner, batch)
+    assert all(torch.allclose(a, b, atol=1e-9 * norm, rtol=0) for a, b in zip(found, expected, strict=True))
+
+
+def gradients_of_step(learner: Learner, batch) -> list[torch.Tensor]:
+    """The gradients that the optimiser sees."""
+    seen: list[torch.Tensor] = []
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in learner.policy.parameters())
+    )
+    learner.step(batch)
+    return seen
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 60, 100])
+def test_the_size_of_micro_batches_does_not_matter(tokens):
+    batch = random_batch(2, prompts=5)
+    whole, parts = (make_learner(double=True, micro_batch_tokens=size) for size in (100_000, tokens))
+    expected, found = gradients_of_step(whole, batch), gradients_of_step(parts, batch)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
+    assert max(float(g.abs().max()) for g in expected) > 1e-3
+
+
+def test_micro_batches_are_whole_groups_within_the_limit():
+    lengths = [3, 9, 4, 4, 8, 2]
+    groups = [[0, 1], [2, 3], [4, 5]]
+    assert cut(groups, lengths.__getitem__, 36) == [[0, 2], [1]]
+    assert cut(groups, lengths.__getitem__, 35) == [[0], [2, 1]]
+    assert cut(groups, lengths.__getitem__, 1) == [[0], [2], [1]]
+
+
+def test_a_longer_neighbour_changes_nothing():
+    rows = [make_row(i, [1, 2], [3, i]) for i in range(4)]
+    padding = [make_row(9, [1] * 20, [4] * 20), make_row(10, [1] * 20, [5] * 20)]
+    reference = [[-2.0, -3.0], [-4.0, -2.5], [-1.0, -1.0]]
+    learners = [make_learner(double=True) for _ in range(2)]
+    together = make_batch([*rows, *padding], [[0.0, 1.0], [1.0, 0.5], [0.3, 0.3]], reference=reference)
+    with torch.no_grad():
+        alone = pad(rows, torch.device("cpu"))
+        beside = pad(together.rows, torch.device("cpu"))
+        scorer = Scorer(learners[0].policy, autocast=False)
+        expected = sequence_logprobs(scorer.token_logprobs(alone), alone)
+        found = sequence_logprobs(scorer.token_logprobs(beside), beside)[:4]
+    assert torch.allclose(found, expected, atol=1e-12, rtol=0)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    batch = random_batch(2)
+    plain, saved = make_learner(double=True), make_learner(double=True, gradient_checkpointing=True)
+    assert saved.policy.training
+    assert saved.policy.is_gradient_checkpointing
+    expected, found = gradients_of_step(plain, batch), gradients_of_step(saved, batch)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_the_buffer_has_of_the_reference_is_used_and_the_rest_is_computed_and_returned():
+    batch = random_batch(1)
+    result = make_learner().step(batch)
+    assert result.reference.keys() == {row.id for row in batch.rows}
+    expected = naive_logprob(tiny_model(seed=1), batch.rows[5]).item()
+    assert result.reference[batch.rows[5].id] == pytest.approx(expected, abs=1e-5)
+    stored = [[result.reference[row.id] for row in batch.rows[b * 4 : b * 4 + 4]] for b in range(3)]
+    stored[1][1] = math.nan
+    again = make_learner().step(make_batch(batch.rows, batch.reward_BK.tolist(), reference=stored))
+    assert again.reference.keys() == {batch.rows[5].id}
+    assert again.metrics["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
+
+
+def test_a_stored_reference_gives_the_very_same_step():
+    batch = random_batch(1)
+    computing, reading = make_learner(), make_learner()
+    first = computing.step(batch)
+    stored = [[first.reference[row.id] for row in batch.rows[b * 4 : b * 4 + 4]] for b in range(3)]
+    second = reading.step(make_batch(batch.rows, batch.reward_BK.tolist(), reference=stored))
+    assert second.metrics | {"reference_computed": 12.0} == first.metrics
+    assert torch.equal(parameters(computing), parameters(reading))
+
+
+def test_a_trajectory_that_was_drawn_twice_has_one_reference():
+    rows = [make_row(1, [1], [2, 3]), make_row(1, [1], [2, 3]), make_row(2, [1], [4])]
+    result = make_learner().step(make_batch(rows, [[1.0, 1.0, 0.0]]))
+    assert result.reference.keys() == {1, 2}
+    assert result.metrics["reference_computed"] == 2
+
+
+def test_the_mismatch_is_measured_on_fresh_tokens_only():
+    model = tiny_model()
+    row = make_row(1, [1, 2], [3], on_policy=True)
+    exact = naive_logprob(model, row).item()
+    fresh = make_row(1, [1, 2], [3], on_policy=True, sampling_logprobs=np.array([exact - 0.25], np.float32))
+    stale = make_row(2, [1, 2], [4], sampling_logprobs=np.array([-90], np.float32))
+    metrics = make_learner().step(make_batch([fresh, stale], [[0.0, 1.0]])).metrics
+    assert metrics["mismatch_mean"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["mismatch_max"] == pytest.approx(0.25, abs=1e-5)
+    assert "mismatch_mean" not in make_learner().step(random_batch(1)).metrics
+
+
+def test_all_metrics_are_finite_floats():
+    metrics = make_learner().step(random_batch(1)).metrics
+    assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
+
+
+def test_a_loss_that_is_not_finite_names_step_and_trajectory_and_leaves_the_weights_alone():
+    learner, batch = make_learner(), random_batch(1, step=7)
+    before = parameters(learner)
+    broken = make_batch(batch.rows, [[math.inf, 0, 0, 0], [0] * 4, [0] * 4], step=7)
+    with pytest.raises(TbaError, match=r"step 7.*no update was made.*trajectories 100, 101"):
+        learner.step(broken)
+    assert torch.equal(parameters(learner), before)
+    assert learner.steps_done == 0
+    assert all(p.grad is None for p in learner.policy.parameters())
+    learner.step(batch)
+    assert not torch.equal(parameters(learner), before)
+
+
+def test_a_policy_that_gives_nan_for_one_trajectory_names_that_one():
+    learner = make_learner()
+    with torch.no_grad():
+        learner.policy.get_input_embeddings().weight[7] = math.nan
+    rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
+    with pytest.raises(TbaError, match=r"Not finite: trajectories 32$"):
+        learner.step(make_batch(rows, [[0.0, 1.0]]))
+
+
+def test_a_token_outside_the_vocabulary_names_the_trajectory():
+    rows = [make_row(1, [1], [2]), make_row(5, [1], [VOCABULARY])]
+    with pytest.raises(TbaError, match="trajectory 5 has token ids outside"):
+        make_learner().step(make_batch(rows, [[0.0, 1.0]]))
+
+
+def test_gradients_are_clipped_to_the_configured_norm():
+    learner = make_learner(max_grad_norm=1e-3)
+    found = gradients_of_step(learner, random_batch(1))
+    assert math.sqrt(sum(float(g.square().sum()) for g in found)) == pytest.approx(1e-3, rel=1e-3)

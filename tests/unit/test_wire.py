@@ -1,0 +1,200 @@
+"""The messages: exact bytes, and an error for everything malformed."""
+
+import msgpack
+import pytest
+
+from tba.common import wire
+from tba.common.codec import (
+    MAX_HEADER_BYTES,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+    request_id_of,
+)
+from tba.common.errors import Oversize, VersionMismatch, WireError
+from tba.common.trajectory import pack, unpack_arrays
+
+REF = wire.WeightsRef(version=7, step=14, path="/s/v00000007", manifest_sha256="ab" * 32)
+STATE = wire.RunState(weights=REF, step=14, finished=False)
+COUNTS = {f"{name}_count": [1] for name in ("prompt_ids", "response_ids", "logprobs", "version_runs")}
+
+# One of each request and reply. A change of these bytes is a change of the protocol: raise its version.
+REQUESTS = {
+    "hello": wire.Hello(host="node", pid=42, software="tba 0.1.0"),
+    "register_prompts": wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=1, offset=0, keys=["p0"]),
+    "lease_prompts": wire.LeasePrompts(want=2, held=[3], weights_version=7, wait_seconds=1.0),
+    "sample_batch": wire.SampleBatch(step=14, prompts=2, samples=4, reference="initial", wait_seconds=0.5),
+    "report_step": wire.ReportStep(
+        step=14, metrics={"loss": 0.5}, reference="initial", trajectory_ids=[9], reference_logprobs=[-1.5]
+    ),
+    "announce_snapshot": wire.AnnounceSnapshot(weights=REF, bytes=100),
+    "finish_run": wire.FinishRun(step=15),
+    "heartbeat": wire.Heartbeat(activity="waiting", reason="prompts", weights_version=None, metrics={"x": 1.0}),
+    "goodbye": wire.Goodbye(),
+    "get_status": wire.GetStatus(),
+}
+REPLIES = {
+    "welcome": wire.Welcome(run_name="demo", next_version=8, recorded_steps=15),
+    "registered": wire.Registered(known=1, complete=True),
+    "leases": wire.Leases(visits=[wire.Visit(lease=5, epoch=0, prompt_key="p0")], reason=""),
+    "put_ack": wire.PutAck(first_sequence=0, stored=4, duplicates=0),
+    "not_ready": wire.NotReady(reason="3 of 7 prompts have trajectories"),
+    "done": wire.Done(),
+    "failure": wire.Failure(code="malformed", message="field body: missing"),
+}
+
+
+def request(message: wire.Message, frames: list[bytes] | None = None) -> list[bytes]:
+    return encode_request(message, id=3, role="searcher", sender="s.1", run="r", frames=frames or [])
+
+
+def views(frames: list[bytes]) -> list[memoryview]:
+    return [memoryview(frame) for frame in frames]
+
+
+def repacked(frames: list[bytes], **changes: object) -> list[memoryview]:
+    header = msgpack.unpackb(frames[0]) | changes
+    return views([msgpack.packb(header), *frames[1:]])
+
+
+@pytest.mark.parametrize("name", sorted(REQUESTS))
+def test_every_request_survives_the_wire(name):
+    decoded = decode_request(views(request(REQUESTS[name])))
+    assert (decoded.header.type, decoded.header.id, decoded.header.sender) == (name, 3, "s.1")
+    assert decoded.message == REQUESTS[name]
+
+
+@pytest.mark.parametrize("name", sorted(REPLIES))
+def test_every_reply_survives_the_wire(name):
+    decoded = decode_reply(views(encode_reply(REPLIES[name], id=3, run="r", state=STATE)))
+    assert decoded.message == REPLIES[name]
+    assert decoded.header.state == STATE
+
+
+def test_every_message_class_is_covered_here_or_below():
+    assert set(wire.REQUESTS) == set(REQUESTS) | {"put_trajectories"}
+    assert set(wire.REPLIES) == set(REPLIES) | {"batch", "status"}
+
+
+def test_the_bytes_of_a_request_are_those_of_protocol_version_1():
+    header = {
+        "role": "searcher",
+        "sender": "s.1",
+        "v": 1,
+        "type": "lease_prompts",
+        "id": 3,
+        "run": "r",
+        "body": {"want": 2, "held": [3], "weights_version": 7, "wait_seconds": 1.0},
+    }
+    assert request(REQUESTS["lease_prompts"]) == [msgpack.packb(header)]
+    assert request(REQUESTS["goodbye"])[0].hex() == (
+        "87a4726f6c65a87365617263686572a673656e646572a3732e31a17601a474797065a7676f6f64627965"
+        "a2696403a372756ea172a4626f647980"
+    )
+
+
+def test_a_put_carries_one_frame_per_array_kind_and_decodes_to_the_same_arrays(trajectory):
+    sent = [trajectory(tokens=[1, 2, 3]), trajectory(tokens=[9])]
+    columns, frames = pack(sent)
+    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    decoded = decode_request(views(request(message, frames)))
+    arrays = unpack_arrays(decoded.message.rows.model_dump(), decoded.frames)
+    assert [a.tolist() for a in arrays["response_ids"]] == [[1, 2, 3], [9]]
+    assert [a.tolist() for a in arrays["version_runs"]] == [[[0, 3]], [[0, 1]]]
+
+
+def test_a_header_that_is_no_msgpack_is_malformed():
+    with pytest.raises(WireError, match="not msgpack"):
+        decode_request(views([b"\xc1\xff\x00garbage"]))
+
+
+def test_a_header_that_is_no_map_is_malformed():
+    with pytest.raises(WireError, match="not a map"):
+        decode_request(views([msgpack.packb([1, 2])]))
+
+
+def test_an_empty_message_is_malformed():
+    with pytest.raises(WireError, match="empty"):
+        decode_request([])
+
+
+def test_another_protocol_version_is_named():
+    with pytest.raises(VersionMismatch, match="version 99"):
+        decode_request(repacked(request(wire.GetStatus()), v=99))
+
+
+def test_an_unknown_type_is_named():
+    with pytest.raises(WireError, match="frobnicate"):
+        decode_request(repacked(request(wire.GetStatus()), type="frobnicate"))
+
+
+def test_an_unknown_field_is_named():
+    with pytest.raises(WireError, match="surprise"):
+        decode_request(repacked(request(wire.GetStatus()), body={"surprise": 1}))
+
+
+@pytest.mark.parametrize("want", [-1, "two", 1.5, None, 1 << 40])
+def test_a_field_out_of_range_or_of_the_wrong_type_is_named(want):
+    body = {"want": want, "held": [], "weights_version": 0, "wait_seconds": 0.0}
+    with pytest.raises(WireError, match="want"):
+        decode_request(repacked(request(REQUESTS["lease_prompts"]), body=body))
+
+
+def test_a_reward_that_is_not_a_number_is_refused(trajectory):
+    columns, _ = pack([trajectory(reward=float("nan"))])
+    with pytest.raises(ValueError, match="reward"):
+        wire.Rows.model_validate(columns)
+
+
+def test_frames_that_do_not_add_up_to_their_counts_are_refused(trajectory):
+    columns, frames = pack([trajectory()])
+    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    frames[1] = frames[1][:-1]
+    with pytest.raises(WireError, match="response_ids has 11 bytes"):
+        decode_request(views(request(message, frames)))
+
+
+def test_columns_of_different_length_are_refused(trajectory):
+    columns, _ = pack([trajectory(), trajectory()])
+    columns["reward"] = [1.0]
+    with pytest.raises(ValueError, match="column reward has 1 rows"):
+        wire.Rows.model_validate(columns)
+
+
+def test_logprobs_and_tokens_of_different_length_are_refused(trajectory):
+    import numpy as np
+
+    columns, frames = pack([trajectory(logprobs=np.zeros(2, np.float32))])
+    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    with pytest.raises(WireError, match="differ in length"):
+        decode_request(views(request(message, frames)))
+
+
+def test_version_runs_that_do_not_cover_the_response_are_refused(trajectory):
+    import numpy as np
+
+    columns, frames = pack([trajectory(version_runs=np.array([[0, 2]], np.int32))])
+    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    with pytest.raises(WireError, match="version runs"):
+        decode_request(views(request(message, frames)))
+
+
+def test_an_oversize_header_is_refused_before_it_is_decoded():
+    with pytest.raises(Oversize):
+        decode_request([memoryview(bytes(MAX_HEADER_BYTES + 1))])
+
+
+def test_arrays_on_a_message_without_arrays_are_refused():
+    with pytest.raises(WireError, match="carries no arrays"):
+        decode_request(views(request(wire.GetStatus(), [b"1234"])))
+
+
+def test_the_id_of_a_malformed_request_is_found_where_there_is_one():
+    assert request_id_of(repacked(request(wire.GetStatus()), v=99)) == 3
+    assert request_id_of(views([b"\xff"])) == 0
+
+
+def test_deeply_nested_headers_are_malformed_and_not_a_crash():
+    with pytest.raises(WireError):
+        decode_request([memoryview(b"\x91" * 100_000)])

@@ -1,0 +1,50 @@
+"""The canary of a snapshot: fixed token sequences with the log-probabilities that its weights give.
+
+Shape suffixes: T tokens of a sequence, V vocabulary.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AutoTokenizer, PreTrainedModel
+
+from tba.common.snapshot import Canary
+
+_TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "Question: What is 12 + 30?\nAnswer: 12 + 30 = 42",
+    "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5",
+    "Der schnelle braune Fuchs springt über den faulen Hund. 1, 2, 3, 4, 5, 6, 7",
+)
+_TOKENS = 32
+_SEED = 20250319
+
+
+def canary_sequences(directory: Path, vocabulary: int) -> list[list[int]]:
+    """A few short texts as the model's tokenizer cuts them; without a tokenizer, seeded token ids.
+
+    Text is the better canary: an engine in bfloat16 is off by more on tokens that nobody would expect.
+    """
+    if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        sequences = [list(map(int, tokenizer.encode(text)[:_TOKENS])) for text in _TEXTS]
+    else:
+        generator = torch.Generator().manual_seed(_SEED)
+        sequences = torch.randint(vocabulary, (len(_TEXTS), 8), generator=generator).tolist()
+    return [ids for ids in sequences if len(ids) > 1 and max(ids) < vocabulary]
+
+
+@torch.no_grad()
+def make_canary(model: PreTrainedModel, weights: dict[str, Tensor], sequences: list[list[int]]) -> Canary:
+    """Log-probabilities, computed in float32, under `weights` in place of the model's own."""
+    wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    logprobs = []
+    for sequence in sequences:
+        tokens_1T = torch.tensor([sequence], device=model.device)
+        call = {"input_ids": tokens_1T, "use_cache": False}
+        logits_TV = functional_call(model, wide, (), call).logits[0, :-1].float()
+        logprob_T = logits_TV.log_softmax(dim=1).gather(1, tokens_1T[0, 1:, None])[:, 0]
+        logprobs.append([float(value) for value in logprob_T])
+    return Canary(sequences, logprobs)

@@ -1,0 +1,170 @@
+"""Checkpoints: everything a trainer needs to go on as if it had never stopped.
+
+    step_00000040/
+        manifest.json          step, run, sha256 and size of each file, and small things
+        model.safetensors      float32 weights, each tied tensor once
+        optimizer.safetensors  AdamW's moments as `<parameter index>.<name>`, and random states as `rng.<device>`
+
+A directory that has its name is complete; one that does not hash to its manifest was damaged later, and is
+set aside. Learning rate and beta are functions of the step and need no state; the optimiser's settings are
+the configuration's, also after a resume.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tba.common.durable import publish_directory, sha256_of, temporary_directory, write_json
+from tba.common.errors import CheckpointError
+from tba.common.log import get_logger
+from tba.trainer.model import weights_of
+from tba.trainer.step import Learner
+
+log = get_logger(__name__)
+
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_MODEL = "model.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+
+
+class _Damaged(CheckpointError):
+    """A file of a checkpoint is missing or not what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files are what its manifest says."""
+
+    path: Path
+    step: int
+    run: str
+    unreported: dict[str, Any] | None  # a ReportStep that the buffer had not acknowledged
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints under a directory, oldest first, damaged ones included."""
+    return sorted(path for path in directory.glob("step_????????") if path.is_dir())
+
+
+def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: dict[str, Any] | None = None) -> Path:
+    """Write the checkpoint of `learner.steps_done`, then delete all but the newest `keep`.
+
+    Raises CheckpointError if the disk refuses.
+    """
+    final = directory / f"step_{learner.steps_done:08d}"
+    try:
+        temporary = temporary_directory(final)
+        _write_tensors(temporary, learner)
+        manifest = {
+            "format": FORMAT,
+            "run": run,
+            "step": learner.steps_done,
+            "unreported": unreported,
+            "files": {name: sha256_of(temporary / name) for name in (_MODEL, _OPTIMIZER)},
+        }
+        write_json(temporary / _MANIFEST, manifest)
+        publish_directory(temporary, final)
+        for old in list_checkpoints(directory)[:-keep]:
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
+    return final
+
+
+def _write_tensors(directory: Path, learner: Learner) -> None:
+    weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(learner.policy).items()}
+    save_file(weights, directory / _MODEL)
+    save_file({**_optimizer_tensors(learner), **_random_states(learner.policy.device)}, directory / _OPTIMIZER)
+
+
+def newest(directory: Path) -> Checkpoint | None:
+    """The newest usable checkpoint, None if there are none at all.
+
+    Damaged ones are renamed out of the way. Raises CheckpointError if all are damaged: starting again from
+    nothing is for a person to decide.
+    """
+    found = list_checkpoints(directory)
+    for path in reversed(found):
+        try:
+            return _verify(path)
+        except _Damaged as error:
+            log.warning("checkpoint skipped", path=path, reason=str(error))
+            _set_aside(path)
+    if found:
+        raise CheckpointError(
+            f"all {len(found)} checkpoints in {directory} are damaged and were set aside: "
+            "run again without them to start from the first step"
+        )
+    return None
+
+
+def restore(checkpoint: Checkpoint, learner: Learner) -> None:
+    """Put a checkpoint into a new learner of the same model. Raises CheckpointError if it does not fit."""
+    weights = load_file(checkpoint.path / _MODEL)
+    expected = weights_of(learner.policy)
+    if {name: tensor.shape for name, tensor in weights.items()} != {n: t.shape for n, t in expected.items()}:
+        raise CheckpointError(f"{checkpoint.path} is of another model than model.path")
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(weights[name])
+    tensors = load_file(checkpoint.path / _OPTIMIZER)
+    _restore_random_states(tensors, learner.policy.device)
+    groups = learner.optimizer.state_dict()["param_groups"]
+    learner.optimizer.load_state_dict({"state": _optimizer_state(tensors), "param_groups": groups})
+    learner.steps_done = checkpoint.step
+
+
+def _verify(path: Path) -> Checkpoint:
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest['format']!r}, this release reads {FORMAT}")
+        for name, digest in manifest["files"].items():
+            if sha256_of(path / name) != digest:
+                raise _Damaged(f"{name} does not hash to what the manifest says")
+        return Checkpoint(path, manifest["step"], manifest["run"], manifest["unreported"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _Damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+    state = learner.optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": value.cpu().contiguous() for index, values in state.items() for name, value in values.items()
+    }
+
+
+def _optimizer_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        if index.isdecimal():
+            state.setdefault(int(index), {})[name] = value
+    return state
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_random_states(tensors: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)

@@ -1,0 +1,235 @@
+"""The trainer process: sample a batch, make a step, report it, publish and save when due, repeat.
+
+`step` s is the number of updates made before a batch; the batch of step s makes update s + 1, and weights
+published then are of step s + 1.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from tba.common import wire
+from tba.common.clock import Clock, SystemClock
+from tba.common.config import Config
+from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, UsageError
+from tba.common.log import get_logger
+from tba.trainer import checkpoint
+from tba.trainer.batch import TrainBatch, decode
+from tba.trainer.checkpoint import Checkpoint
+from tba.trainer.connection import Connection
+from tba.trainer.metrics import MetricsLog
+from tba.trainer.model import load_model, model_directory
+from tba.trainer.publish import Publisher
+from tba.trainer.step import INITIAL_REFERENCE, Learner
+
+log = get_logger(__name__)
+
+_SAMPLE_WAIT_SECONDS = 1.0
+_STOP_FLUSH_SECONDS = 5.0
+
+
+def train(config: Config, *, resume: bool, device: str, stop: Callable[[], bool]) -> None:
+    """Train until `train.steps`, or until `stop()`: then save a checkpoint and return."""
+    found = find_checkpoint(config, resume=resume)
+    prepare(config, device)
+    trainer = Trainer(config, found, torch.device(device), stop)
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+
+
+def find_checkpoint(config: Config, *, resume: bool) -> Checkpoint | None:
+    """The checkpoint to go on from. Raises UsageError if there is one and `--resume` was not said."""
+    if not resume:
+        if existing := checkpoint.list_checkpoints(config.checkpoints):
+            raise UsageError(
+                f"{existing[-1]} is a checkpoint of an earlier start: pass --resume to go on from it, "
+                "or set another run.dir"
+            )
+        return None
+    found = checkpoint.newest(config.checkpoints)
+    if found is not None and found.run != config.run.name:
+        raise CheckpointError(f"{found.path} belongs to run {found.run}, not to {config.run.name}: set another run.dir")
+    return found
+
+
+def prepare(config: Config, device: str) -> None:
+    """The run directory, the seed, the threads, and on a CPU only operations that repeat bit for bit."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError('train.gpu names a GPU, but torch sees none: set train.gpu = "cpu" or pass --gpu cpu')
+    try:
+        config.run.dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir {config.run.dir} cannot be made: {error}") from error
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(device == "cpu")
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+
+
+class Trainer:
+    """One start of the trainer. `found` is the checkpoint to go on from."""
+
+    def __init__(
+        self,
+        config: Config,
+        found: Checkpoint | None,
+        device: torch.device,
+        stop: Callable[[], bool],
+        clock: Clock | None = None,
+    ) -> None:
+        self._config = config
+        self._stop = stop
+        self._clock = clock or SystemClock()
+        self._model_files = model_directory(config.model.path)
+        autocast = device.type == "cuda" and config.model.dtype == "bfloat16"
+        policy = load_model(self._model_files, device)
+        reference = load_model(self._model_files, device)
+        self.learner = Learner(policy, reference, config.train, autocast=autocast)
+        self._unreported: dict[str, Any] | None = None
+        self._saved_step: int | None = None
+        if found is not None:
+            checkpoint.restore(found, self.learner)
+            self._unreported, self._saved_step = found.unreported, found.step
+            log.info("resumed", checkpoint=found.path, step=found.step)
+        self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done)
+        self._connection = Connection(config.buffer.address, stop, self._clock)
+        self._publisher: Publisher | None = None
+
+    def run(self) -> None:
+        """The life of a trainer. Returns after the last step, or after a checkpoint when `stop()`."""
+        try:
+            self.connect()
+            self.publish()
+            while not self._stop() and self.learner.steps_done < self._config.train.steps:
+                self._one_step()
+            self.save()
+            self.finish()
+        except BufferUnavailable:  # raised only when asked to stop while waiting for the buffer
+            self.save()
+        log.info("trainer stopped", step=self.learner.steps_done, steps=self._config.train.steps)
+
+    def close(self) -> None:
+        """Close everything, whatever happened."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._connection.close()
+        self._metrics.close()
+
+    def connect(self) -> None:
+        welcome = self._connection.hello()
+        if welcome.run_name != self._config.run.name:
+            raise ConfigError(
+                f"the buffer at {self._config.buffer.address} serves run {welcome.run_name}, "
+                f"this configuration is of run {self._config.run.name}"
+            )
+        if self._unreported is not None:
+            self._report(wire.ReportStep.model_validate(self._unreported))
+        self._compare_history(welcome.recorded_steps)
+        self._publisher = Publisher(
+            self._config, self.learner.policy, self._model_files, next_version=welcome.next_version, stop=self._stop
+        )
+
+    def _compare_history(self, recorded: int) -> None:
+        done = self.learner.steps_done
+        if recorded > done:
+            log.info("repeating recorded steps", first=done, recorded=recorded)
+        if recorded < done:
+            log.warning("the buffer knows fewer steps than the checkpoint: another database?", step=done)
+
+    def publish(self) -> None:
+        """Searchers are to serve what trains: also at the start, where a resume may be behind the newest."""
+        assert self._publisher is not None
+        self._connection.weights_version = self._publisher.publish(self.learner.steps_done)
+
+    def _one_step(self) -> None:
+        started = self._clock.monotonic()
+        batch = self.sample()
+        if batch is None:
+            return
+        self.learn(batch, seconds_wait=self._clock.monotonic() - started)
+        done, train = self.learner.steps_done, self._config.train
+        if done % train.publish_every == 0 or done == train.steps:
+            self.publish()
+        if done % train.checkpoint_every == 0:
+            self.save()
+
+    def sample(self) -> TrainBatch | None:
+        """The batch of this step; None when `stop()`."""
+        train = self._config.train
+        message = wire.SampleBatch(
+            step=self.learner.steps_done,
+            prompts=train.prompts_per_step,
+            samples=train.samples_per_prompt,
+            reference=INITIAL_REFERENCE,
+            wait_seconds=_SAMPLE_WAIT_SECONDS,
+        )
+        while not self._stop():
+            if self._publisher is not None:
+                self._publisher.check()
+            reply, frames = self._connection.ask(message, wire.Message)
+            if isinstance(reply, wire.Batch):
+                return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
+            self._connection.heartbeat("waiting", getattr(reply, "reason", ""))
+        return None
+
+    def learn(self, batch: TrainBatch, seconds_wait: float = 0.0) -> None:
+        """Make the update of a batch, and have it on record here and in the buffer."""
+        started = self._clock.monotonic()
+        result = self.learner.step(batch, between=lambda: self._connection.heartbeat("training"))
+        seconds = {"seconds_wait": seconds_wait, "seconds_step": self._clock.monotonic() - started}
+        metrics = result.metrics | seconds
+        # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
+        self._metrics.record(batch.step, self._clock.wall(), metrics)
+        self._report(
+            wire.ReportStep(
+                step=batch.step,
+                metrics=metrics,
+                reference=INITIAL_REFERENCE,
+                trajectory_ids=list(result.reference),
+                reference_logprobs=list(result.reference.values()),
+            )
+        )
+        self._show(batch.step, metrics)
+
+    def _show(self, step: int, metrics: dict[str, float]) -> None:
+        shown = {"loss": metrics["loss"], "reward": metrics["reward_mean"], "staleness": metrics["staleness_mean"]}
+        progress = {"step": float(self.learner.steps_done), "steps": float(self._config.train.steps)}
+        self._connection.heartbeat("training", metrics=shown | progress)
+        log.info("step", step=step, **shown, kl=metrics["kl"], seconds=metrics["seconds_step"])
+
+    def _report(self, report: wire.ReportStep) -> None:
+        self._unreported = report.model_dump()
+        self._connection.ask(report, wire.Done)
+        self._unreported = None
+
+    def save(self) -> None:
+        """A checkpoint of the present step, unless there is one or nothing has been trained."""
+        if self.learner.steps_done in (0, self._saved_step):
+            return
+        self._metrics.sync()
+        path = checkpoint.save(
+            self._config.checkpoints,
+            self.learner,
+            run=self._config.run.name,
+            keep=self._config.train.keep_checkpoints,
+            unreported=self._unreported,
+        )
+        self._saved_step = self.learner.steps_done
+        log.info("checkpoint saved", path=path)
+
+    def finish(self) -> None:
+        """See the last snapshot announced, then tell everybody that the run is over."""
+        assert self._publisher is not None
+        if self._stop():
+            self._publisher.flush(_STOP_FLUSH_SECONDS)
+            return
+        while not self._publisher.flush(_SAMPLE_WAIT_SECONDS):
+            if self._stop():
+                return
+            self._connection.heartbeat("publishing")
+        self._connection.ask(wire.FinishRun(step=self.learner.steps_done), wire.Done)

@@ -1,0 +1,194 @@
+"""One optimiser step: a batch in, metrics out.
+
+Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-batch, R response tokens.
+
+The groups of a prompt stay whole, so log Z is exact however the batch is cut; micro-batches only add up
+gradients, each weighted by its part b / B.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tba.common.config import TrainSection
+from tba.common.errors import TbaError
+from tba.trainer.batch import Row, TrainBatch, cut, pad
+from tba.trainer.model import Scorer, sequence_logprobs
+from tba.trainer.objective import trajectory_balance, trajectory_balance_metrics
+from tba.trainer.schedule import beta_at, learning_rate_schedule
+
+INITIAL_REFERENCE = "initial"
+_NAMED_IDS = 20  # trajectory ids that an error message lists
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did. `reference` are reference log-probabilities that were not stored, by trajectory id."""
+
+    metrics: dict[str, float]
+    reference: dict[int, float]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What micro-batches leave behind."""
+
+    policy_BK: Tensor
+    loss: float = 0.0
+    differences: list[Tensor] = field(default_factory=list)  # |trainer - sampler| of on-policy tokens
+
+
+class Learner:
+    """The policy, its frozen reference and its optimiser. `steps_done` counts updates."""
+
+    def __init__(
+        self, policy: PreTrainedModel, reference: PreTrainedModel, config: TrainSection, *, autocast: bool
+    ) -> None:
+        self.policy = policy
+        self.steps_done = 0
+        self._config = config
+        self._scorer = Scorer(policy, autocast=autocast)
+        self._reference = Scorer(reference.requires_grad_(False), autocast=autocast)
+        self._learning_rate = learning_rate_schedule(config)
+        if config.gradient_checkpointing:
+            policy.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.train()
+        self.optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            lr=config.learning_rate,
+            betas=config.adam_betas,
+            weight_decay=config.weight_decay,
+            fused=policy.device.type == "cuda",
+        )
+
+    def step(self, batch: TrainBatch, between: Callable[[], None] = lambda: None) -> StepResult:
+        """Make one update. `between` is called after each micro-batch.
+
+        Raises TbaError, with the weights as they were, if a loss or a gradient is not finite.
+        """
+        self._check_tokens(batch)
+        stored_BK, computed = self._complete_reference(batch, between)
+        beta = beta_at(self._config, self.steps_done)
+        learning_rate = self._learning_rate(self.steps_done)
+        sums = self._accumulate(batch, stored_BK, beta, between)
+        grad_norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
+        self._check_finite(batch, sums, grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        metrics = {
+            "loss": sums.loss,
+            **trajectory_balance_metrics(sums.policy_BK, stored_BK, batch.reward_BK, beta),
+            **_batch_metrics(batch),
+            **_mismatch_metrics(sums.differences),
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "beta": beta,
+            "reference_computed": float(len(computed)),
+        }
+        return StepResult(metrics, computed)
+
+    def _accumulate(self, batch: TrainBatch, reference_BK: Tensor, beta: float, between: Callable[[], None]) -> _Sums:
+        """Forward and backward of the whole batch; gradients are in the parameters afterwards."""
+        samples = batch.samples
+        sums = _Sums(torch.full_like(batch.reward_BK, math.nan))
+        groups = [range(b * samples, (b + 1) * samples) for b in range(batch.prompts)]
+        for part in cut(groups, lambda row: batch.rows[row].tokens, self._config.micro_batch_tokens):
+            rows = [batch.rows[row] for b in part for row in groups[b]]
+            padded = pad(rows, self._scorer.device)
+            logprob_R = self._scorer.token_logprobs(padded)
+            policy_bK = sequence_logprobs(logprob_R, padded).view(len(part), samples).cpu()
+            loss = trajectory_balance(policy_bK, reference_BK[part], batch.reward_BK[part], beta)
+            weighted = loss * (len(part) / batch.prompts)
+            torch.autograd.backward(weighted)
+            sums.loss += weighted.item()
+            sums.policy_BK[part] = policy_bK.detach()
+            sums.differences += _on_policy_differences(rows, logprob_R.detach().cpu())
+            between()
+        return sums
+
+    @torch.no_grad()
+    def _complete_reference(self, batch: TrainBatch, between: Callable[[], None]) -> tuple[Tensor, dict[int, float]]:
+        """Reference log-probabilities of the batch, and those of them that had to be computed.
+
+        A trajectory that stands in the batch twice is computed once: its copies could differ in the last
+        bit, and after a resume both would have the stored one.
+        """
+        known = dict(zip((row.id for row in batch.rows), batch.reference_BK.flatten().tolist(), strict=True))
+        missing = {row.id: row for row in batch.rows if math.isnan(known[row.id])}
+        unknown = list(missing.values())
+        computed: dict[int, float] = {}
+        groups = [[index] for index in range(len(unknown))]
+        for part in cut(groups, lambda row: unknown[row].tokens, self._config.micro_batch_tokens):
+            rows = [unknown[index] for index in part]
+            padded = pad(rows, self._reference.device)
+            sequence_N = sequence_logprobs(self._reference.token_logprobs(padded), padded)
+            computed |= dict(zip((row.id for row in rows), sequence_N.tolist(), strict=True))
+            between()
+        if broken := [id_ for id_, logprob in computed.items() if not math.isfinite(logprob)]:
+            raise TbaError(f"step {batch.step}: the reference log-probability is not finite for {_ids(broken)}")
+        known |= computed
+        reference = torch.tensor([known[row.id] for row in batch.rows], dtype=torch.float64)
+        return reference.view_as(batch.reward_BK), computed
+
+    def _check_tokens(self, batch: TrainBatch) -> None:
+        """An id outside the vocabulary would be an unreadable device error, or a silent wrong row."""
+        for row in batch.rows:
+            for tokens in (row.prompt_ids, row.response_ids):
+                if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._scorer.vocabulary):
+                    raise TbaError(
+                        f"trajectory {row.id} has token ids outside the model's vocabulary of "
+                        f"{self._scorer.vocabulary}: searchers and trainer must use the same model"
+                    )
+
+    def _check_finite(self, batch: TrainBatch, sums: _Sums, grad_norm: float) -> None:
+        if math.isfinite(sums.loss) and math.isfinite(grad_norm):
+            return
+        self.optimizer.zero_grad()
+        finite = sums.policy_BK.flatten().isfinite().tolist()
+        broken = [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
+        raise TbaError(
+            f"step {batch.step}: loss {sums.loss}, gradient norm {grad_norm}; no update was made. "
+            f"Not finite: {_ids(broken or [row.id for row in batch.rows])}"
+        )
+
+
+def _ids(ids: Sequence[int]) -> str:
+    more = f" and {len(ids) - _NAMED_IDS} more" if len(ids) > _NAMED_IDS else ""
+    return f"trajectories {', '.join(map(str, ids[:_NAMED_IDS]))}{more}"
+
+
+def _batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    lengths = [len(row.response_ids) for row in batch.rows]
+    return {
+        "reward_mean": float(batch.reward_BK.mean()),
+        "reward_std": float(batch.reward_BK.std(correction=0)),
+        "staleness_mean": float(batch.staleness_BK.mean()),
+        "staleness_max": float(batch.staleness_BK.max()),
+        "tokens": float(sum(row.tokens for row in batch.rows)),
+        "response_tokens_mean": sum(lengths) / len(lengths),
+    }
+
+
+def _on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:
+    """|trainer's - sampler's log-probability| per token, where both are of the same weights at temperature 1."""
+    lengths = [len(row.response_ids) for row in rows]
+    return [
+        (logprobs - torch.from_numpy(row.sampling_logprobs.copy())).abs()[torch.from_numpy(row.loss_mask != 0)]
+        for row, logprobs in zip(rows, torch.split(logprob_R, lengths), strict=True)
+        if row.on_policy
+    ]
+
+
+def _mismatch_metrics(differences: Sequence[Tensor]) -> dict[str, float]:
+    """The trainer-engine mismatch; nothing if no token was sampled from the present weights."""
+    flat = torch.cat(list(differences)) if differences else torch.zeros(0)
+    if not len(flat):
+        return {}
+    return {"mismatch_mean": float(flat.mean()), "mismatch_max": float(flat.max())}

@@ -206,8 +206,9 @@ class Store:
     def entries(self, run: Run, steps: dict[int, int]) -> Iterator[Entry]:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
         rows = self._connection.execute(
-            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, EXISTS (SELECT 1 FROM consumption c "
-            "JOIN batches b ON b.run = c.run AND b.step = c.step WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
+            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, EXISTS ("
+            "    SELECT 1 FROM consumption c JOIN batches b ON b.run = c.run AND b.step = c.step"
+            "    WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
             "FROM trajectories t WHERE t.run = ? AND t.error IS NULL ORDER BY t.id",
             (run.id,),
         )

@@ -43,7 +43,7 @@ class MissingExtra(ConfigError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed: run `pip install 'tba[{extra}]'`")
+        super().__init__(f"{module} is not installed: run `pip install 'tba[{extra}]'` (docs/install.md)")
 
 
 class UsageError(TbaError):

@@ -42,7 +42,14 @@ class Display:
         step = int(trainer.metrics.get("step", 0)) if trainer else 0
         remaining = self._eta.remaining(step, time.monotonic())
         if self._live:
-            self._live.update(Group(_progress(step, self._steps, remaining), _numbers(status), clients_table(status)))
+            self._live.update(
+                Group(
+                    _progress(step, self._steps, remaining),
+                    _numbers(status),
+                    Text(explain(status), style="dim"),
+                    clients_table(status),
+                )
+            )
         elif time.monotonic() - self._line_at >= _LINE_SECONDS:
             self._line_at = time.monotonic()
             self._console.print(summary_line(status, self._steps, remaining), highlight=False, soft_wrap=True)
@@ -99,7 +106,7 @@ def summary_line(status: Status, steps: int, remaining: float | None) -> str:
     parts = [f"step {int(metrics.get('step', 0))}/{steps}"]
     parts += [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
     parts += [f"{status.puts_per_second:.0f} trajectories/s", f"searchers at {versions}", f"left {duration(remaining)}"]
-    return "  ".join(parts)
+    return "  ".join(parts) if metrics.get("step") else f"{parts[0]}  {explain(status)}"
 
 
 _SHOWN = (("loss", "loss"), ("reward", "reward"), ("staleness", "staleness"))

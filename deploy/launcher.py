@@ -81,8 +81,7 @@ def run_searchers(config: Config, commands: Sequence[Sequence[str]], stop: Calla
     Raises TbaError if one fails for good.
     """
     children = [
-        Child(f"search-{n}", command, log_file=None, environment=_threads(config))
-        for n, command in enumerate(commands)
+        Child(f"search-{n}", command, log_file=None, environment=_threads(config)) for n, command in enumerate(commands)
     ]
     supervisor = Supervisor(
         children, max_restarts=config.launch.max_restarts, restart_delay=config.launch.restart_delay_seconds

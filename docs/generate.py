@@ -17,7 +17,7 @@ def configuration() -> str:
         "# Configuration",
         "",
         "One TOML file for all roles. A flag wins over an environment variable, that over the file, that over the",
-        "default. `TBA_TRAIN__LEARNING_RATE=1e-6` sets `train.learning_rate`; so does `--set train.learning_rate=1e-6`.",
+        "default. `TBA_TRAIN__LEARNING_RATE=1e-6` sets `train.learning_rate`; `--set` does the same.",
         "`tba config show` prints every value with its origin. This page is made by `docs/generate.py`.",
     ]
     default, section = Config(), ""

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
+from tba.common.errors import EngineError
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import Float32, Int32
 
@@ -69,8 +68,10 @@ class Engine(Protocol):
     def step(self) -> list[Generation]:
         """Advance all requests by about one token and return those that finished. [] when idle."""
 
-    def load_weights(self, snapshot: Snapshot) -> None:
+    def load_weights(self, snapshot: Snapshot) -> float:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
+
+        Returns the largest |log-probability difference| to the trainer on the canary.
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
         refused ones reaches a Generation, and requests in flight are still answered.
@@ -92,12 +93,24 @@ def append_version(runs: list[list[int]], version: int, tokens: int) -> None:
         runs.append([version, tokens])
 
 
-def canary_difference(engine: Engine, snapshot: Snapshot) -> float:
-    """Largest |log-probability difference| between the engine and the trainer over the canary."""
-    canary = snapshot.manifest.canary
-    scores = engine.score(canary.sequences)
-    differences = [
-        float(np.abs(score - np.asarray(expected, np.float32)).max(initial=0.0))
-        for score, expected in zip(scores, canary.logprobs, strict=True)
-    ]
-    return max(differences, default=0.0)
+def check_request(request: GenerationRequest, *, vocabulary: int, context: int) -> None:
+    """Raise EngineError for a request that no engine of this model could answer."""
+    sampling = request.sampling
+    needed = len(request.prompt_ids) + sampling.max_tokens
+    if needed > context:
+        raise EngineError(
+            f"request {request.id} needs {needed} tokens of context, the engine has {context}: "
+            "lower search.max_tokens, or drop the prompt"
+        )
+    if not in_vocabulary(request.prompt_ids.tolist(), vocabulary):
+        raise EngineError(f"request {request.id} is empty, or has token ids outside 0 to {vocabulary - 1}")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
+        raise EngineError(
+            f"request {request.id} has temperature {sampling.temperature}, top_p {sampling.top_p}, max_tokens "
+            f"{sampling.max_tokens}: they must be at least 0, in (0, 1], and at least 1"
+        )
+
+
+def in_vocabulary(ids: Sequence[int], vocabulary: int) -> bool:
+    """Whether there are token ids, all of them the model's."""
+    return len(ids) > 0 and 0 <= min(ids) <= max(ids) < vocabulary

@@ -1,7 +1,8 @@
 """Generation with plain Transformers: runs on anything torch runs on, and needs nothing else.
 
-Requests are generated in waves: the queue fills a left-padded batch, every step adds one token to each of
-its rows, finished rows leave the batch at once, and the next wave starts when it is empty.
+Requests are generated in waves: the queue fills a left-padded batch, every step adds one token to each row of
+each wave, and finished rows leave at once. A wave starts when half of the places are free, so that there are
+few of them: the cost of a step is nearly that of its number of waves.
 """
 
 import time
@@ -15,11 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tba.common.errors import CanaryMismatch, ConfigError, EngineError, SnapshotError
+from tba.common.errors import ConfigError
+from tba.common.model_files import eos_ids, model_directory, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
-from tba.searcher.engine import Generation, GenerationRequest, append_version, canary_difference
-from tba.searcher.model_files import canary_problem, eos_ids, model_directory, shape_difference, tensor_shapes
+from tba.searcher.engine import Generation, GenerationRequest, append_version, check_request
+from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
 
 # Shape suffixes: B rows of the wave, T positions, V vocabulary.
 
@@ -30,6 +32,7 @@ class _Row:
 
     request: GenerationRequest
     started: float
+    generator: torch.Generator | None  # of a request with a seed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     runs: list[list[int]] = field(default_factory=list)
@@ -60,12 +63,15 @@ class TransformersEngine:
         self._device = device
         self._limit = max_in_flight
         self._tolerance = canary_tolerance
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed)
         self._eos = frozenset(eos_ids(directory))
         self._context = int(self._model.config.max_position_embeddings)
+        self._vocabulary = int(self._model.config.vocab_size)
+        self._tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
+        self._shapes = tensor_shapes(weight_files(directory), tied=self._tied)
         self._version = 0
         self._queue: deque[_Row] = deque()
-        self._wave: _Wave | None = None
+        self._waves: list[_Wave] = []
 
     @property
     def weights_version(self) -> int:
@@ -75,42 +81,46 @@ class TransformersEngine:
     @property
     def in_flight(self) -> int:
         """Requests submitted and not yet returned by `step`."""
-        return len(self._queue) + (len(self._wave.rows) if self._wave else 0)
+        return len(self._queue) + self._active
+
+    @property
+    def _active(self) -> int:
+        return sum(len(wave.rows) for wave in self._waves)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises EngineError if prompt and response do not fit the model's context."""
-        needed = len(request.prompt_ids) + request.sampling.max_tokens
-        if needed > self._context:
-            raise EngineError(
-                f"prompt and response need {needed} tokens, the model has {self._context}: "
-                "lower search.max_tokens or drop the prompt"
-            )
-        self._queue.append(_Row(request, time.perf_counter()))
+        check_request(request, vocabulary=self._vocabulary, context=self._context)
+        seed = request.sampling.seed
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self._queue.append(_Row(request, time.perf_counter(), generator))
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
         """Advance all requests by about one token and return those that finished. [] when idle."""
-        if self._wave is None:
-            if not self._queue:
-                return []
-            self._wave = self._start_wave()
-        return self._advance(self._wave)
+        free = self._limit - self._active
+        if self._queue and free >= max(1, self._limit // 2):
+            self._waves.append(self._start_wave(free))
+        finished = [generation for wave in self._waves for generation in self._advance(wave)]
+        self._waves = [wave for wave in self._waves if wave.rows]
+        return finished
 
-    def load_weights(self, snapshot: Snapshot) -> None:
+    def load_weights(self, snapshot: Snapshot) -> float:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
 
         All or nothing, as the protocol says: no step runs between the copy and the canary, so requests in
         flight never see refused weights. Their cache keeps the keys and values of the weights that made it.
         """
-        targets = self._check(snapshot)
+        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
+        targets = self._targets()
         backup = {name: tensor.clone() for name, tensor in targets.items()}
-        self._copy(targets, _read(snapshot))
         try:
-            self._prove(snapshot)
-        except BaseException:
-            self._copy(targets, backup)
+            _copy(targets, _read(snapshot))
+            difference = prove(self, snapshot, self._tolerance, context=self._context)
+        except BaseException:  # also when a signal handler raised: unproven weights must not serve
+            _copy(targets, backup)
             raise
         self._version = snapshot.manifest.version
+        return difference
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
@@ -122,8 +132,8 @@ class TransformersEngine:
 
     # ------------------------------------------------------------ generation
 
-    def _start_wave(self) -> _Wave:
-        rows = [self._queue.popleft() for _ in range(min(self._limit, len(self._queue)))]
+    def _start_wave(self, free: int) -> _Wave:
+        rows = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
         longest = max(len(row.request.prompt_ids) for row in rows)
         ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
         mask_BT = torch.zeros_like(ids_BT)
@@ -168,9 +178,16 @@ class TransformersEngine:
         if bool((top_p_B < 1).any()):
             scaled_BV = torch.where(greedy_B[:, None], scaled_BV, keep_top_p(scaled_BV, top_p_B))
         logprobs_BV = scaled_BV.log_softmax(-1)
-        drawn_B = torch.multinomial(logprobs_BV.exp(), 1, generator=self._generator)[:, 0]
-        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), drawn_B)
+        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), inverse_cdf(logprobs_BV, self._uniform(rows)))
         return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+    def _uniform(self, rows: list[_Row]) -> torch.Tensor:
+        """One number in [0, 1) per row, from the request's own generator if it has a seed."""
+        uniform_B = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
+        for place, row in enumerate(rows):
+            if row.generator is not None:
+                uniform_B[place] = torch.rand(1, dtype=torch.float64, generator=row.generator)[0]
+        return uniform_B.to(self._device)
 
     def _retire(self, wave: _Wave) -> list[Generation]:
         """Take the finished rows out of the wave."""
@@ -179,15 +196,15 @@ class TransformersEngine:
             _generation(row, reason) for row, reason in zip(wave.rows, reasons, strict=True) if reason is not None
         ]
         kept = [place for place, reason in enumerate(reasons) if reason is None]
-        if not kept:
-            self._wave = None
-        elif finished:
+        if finished:
             self._keep_rows(wave, kept)
         return finished
 
     def _keep_rows(self, wave: _Wave, kept: list[int]) -> None:
-        indices = torch.tensor(kept, device=self._device)
         wave.rows = [wave.rows[place] for place in kept]
+        if not kept:
+            return
+        indices = torch.tensor(kept, device=self._device)
         wave.next_B1 = wave.next_B1[indices]
         wave.mask_BT = wave.mask_BT[indices]
         wave.cache.batch_select_indices(indices)
@@ -199,38 +216,14 @@ class TransformersEngine:
 
     # ------------------------------------------------------------ weights
 
-    def _check(self, snapshot: Snapshot) -> dict[str, torch.Tensor]:
-        """The tensors to overwrite, by name. Raises SnapshotError unless the snapshot fits this model."""
-        name = f"v{snapshot.manifest.version}"
-        if snapshot.manifest.base is not None:
-            raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}: this engine loads full snapshots")
-        tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
-        found = tensor_shapes(snapshot.weight_files, tied=tied)
-        own: dict[str, torch.Tensor] = self._model.state_dict()
-        if tied:
-            own.pop("lm_head.weight", None)
-        expected = {key: (found.get(key, ("F32", ()))[0], tuple(tensor.shape)) for key, tensor in own.items()}
-        if difference := shape_difference(expected, found):
-            raise SnapshotError(f"{name} does not hold the weights of the model that is served: {difference}")
-        vocabulary = int(self._model.config.vocab_size)
-        if problem := canary_problem(snapshot.manifest.canary, vocabulary, self._context):
-            raise SnapshotError(f"{name} has an unusable canary: {problem}")
-        return own
-
-    def _copy(self, targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(values[name])
-
-    def _prove(self, snapshot: Snapshot) -> None:
-        difference = canary_difference(self, snapshot)
-        if not difference <= self._tolerance:  # written so that a NaN is refused
-            raise CanaryMismatch(
-                f"v{snapshot.manifest.version}: log-probabilities differ by {difference:.3g} on the canary, "
-                f"{self._tolerance:.3g} is allowed"
-            )
+    def _targets(self) -> dict[str, torch.Tensor]:
+        """The tensors that a snapshot overwrites, by name; a tied head is its embedding."""
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        return {name: tensor for name, tensor in state.items() if name in self._shapes}
 
     def _score_one(self, sequence: list[int]) -> Float32:
+        if len(sequence) < 2:
+            return np.zeros(0, np.float32)
         ids_1T = torch.tensor([sequence], device=self._device)
         logprobs_TV = self._model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
         scores: Float32 = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
@@ -243,6 +236,19 @@ def keep_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
     before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
     outside_BV = before_BV >= top_p_B[:, None]
     return logits_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), float("-inf"))
+
+
+def inverse_cdf(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """The token whose part of [0, 1) holds the number: exact, and never one of probability 0."""
+    cdf_BV = logprobs_BV.double().exp().cumsum(-1)
+    target_B1 = (uniform_B * cdf_BV[:, -1])[:, None]
+    return torch.searchsorted(cdf_BV, target_B1, right=True)[:, 0]
+
+
+def _copy(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
 
 
 def _read(snapshot: Snapshot) -> dict[str, torch.Tensor]:

@@ -13,31 +13,28 @@ Proved on the CPU build of vLLM 0.32.0 (tests/vllm). On CUDA the same calls are 
 project has run them there: the swap under torch.compile and CUDA graphs, and Model Runner V2.
 """
 
-import json
 import os
 import shutil
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba.common.errors import CanaryMismatch, ConfigError, EngineError, MissingExtra, SnapshotError
-from tba.common.snapshot import Canary, Snapshot
-from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
-from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings, canary_difference
+from tba.common.errors import ConfigError, EngineError, MissingExtra, SnapshotError
+from tba.common.model_files import eos_ids, model_directory, read_json, weight_files
+from tba.common.snapshot import Snapshot
+from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
+from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings, check_request, in_vocabulary
+from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
 
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
 SCORING_SLOTS = 8
 SCORING_PRIORITY = -1  # lower goes first, which matters when the KV cache is full
 STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
-FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 WORKER_EXTENSION = "tba.searcher.vllm_worker.WeightLoader"
-
-TensorShapes = dict[str, tuple[str, tuple[int, ...]]]  # name: (safetensors dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +77,9 @@ class VllmEngine:
         initial_version: int = 0,
     ) -> None:
         _import_vllm()
-        directory = _model_directory(model)
-        files = _safetensors_in(directory)
-        self._tied = bool(_json(directory / "config.json").get("tie_word_embeddings", False))
+        directory = model_directory(model)
+        files = weight_files(directory)
+        self._tied = bool(read_json(directory / "config.json").get("tie_word_embeddings", False))
         self._shapes = tensor_shapes(files, tied=self._tied)
         self._eos_ids = eos_ids(directory)
         self._tolerance = canary_tolerance
@@ -122,15 +119,9 @@ class VllmEngine:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises EngineError if prompt and response do not fit the model's context."""
         self._require_working()
-        needed = len(request.prompt_ids) + request.sampling.max_tokens
-        if needed > self._context:
-            raise EngineError(
-                f"request {request.id} needs {needed} tokens of context, the engine has {self._context}:"
-                " lower max_tokens, or drop the prompt"
-            )
+        check_request(request, vocabulary=self._vocabulary, context=self._context)
         if request.id in self._flights:
             raise EngineError(f"request {request.id} is already in flight")
-        self._check_ids(f"request {request.id}", request.prompt_ids.tolist())
         params = self._sampling_params(request.sampling)
         self._flights[request.id] = _Flight(request, params, time.perf_counter())
         self._queue.append(request.id)
@@ -145,23 +136,24 @@ class VllmEngine:
             del self._flights[generation.id]
         return finished
 
-    def load_weights(self, snapshot: Snapshot) -> None:
+    def load_weights(self, snapshot: Snapshot) -> float:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
         refused ones reaches a Generation, and requests in flight are still answered.
         """
         self._require_working()
-        self._check(snapshot)
+        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
         weights = _Weights(snapshot.manifest.version, [str(path) for path in snapshot.weight_files])
         try:
             self._swap(weights)
-            self._prove(snapshot)
+            difference = prove(self, snapshot, self._tolerance, context=self._context)
         except BaseException:
             # Also when a signal handler raised: unproven weights must not serve.
             self._undo()
             raise
         self._served = weights
+        return difference
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
         """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
@@ -173,7 +165,9 @@ class VllmEngine:
         waiting = {}
         for index, ids in enumerate(sequences):
             if len(ids) > 1:
-                self._check_ids("a sequence to score", ids)
+                if not in_vocabulary(ids, self._vocabulary):
+                    # vLLM itself checks this only where it has a tokenizer: the step would fail, and with it all.
+                    raise EngineError(f"a sequence to score has token ids outside 0 to {self._vocabulary - 1}")
                 self._scorings += 1
                 waiting[f"score{self._scorings}"] = index
                 self._add(f"score{self._scorings}", ids, self._scoring_params(), SCORING_PRIORITY)
@@ -198,11 +192,6 @@ class VllmEngine:
     def _require_working(self) -> None:
         if self._broken is not None:
             raise EngineError(self._broken)
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        # vLLM itself checks this only where it has a tokenizer: the step after would fail, and with it all.
-        if not ids or not in_vocabulary(ids, self._vocabulary):
-            raise EngineError(f"{what} is empty, or has token ids outside 0 to {self._vocabulary - 1}")
 
     def _feed(self) -> None:
         """Give vLLM as many of the queued requests as it may have."""
@@ -267,17 +256,6 @@ class VllmEngine:
                 self._finished[flight.request.id] = _generation(flight, output.outputs[0])
         return scored
 
-    def _check(self, snapshot: Snapshot) -> None:
-        """Raise SnapshotError unless the snapshot is one of this model. The engine is not touched."""
-        name = f"v{snapshot.manifest.version}"
-        if snapshot.manifest.base is not None:
-            raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}: vLLM loads full snapshots")
-        difference = shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, tied=self._tied))
-        if difference:
-            raise SnapshotError(f"{name} does not hold the weights of the model that is served: {difference}")
-        if problem := canary_problem(snapshot.manifest.canary, self._vocabulary, self._context):
-            raise SnapshotError(f"{name} has an unusable canary: {problem}")
-
     def _swap(self, weights: _Weights) -> None:
         self._loads += 1
         self._version = weights.version
@@ -286,15 +264,6 @@ class VllmEngine:
             self._llm.collective_rpc("tba_load_weights", args=(weights.files,))
         except Exception as error:
             raise SnapshotError(f"vLLM could not load v{weights.version}: {error}") from error
-
-    def _prove(self, snapshot: Snapshot) -> None:
-        difference = canary_difference(self, snapshot)
-        # Written so that a NaN is refused.
-        if not difference <= self._tolerance:
-            raise CanaryMismatch(
-                f"v{snapshot.manifest.version} is not what the trainer has: its log-probabilities differ by"
-                f" {difference:.3g} on the canary, {self._tolerance:.3g} is allowed"
-            )
 
     def _undo(self) -> None:
         """Serve the last good weights again, and start every request in flight over.
@@ -313,70 +282,6 @@ class VllmEngine:
         self._llm.abort_request([*map(str, self._flights)])  # unknown and finished ones are ignored
         self._finished.clear()
         self._queue = deque(self._flights)
-
-
-def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
-    """Names, dtypes and shapes in safetensors files, from their headers. Raises SnapshotError.
-
-    With tied embeddings a copy of the head may or may not have been saved: it is left out.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    shapes: TensorShapes = {}
-    for path in files:
-        try:
-            with safe_open(str(path), framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118  # a safe_open handle does not iterate
-                    entry = file.get_slice(name)
-                    shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
-        except (OSError, SafetensorError) as error:
-            raise SnapshotError(f"{path} is not readable safetensors: {error}") from error
-    if tied:
-        shapes.pop("lm_head.weight", None)
-    return shapes
-
-
-def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
-    """The first difference in a few words, or None. Any float dtype will do for another: vLLM casts."""
-    if missing := sorted(expected.keys() - found.keys()):
-        return f"{len(missing)} tensors are missing, {missing[0]!r} for one"
-    if unknown := sorted(found.keys() - expected.keys()):
-        return f"{len(unknown)} tensors are unknown, {unknown[0]!r} for one"
-    for name, (dtype, shape) in expected.items():
-        found_dtype, found_shape = found[name]
-        if found_shape != shape:
-            return f"{name!r} has shape {list(found_shape)}, not {list(shape)}"
-        if found_dtype != dtype and not {dtype, found_dtype} <= FLOAT_DTYPES:
-            return f"{name!r} has dtype {found_dtype}, not {dtype}"
-    return None
-
-
-def canary_problem(canary: Canary, vocabulary: int, context: int) -> str | None:
-    """Why an engine could not score this canary, in a few words, or None."""
-    if len(canary.sequences) != len(canary.logprobs):
-        return f"{len(canary.sequences)} sequences with {len(canary.logprobs)} lists of log-probabilities"
-    for ids, logprobs in zip(canary.sequences, canary.logprobs, strict=True):
-        if len(ids) != len(logprobs) + 1:
-            return f"a sequence of {len(ids)} tokens has {len(logprobs)} log-probabilities"
-        if len(ids) >= context:
-            return f"a sequence of {len(ids)} tokens does not fit the engine's context of {context}"
-        if not in_vocabulary(ids, vocabulary):
-            return f"a token id is outside the vocabulary of {vocabulary}"
-    return None
-
-
-def in_vocabulary(ids: Sequence[int], vocabulary: int) -> bool:
-    """Whether every one of some token ids (at least one) is an id of the model's."""
-    return 0 <= min(ids) <= max(ids) < vocabulary
-
-
-def eos_ids(directory: Path) -> list[int]:
-    """The ids that end a response: the generation config's if there are any, else the model config's."""
-    for name in ("generation_config.json", "config.json"):
-        value = _json(directory / name).get("eos_token_id")
-        if value is not None:
-            return list(value) if isinstance(value, list) else [int(value)]
-    return []
 
 
 def _generation(flight: _Flight, output: Any) -> Generation:
@@ -405,35 +310,6 @@ def _flat(logprobs: Any, count: int) -> Float32:
     if len(values) != count:
         raise EngineError(f"vLLM returned {len(values)} log-probabilities for {count} tokens")
     return values
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return content
-
-
-def _model_directory(model: str) -> Path:
-    """A local directory as it is; anything else is taken for a name on the Hugging Face hub."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {model!r} is neither a directory nor on the Hugging Face hub: {error}") from error
-
-
-def _safetensors_in(directory: Path) -> list[Path]:
-    """The model's weight files: those of the index, as some models carry a second copy in another layout."""
-    index = _json(directory / "model.safetensors.index.json").get("weight_map", {})
-    files = [directory / name for name in sorted(set(index.values()))] or sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
-    return files
 
 
 def _import_vllm() -> None:

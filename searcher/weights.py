@@ -14,6 +14,7 @@ log = get_logger(__name__)
 
 _ATTEMPTS = 3
 _RETRY_SECONDS = 1.0
+_LONGEST_RETRY_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -27,7 +28,8 @@ class WeightsFollower:
     """Keeps an engine on the newest snapshot that verifies and passes the canary.
 
     A snapshot that is refused is tried again twice, since a file system may lag behind the announcement;
-    then it is left alone, and the old weights serve until a newer snapshot comes.
+    then it is left alone, and the old weights serve until a newer snapshot comes. Where nothing serves yet,
+    there is nothing better to do than to try on.
     """
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
@@ -36,6 +38,7 @@ class WeightsFollower:
         self._refused: _Refused | None = None
         self.current: WeightsRef | None = None
         self.last_load_seconds = 0.0
+        self.mismatch = 0.0  # largest |log-probability difference| to the trainer on the last canary
         self.refusals = 0
         self.trouble = ""
 
@@ -45,24 +48,32 @@ class WeightsFollower:
             return False
         started = time.perf_counter()
         try:
-            self._engine.load_weights(verify(newest))
+            self.mismatch = self._engine.load_weights(verify(newest))
         except SnapshotError as error:
             self._refuse(newest, error)
             return False
         self.last_load_seconds = time.perf_counter() - started
         self.current, self._refused, self.trouble = newest, None, ""
-        log.info("weights loaded", version=newest.version, step=newest.step, seconds=self.last_load_seconds)
+        log.info(
+            "weights loaded",
+            version=newest.version,
+            step=newest.step,
+            seconds=self.last_load_seconds,
+            canary_difference=self.mismatch,
+        )
         return True
 
     def _given_up(self, ref: WeightsRef) -> bool:
         refused = self._refused
         if refused is None or refused.ref != ref:
             return False
-        return refused.attempts >= _ATTEMPTS or self._clock.monotonic() < refused.retry_at
+        given_up = refused.attempts >= _ATTEMPTS and self.current is not None
+        return given_up or self._clock.monotonic() < refused.retry_at
 
     def _refuse(self, ref: WeightsRef, error: SnapshotError) -> None:
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1
-        self._refused = _Refused(ref, attempts, self._clock.monotonic() + _RETRY_SECONDS)
+        delay = min(_RETRY_SECONDS * 2 ** (attempts - 1), _LONGEST_RETRY_SECONDS)
+        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay)
         self.refusals += 1
         self.trouble = str(error)
         serving = f"v{self.current.version}" if self.current else "nothing"

@@ -20,13 +20,13 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE_MODEL = ROOT / "examples/arithmetic/model"
 
 
-@pytest.fixture()
+@pytest.fixture
 def example_model() -> Path:
     """The checkpoint of examples/arithmetic."""
     return EXAMPLE_MODEL
 
 
-@pytest.fixture()
+@pytest.fixture
 def test_data() -> Path:
     """The folder with gsm8k and math500, or a skip: users have no such folder."""
     folder = os.environ.get("TBA_TEST_DATA")
@@ -55,7 +55,7 @@ def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **
     return Trajectory(**{**fields, **changes})
 
 
-@pytest.fixture()
+@pytest.fixture
 def trajectory() -> Callable[..., Trajectory]:
     """Makes trajectories."""
     return make_trajectory
@@ -71,11 +71,11 @@ class ServiceHarness:
         self.run = self.store.open_run("test", config={}, software={})
         self.service = BufferService(self.store, self.run, config, self.clock)
 
-    def ask(self, message: wire.Message, frames: list[bytes] | None = None, sender: str = "s.1", role: str = "searcher"):
+    def ask(
+        self, message: wire.Message, frames: list[bytes] | None = None, sender: str = "s.1", role: str = "searcher"
+    ):
         """Handle one request in a transaction of its own."""
-        header = RequestHeader(
-            v=1, type=message.TYPE, id=1, run=self.run.uuid, body={}, role=role, sender=sender
-        )
+        header = RequestHeader(v=1, type=message.TYPE, id=1, run=self.run.uuid, body={}, role=role, sender=sender)
         views = [memoryview(frame) for frame in frames or []]
         request = Request.model_construct(header=header, message=message, frames=views)
         with self.store.transaction():
@@ -125,7 +125,7 @@ class ServiceHarness:
             self.put(group, first_sequence=version * 10_000 + n * samples)
 
 
-@pytest.fixture()
+@pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Callable[..., ServiceHarness]]:
     """Makes service harnesses; `harness(buffer={...}, train={...})` sets configuration keys."""
     made: list[ServiceHarness] = []

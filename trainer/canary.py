@@ -19,21 +19,29 @@ _TEXTS = (
     "Der schnelle braune Fuchs springt über den faulen Hund. 1, 2, 3, 4, 5, 6, 7",
 )
 _TOKENS = 32
+_DISTINCT = 8  # fewer different tokens would leave most of the embedding untouched
+_RANDOM_TOKENS = 16
 _SEED = 20250319
 
 
 def canary_sequences(directory: Path, vocabulary: int) -> list[list[int]]:
-    """A few short texts as the model's tokenizer cuts them; without a tokenizer, seeded token ids.
+    """A few short texts as the model's tokenizer cuts them, or seeded token ids where it makes little of them.
 
-    Text is the better canary: an engine in bfloat16 is off by more on tokens that nobody would expect.
+    Text is the better canary: an engine in bfloat16 is off by more on tokens that nobody would expect. But a
+    tokenizer of a few characters makes every text a row of unknowns.
     """
-    if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        sequences = [list(map(int, tokenizer.encode(text)[:_TOKENS])) for text in _TEXTS]
-    else:
-        generator = torch.Generator().manual_seed(_SEED)
-        sequences = torch.randint(vocabulary, (len(_TEXTS), 8), generator=generator).tolist()
-    return [ids for ids in sequences if len(ids) > 1 and max(ids) < vocabulary]
+    texts = [ids for ids in _tokenized(directory) if len(set(ids)) >= _DISTINCT and max(ids) < vocabulary]
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = (len(_TEXTS) - len(texts), _RANDOM_TOKENS)
+    seeded: list[list[int]] = torch.randint(vocabulary, shape, generator=generator).tolist()
+    return texts + seeded
+
+
+def _tokenized(directory: Path) -> list[list[int]]:
+    if not any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        return []
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [[int(id_) for id_ in tokenizer.encode(text)[:_TOKENS]] for text in _TEXTS]
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@ Invariant: every step stands there once. A resumed run drops the lines of the st
 """
 
 import json
+import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -19,7 +19,7 @@ class MetricsLog:
     def __init__(self, directory: Path, *, first_step: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < first_step]
+        kept = [line for line in _lines(path) if _step_of(line) < first_step]
         write_text(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
@@ -42,10 +42,13 @@ class MetricsLog:
         self._events.close()
 
 
-def _whole_lines(path: Path) -> Iterator[str]:
-    """The lines of a file that ended while it was written: a torn last line is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        if line.endswith("}\n"):
-            yield line.rstrip("\n")
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for a line that a crash tore, which is thereby dropped."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -89,9 +89,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def demonstrations(
-    prompts: Sequence[Prompt], slip_rate: float, rng: random.Random
-) -> Iterator[list[tuple[str, str]]]:
+def demonstrations(prompts: Sequence[Prompt], slip_rate: float, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
     """Endless batches of (prompt, careless answer)."""
     while True:
         batch = rng.sample(prompts, BATCH_SIZE)
@@ -150,7 +148,7 @@ def answer_loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, batch: list[tuple[str, str]]
 ) -> torch.Tensor:
     """Cross-entropy of the answers and their EOS, given the prompts."""
-    rows = [tokenizer.encode(prompt + answer) + [tokenizer.eos_token_id] for prompt, answer in batch]
+    rows = [[*tokenizer.encode(prompt + answer), tokenizer.eos_token_id] for prompt, answer in batch]
     length = max(len(row) for row in rows)
     # Padding goes on the right, where a causal model never looks at it, so no attention mask is needed.
     tokens_BT = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])

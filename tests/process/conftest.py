@@ -39,7 +39,7 @@ def clean_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("TBA_")} | {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture()
+@pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
     """Writes a configuration; keyword arguments are sections."""
 
@@ -48,7 +48,9 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
         directory = tmp_path / "run"
         defaults = {"run": {"name": "test", "dir": str(directory)}, "buffer": {"address": address}}
         file = tmp_path / "run.toml"
-        file.write_text("\n".join(toml(name, defaults.get(name, {}) | sections.get(name, {})) for name in {**defaults, **sections}))
+        file.write_text(
+            "\n".join(toml(name, defaults.get(name, {}) | sections.get(name, {})) for name in {**defaults, **sections})
+        )
         return RunConfig(str(file), address, directory)
 
     return make
@@ -61,13 +63,13 @@ def toml(section: str, values: dict[str, Any]) -> str:
     return "\n".join([f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
 
 
-@pytest.fixture()
+@pytest.fixture
 def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
     """The plainest configuration."""
     return make_config()
 
 
-@pytest.fixture()
+@pytest.fixture
 def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts `tba ...` in the background; output goes to a file that a failing test can show."""
     started: list[subprocess.Popen[bytes]] = []
@@ -91,7 +93,7 @@ def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
             process.wait()
 
 
-@pytest.fixture()
+@pytest.fixture
 def tba(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `tba ...` to its end."""
 

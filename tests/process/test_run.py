@@ -17,7 +17,7 @@ SAMPLES = 4
 PROMPTS = 96
 
 
-@pytest.fixture()
+@pytest.fixture
 def small_run(make_config, example_model):
     """A run of a few steps on the arithmetic example, two searchers with the Transformers engine."""
 
@@ -48,7 +48,9 @@ def small_run(make_config, example_model):
             },
             "launch": {"restart_delay_seconds": 0.1, "drain_seconds": 10.0},
         }
-        return make_config(**{name: defaults.get(name, {}) | sections.get(name, {}) for name in {**defaults, **sections}})
+        return make_config(
+            **{name: defaults.get(name, {}) | sections.get(name, {}) for name in {**defaults, **sections}}
+        )
 
     return make
 
@@ -95,7 +97,9 @@ def check_history(run, steps: int = STEPS) -> None:
         visited = query(run, f"SELECT prompt FROM visits WHERE epoch = {epoch}")
         assert len(visited) == len(set(visited)) == PROMPTS
     # Every step was made once and is told once.
-    assert query(run, "SELECT step FROM batches WHERE trained_at IS NOT NULL ORDER BY step") == [(s,) for s in range(steps)]
+    assert query(run, "SELECT step FROM batches WHERE trained_at IS NOT NULL ORDER BY step") == [
+        (s,) for s in range(steps)
+    ]
     assert [row["step"] for row in metrics_of(run)] == list(range(steps))
 
 
@@ -110,7 +114,7 @@ def test_a_run_ends_and_its_history_is_complete(small_run, tba):
     check_history(run)
     assert "held-out greedy accuracy:" in result.stdout
     assert (run.directory / "run.png").stat().st_size > 10_000
-    assert [json.loads(line)["step"] for line in (run.directory / "eval.jsonl").read_text().splitlines()][0] == 0
+    assert next(json.loads(line)["step"] for line in (run.directory / "eval.jsonl").read_text().splitlines()) == 0
     assert list(run.directory.glob("tensorboard/events*"))
 
 

@@ -18,7 +18,7 @@ from tba.common.trajectory import pack
 REF = wire.WeightsRef(version=0, step=0, path="/v0", manifest_sha256="0" * 64)
 
 
-@pytest.fixture()
+@pytest.fixture
 def server(start_tba, run_config):
     """A running server and its configuration file."""
     process = start_tba("buffer", "serve", "--config", run_config.file)
@@ -52,7 +52,7 @@ class RawPeer:
         return decode_reply([memoryview(f) for f in self.socket.recv_multipart()]).message
 
 
-@pytest.fixture()
+@pytest.fixture
 def raw(server, run_config):
     peer = RawPeer(run_config.address)
     yield peer

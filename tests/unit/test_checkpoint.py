@@ -63,6 +63,15 @@ def test_saving_changes_nothing(tmp_path):
     assert same(state(learner), before)
 
 
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    learner = make_learner()
+    run_steps(learner, 1)
+    checkpoint.save(tmp_path, learner, run="r", keep=2)
+    expected = torch.rand(4)
+    checkpoint.restore(checkpoint.newest(tmp_path), make_learner(seed=99))
+    assert torch.equal(torch.rand(4), expected)
+
+
 def save_three(directory: Path) -> list[Path]:
     learner = make_learner()
     paths = []

@@ -13,7 +13,9 @@ HEAVY = {"torch", "transformers", "vllm", "safetensors", "matplotlib"}
 )
 def test_importing_the_core_loads_nothing_heavy(module):
     code = f"import sys, {module}; print(*sys.modules)"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert module in loaded
     assert not loaded & HEAVY
 

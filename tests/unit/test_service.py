@@ -254,9 +254,14 @@ def test_rewards_and_timestamps_are_indexed(harness):
 def test_a_failed_transaction_leaves_nothing(harness, trajectory):
     buffer = harness()
     buffer.fill(1, 0)
-    with pytest.raises(RuntimeError), buffer.store.transaction():
-        buffer.store.add_visit(buffer.run, 0, 0, 1, "s.1", 0.0)
-        raise RuntimeError
+
+    def fail_after_a_write():
+        with buffer.store.transaction():
+            buffer.store.add_visit(buffer.run, 0, 0, 1, "s.1", 0.0)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_after_a_write()
     assert buffer.store.open_visits(buffer.run) == []
 
 

@@ -10,9 +10,7 @@ UNITS = Path(__file__).parents[2] / "deploy/systemd"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-@pytest.mark.parametrize(
-    "unit", ["tba-buffer.service", "tba-search@0-6.service", "tba-train@7.service", "tba.target"]
-)
+@pytest.mark.parametrize("unit", ["tba-buffer.service", "tba-search@0-6.service", "tba-train@7.service", "tba.target"])
 def test_systemd_finds_nothing_wrong_with_a_unit(unit, tmp_path):
     for source in UNITS.iterdir():
         text = source.read_text()

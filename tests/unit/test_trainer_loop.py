@@ -104,6 +104,20 @@ def test_a_run_trains_all_its_steps_and_says_that_it_is_finished(make_run):
     searcher.close()
 
 
+def published(run: Run) -> list[tuple[int, int]]:
+    """(version, step) of the snapshots on disk."""
+    paths = snapshot.list_snapshots(run.config.snapshots)
+    return [(m.version, m.step) for m in (snapshot.read(path).manifest for path in paths)]
+
+
+def test_the_last_weights_are_published_also_between_two_turns(make_run):
+    run = make_run(publish_every=4)
+    feeder = run.feed()
+    run.train()
+    feeder.join()
+    assert published(run) == [(0, 0), (1, 4), (2, STEPS)]
+
+
 class Killed(BaseException):
     """Ends the trainer without giving it a chance, like SIGKILL does."""
 
@@ -164,9 +178,10 @@ def test_a_killed_and_resumed_run_is_the_uninterrupted_run_bit_for_bit(make_run,
 def test_so_it_is_after_a_kill_between_an_update_and_its_report(make_run, monkeypatch, step):
     straight, killed = finished_run(make_run), make_run("killed")
     feeder = killed.feed()
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Connection, "ask", kill_on_report_of(step))
+    monkeypatch.setattr(Connection, "ask", kill_on_report_of(step))
+    with pytest.raises(Killed):
         killed.train()
+    monkeypatch.undo()
     feeder.join()
     assert len(killed.metrics()) == step + 1
     killed.train(resume=True)
@@ -204,9 +219,7 @@ def test_a_resume_publishes_what_it_resumed_as_a_new_version(make_run):
     run.train(stop=stopped_at(run, 3))
     run.train(resume=True)
     feeder.join()
-    paths = snapshot.list_snapshots(run.config.snapshots)
-    found = [(m.version, m.step) for m in (snapshot.read(path).manifest for path in paths)]
-    assert found == [(1, 2), (2, 3), (3, 4), (4, 6)]  # keep_snapshots is 4
+    assert published(run) == [(1, 2), (2, 3), (3, 4), (4, 6)]  # keep_snapshots is 4
 
 
 def test_a_step_that_could_not_be_reported_is_reported_after_the_resume(make_run):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tba.common import snapshot
 from tba.common.config import Config
 from tba.common.errors import SnapshotError
+from tba.trainer.canary import canary_sequences
 from tba.trainer.model import load_model
 from tba.trainer.publish import Publisher
 
@@ -185,3 +186,11 @@ def test_a_third_publication_waits_and_a_stop_ends_the_wait(press):
     third.join(10)
     assert not third.is_alive()
     lab.buffer.start()
+
+
+def test_a_canary_exercises_different_tokens_also_with_a_tokenizer_of_a_few_characters(example_model):
+    vocabulary = json.loads((example_model / "config.json").read_text())["vocab_size"]
+    sequences = canary_sequences(example_model, vocabulary)
+    assert len(sequences) == 4
+    assert all(len(set(ids)) >= 6 and max(ids) < vocabulary for ids in sequences)
+    assert len(set(map(tuple, sequences))) == 4

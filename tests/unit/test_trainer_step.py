@@ -206,3 +206,20 @@ def test_gradients_are_clipped_to_the_configured_norm():
     learner = make_learner(max_grad_norm=1e-3)
     found = gradients_of_step(learner, random_batch(1))
     assert math.sqrt(sum(float(g.square().sum()) for g in found)) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_schedule_reaches_the_optimiser_and_the_metrics():
+    learner = make_learner(warmup_steps=2, learning_rate=0.01)
+    weights, rates = [parameters(learner)], []
+    for seed in range(3):
+        rates.append(learner.step(random_batch(seed)).metrics["learning_rate"])
+        weights.append(parameters(learner))
+    assert rates == pytest.approx([0, 0.005, 0.01])
+    assert torch.equal(weights[0], weights[1])
+    # AdamW moves a parameter by about the learning rate at first.
+    assert 0.002 < float((weights[2] - weights[1]).abs().max()) < 0.02
+
+
+def test_beta_is_annealed_over_the_steps():
+    learner = make_learner(beta=1.0, beta_final=0.5, beta_anneal_steps=2)
+    assert [learner.step(random_batch(seed)).metrics["beta"] for seed in range(3)] == [1.0, 0.75, 0.5]

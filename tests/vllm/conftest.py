@@ -53,8 +53,18 @@ class Lab:
         settings = shape | special | {"max_position_embeddings": 512, "initializer_range": 0.2} | changes
         return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=tied, **settings)).float().eval()
 
+    def transformers_engine(self, model: Any) -> Any:
+        """A Transformers engine that serves a model, as version 0."""
+        from tba.searcher.engine_transformers import TransformersEngine
+
+        directory = self.root / f"model{next(self._models)}"
+        model.save_pretrained(directory)
+        return TransformersEngine(
+            str(directory), dtype="float32", device="cpu", max_in_flight=32, seed=0, canary_tolerance=1e-3
+        )
+
     def engine(self, model: Any, **changes: Any) -> Any:
-        """An engine that serves a model, as version 0. Closed with the lab."""
+        """A vLLM engine that serves a model, as version 0. Closed with the lab."""
         from tba.searcher.engine_vllm import VllmEngine
 
         directory = self.root / f"model{next(self._models)}"
@@ -173,7 +183,13 @@ def new(lab: Lab) -> Any:
     return lab.model(seed=2)
 
 
+@pytest.fixture(scope="module", params=["vllm", "transformers"])
+def engine(request: pytest.FixtureRequest, lab: Lab, old: Any) -> Any:
+    """An engine of each kind that starts with `old`; other tests of the module may have loaded `new` since."""
+    return lab.engine(old) if request.param == "vllm" else lab.transformers_engine(old)
+
+
 @pytest.fixture(scope="module")
-def engine(lab: Lab, old: Any) -> Any:
-    """An engine that starts with `old`; other tests of the module may have loaded `new` since."""
+def vllm_engine(lab: Lab, old: Any) -> Any:
+    """A vLLM engine, for what is vLLM's alone."""
     return lab.engine(old)

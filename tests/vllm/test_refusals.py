@@ -9,6 +9,7 @@ import pytest
 
 from tba.common.errors import CanaryMismatch, EngineError, SnapshotCorrupt, SnapshotError
 from tba.common.snapshot import Canary, verify
+from tba.searcher import engine_vllm
 from tba.searcher.engine import SamplingSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -80,11 +81,15 @@ def test_a_request_that_finished_under_refused_weights_starts_over(lab, engine, 
 
 def test_keys_and_values_of_refused_weights_are_not_reused(lab, engine, old, new):
     version = lab.serve(engine, old)
-    prompt = lab.tokens(2, 200)  # longer than a block of the cache
-    request = lab.submit(engine, prompt)  # the refused weights will be the first to see it
-    with pytest.raises(CanaryMismatch):
+    prompt = lab.tokens(2, 127)
+    request = lab.submit(engine, prompt)
+    engine.step()
+    with pytest.raises(CanaryMismatch):  # meanwhile the 128th token completes a block of the cache
         engine.load_weights(lab.snapshot(new, canary_error=0.1))
-    assert_all_by(lab, lab.finish(engine), {request: prompt}, old, version)
+    response = lab.finish(engine)[request].response_ids.tolist()
+    longer = [*prompt, *response]
+    again = {lab.submit(engine, longer): longer}
+    assert_all_by(lab, lab.finish(engine), again, old, version)
 
 
 def test_a_flipped_byte_is_found_before_the_engine_hears_of_it(lab, engine, old, new):
@@ -131,7 +136,7 @@ def test_other_tensors_than_the_model_has_are_refused_before_anything_is_touched
 def test_a_snapshot_of_another_architecture_is_refused(lab, engine, old):
     version = lab.serve(engine, old)
     deeper = lab.model(seed=3, num_hidden_layers=3)
-    with pytest.raises(SnapshotError, match="12 tensors are unknown, 'model.layers.2"):
+    with pytest.raises(SnapshotError, match=r"12 tensors are unknown, 'model\.layers\.2"):
         engine.load_weights(lab.snapshot(deeper))
     assert engine.weights_version == version
 
@@ -155,7 +160,7 @@ def test_a_delta_is_refused(lab, engine, new):
         (Canary([[1, 2, 3]], [[-1.0]]), "3 tokens has 1 log-prob"),
         (Canary([[1, 2]], []), "1 sequences with 0 lists"),
         (Canary([[1, 256]], [[-1.0]]), "outside the vocabulary of 256"),
-        (Canary([[1] * 256], [[-1.0] * 255]), "does not fit the engine's context of 256"),
+        (Canary([], []), "has no sequence"),
     ],
 )
 def test_a_canary_that_cannot_be_scored_is_refused(lab, engine, new, canary, problem):
@@ -165,14 +170,23 @@ def test_a_canary_that_cannot_be_scored_is_refused(lab, engine, new, canary, pro
         engine.load_weights(dataclasses.replace(snapshot, manifest=manifest))
 
 
-def test_an_error_while_loading_is_undone(lab, engine, old, new, monkeypatch):
-    version = lab.serve(engine, old)
-    prompts = start_some(lab, engine)
+def test_of_a_canary_that_is_longer_than_the_context_the_beginning_is_scored(lab):
+    short = lab.model(seed=4, max_position_embeddings=24)
+    engine = lab.transformers_engine(short)
+    same_weights = lab.model(seed=4)  # of a longer context, so that its canary of 40 tokens can be made
+    assert engine.load_weights(lab.snapshot(same_weights)) < 1e-4
+    with pytest.raises(CanaryMismatch):
+        engine.load_weights(lab.snapshot(same_weights, canary_error=0.1))
+
+
+def test_an_error_while_loading_is_undone(lab, vllm_engine, old, new, monkeypatch):
+    version = lab.serve(vllm_engine, old)
+    prompts = start_some(lab, vllm_engine)
     collected = lab.snapshot(new)
-    monkeypatch.setattr(engine, "_check", lambda snapshot: shutil.rmtree(snapshot.path))
+    monkeypatch.setattr(engine_vllm, "check_snapshot", lambda snapshot, *_, **__: shutil.rmtree(snapshot.path))
     with pytest.raises(SnapshotError, match="vLLM could not load"):
-        engine.load_weights(collected)
-    assert_all_by(lab, lab.finish(engine), prompts, old, version)
+        vllm_engine.load_weights(collected)
+    assert_all_by(lab, lab.finish(vllm_engine), prompts, old, version)
 
 
 def test_an_engine_that_cannot_go_back_says_so_and_stops(lab, old, new):

@@ -110,13 +110,13 @@ def test_an_eos_token_at_the_last_place_counts_as_eos(lab):
     assert generation.stop_reason == "eos"
 
 
-def test_a_request_may_fill_the_context_and_not_more(lab, engine):
+def test_a_request_may_fill_the_context_and_not_more(lab, vllm_engine):
     prompt = lab.tokens(8, 200)
-    generation = lab.generate(engine, prompt, SamplingSettings(1.0, 1.0, 56))
+    generation = lab.generate(vllm_engine, prompt, SamplingSettings(1.0, 1.0, 56))
     assert len(generation.response_ids) == 56
     with pytest.raises(EngineError, match="needs 257 tokens of context, the engine has 256"):
-        lab.submit(engine, prompt, SamplingSettings(1.0, 1.0, 57))
-    assert engine.in_flight == 0
+        lab.submit(vllm_engine, prompt, SamplingSettings(1.0, 1.0, 57))
+    assert vllm_engine.in_flight == 0
 
 
 @pytest.mark.parametrize("prompt", [[], [256], [-1]])
@@ -127,7 +127,7 @@ def test_a_prompt_that_no_model_can_take_is_refused_and_harms_nothing(lab, engin
     assert len(lab.generate(engine, lab.tokens(9, 12)).response_ids) == 20
 
 
-def test_settings_that_vllm_cannot_take_are_refused_and_harm_nothing(lab, engine):
+def test_settings_that_no_engine_can_take_are_refused_and_harm_nothing(lab, engine):
     with pytest.raises(EngineError, match="top_p"):
         lab.submit(engine, [1, 2, 3], SamplingSettings(1.0, 1.5, 20))
     assert engine.in_flight == 0

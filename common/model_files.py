@@ -1,0 +1,63 @@
+"""Finding a model's files: a local directory or the Hugging Face hub; safetensors and JSON, never a pickle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tba.common.errors import ConfigError, MissingExtra
+
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+
+
+def model_directory(path: str) -> Path:
+    """The local directory of a model: itself, or the hub's cache. Raises ConfigError if there is none."""
+    if not path:
+        raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(f"model.path {path} has no config.json: it is not a Hugging Face model directory")
+        return local
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model.path {path} does not exist")
+    return _from_hub(path)
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ModuleNotFoundError:
+        raise MissingExtra("huggingface_hub", "train") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path {name!r} is neither a directory nor a model the hub gives: {reason}") from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The model's safetensors: those of the index, as some models carry a second copy in another layout."""
+    index = read_json(directory / "model.safetensors.index.json").get("weight_map", {})
+    files = [directory / name for name in sorted(set(index.values()))] or sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
+    return files
+
+
+def eos_ids(directory: Path) -> list[int]:
+    """The ids that end a response: the generation config's if there are any, else the model config's."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(directory / name).get("eos_token_id")
+        if value is not None:
+            return list(value) if isinstance(value, list) else [int(value)]
+    return []
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if the file is not there."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return content

@@ -1,0 +1,99 @@
+"""What is checked of a snapshot before an engine touches its weights, and the proof after.
+
+Headers and the manifest are enough: no tensor is loaded here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tba.common.errors import CanaryMismatch, SnapshotError
+from tba.common.snapshot import Canary, Snapshot
+from tba.searcher.engine import Engine, in_vocabulary
+
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+TensorShapes = dict[str, tuple[str, tuple[int, ...]]]  # name: (safetensors dtype, shape)
+
+
+def check_snapshot(snapshot: Snapshot, expected: TensorShapes, *, tied: bool, vocabulary: int) -> None:
+    """Raise SnapshotError unless a snapshot is one of the model that is served."""
+    name = f"v{snapshot.manifest.version}"
+    if snapshot.manifest.base is not None:
+        raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}: this engine loads full snapshots")
+    if difference := shape_difference(expected, tensor_shapes(snapshot.weight_files, tied=tied)):
+        raise SnapshotError(f"{name} does not hold the weights of the model that is served: {difference}")
+    if problem := canary_problem(snapshot.manifest.canary, vocabulary):
+        raise SnapshotError(f"{name} has an unusable canary: {problem}")
+
+
+def prove(engine: Engine, snapshot: Snapshot, tolerance: float, *, context: int) -> float:
+    """Score the canary with freshly loaded weights. Returns the largest |log-probability difference|.
+
+    Of a sequence that fills the engine's context the beginning is scored. Raises CanaryMismatch if the
+    difference is over the tolerance or not a number.
+    """
+    canary = snapshot.manifest.canary
+    scores = engine.score([sequence[: context - 1] for sequence in canary.sequences])
+    differences = [
+        np.abs(score - np.asarray(expected[: len(score)], np.float32)).max()
+        for score, expected in zip(scores, canary.logprobs, strict=True)
+    ]
+    difference = float(np.max(differences))  # not Python's max, which may drop a NaN
+    if not difference <= tolerance:
+        raise CanaryMismatch(
+            f"v{snapshot.manifest.version} is not what the trainer has: its log-probabilities differ by "
+            f"{difference:.3g} on the canary, {tolerance:.3g} is allowed"
+        )
+    return difference
+
+
+def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
+    """Names, dtypes and shapes in safetensors files, from their headers. Raises SnapshotError.
+
+    With tied embeddings a copy of the head may or may not have been saved: it is left out.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes: TensorShapes = {}
+    for path in files:
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118  # a safe_open handle does not iterate
+                    entry = file.get_slice(name)
+                    shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise SnapshotError(f"{path} is not readable safetensors: {error}") from error
+    if tied:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
+    """The first difference in a few words, or None. Any float dtype will do for another: vLLM casts."""
+    if missing := sorted(expected.keys() - found.keys()):
+        return f"{len(missing)} tensors are missing, {missing[0]!r} for one"
+    if unknown := sorted(found.keys() - expected.keys()):
+        return f"{len(unknown)} tensors are unknown, {unknown[0]!r} for one"
+    for name, (dtype, shape) in expected.items():
+        found_dtype, found_shape = found[name]
+        if found_shape != shape:
+            return f"{name!r} has shape {list(found_shape)}, not {list(shape)}"
+        if found_dtype != dtype and not {dtype, found_dtype} <= FLOAT_DTYPES:
+            return f"{name!r} has dtype {found_dtype}, not {dtype}"
+    return None
+
+
+def canary_problem(canary: Canary, vocabulary: int) -> str | None:
+    """Why an engine could not score this canary, in a few words, or None."""
+    if not canary.sequences:
+        return "it has no sequence"
+    if len(canary.sequences) != len(canary.logprobs):
+        return f"{len(canary.sequences)} sequences with {len(canary.logprobs)} lists of log-probabilities"
+    for ids, logprobs in zip(canary.sequences, canary.logprobs, strict=True):
+        if len(ids) != len(logprobs) + 1:
+            return f"a sequence of {len(ids)} tokens has {len(logprobs)} log-probabilities"
+        if not in_vocabulary(ids, vocabulary):
+            return f"a token id is outside the vocabulary of {vocabulary}"
+    return None

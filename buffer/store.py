@@ -5,7 +5,6 @@ transaction for whatever arrived while the last one committed.
 """
 
 import contextlib
-import fcntl
 import json
 import sqlite3
 import time
@@ -20,7 +19,8 @@ from sqlite_utils import Database
 from tba.buffer.index import Entry
 from tba.buffer.leases import OpenVisit
 from tba.buffer.schema import migrate
-from tba.common.errors import ConfigError, StorageError
+from tba.common.durable import exclusive_lock
+from tba.common.errors import StorageError
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
 _SYNCHRONOUS = {"power": "FULL", "process": "NORMAL"}
@@ -77,12 +77,9 @@ class Store:
 
     def __init__(self, path: Path, *, durability: str) -> None:
         self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = path.with_name(path.name + ".lock").open("w")
-        except OSError as error:
-            raise ConfigError(f"the database {path} cannot be opened: {error}") from error
-        self._take_lock()
+        taken = f"another buffer server has {path} open: stop it, or set buffer.database"
+        self._resources = contextlib.ExitStack()
+        self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
         with _storage_errors(path):
             self._connection = sqlite3.connect(path, isolation_level=None)
             self._connection.execute("PRAGMA journal_mode = WAL")
@@ -91,16 +88,10 @@ class Store:
             self._connection.execute("PRAGMA foreign_keys = ON")
             migrate(Database(self._connection))
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another buffer server has {self.path} open: stop it, or set buffer.database") from None
-
     def close(self) -> None:
         """Close the file; what was committed stays."""
         self._connection.close()
-        self._lock.close()
+        self._resources.close()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

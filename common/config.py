@@ -103,8 +103,9 @@ class SearchSection(Section):
     """Nucleus sampling: the smallest set of tokens with this much probability."""
     max_tokens: Positive = 512
     """Longest response, in tokens."""
-    canary_tolerance: PositiveFloat = 0.05
-    """Largest |log-probability difference| to the trainer that a hot reload may show on the canary."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest |log-probability difference| to the trainer that a hot reload may show on the canary. By default
+    1e-3 where model.dtype is float32 and 0.5 where it is bfloat16, whose rounding alone makes up to about 0.15."""
     max_model_len: NonNegative = 0
     """vLLM: longest prompt plus response; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -217,6 +218,11 @@ class Config(Section):
     def max_staleness(self) -> int | None:
         """The staleness limit in optimiser steps, None for unbounded."""
         return None if self.buffer.max_staleness == "unbounded" else self.buffer.max_staleness
+
+    @property
+    def canary_tolerance(self) -> float:
+        """The tolerance of the canary, by the type of the weights unless it is set."""
+        return self.search.canary_tolerance or (1e-3 if self.model.dtype == "float32" else 0.5)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

@@ -1,11 +1,16 @@
 """Files and directories that are either there completely or not at all, also after a power cut."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tba.common.errors import ConfigError
 
 _HASH_CHUNK_BYTES = 1 << 20
 
@@ -52,6 +57,25 @@ def publish_directory(temporary: Path, final: Path) -> None:
     sync(temporary)
     os.rename(temporary, final)
     sync(final.parent)
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
+    """Hold a lock file while the block runs, or for as long as the process lives.
+
+    Raises ConfigError with the sentence if another process holds it, or if it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(sentence) from None
+        yield
 
 
 def temporary_directory(final: Path) -> Path:

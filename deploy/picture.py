@@ -51,7 +51,7 @@ def draw(directory: Path, *, title: str) -> Path:
     upper.set_title(title)
     lower.plot(steps, [row["staleness_mean"] for row in metrics], label="mean", color="tab:green")
     lower.plot(steps, [row["staleness_max"] for row in metrics], label="maximum", color="tab:green", alpha=0.35)
-    lower.legend(loc="upper right")
+    lower.legend(loc="lower right")
     lower.set(xlabel="optimiser step", ylabel="staleness (steps)")
     figure.tight_layout()
     figure.savefig(directory / PICTURE_FILE, dpi=120)

@@ -316,7 +316,8 @@ def _import_vllm() -> None:
     """Import vLLM with the environment that this engine needs; settings of the user stay."""
     # Read when an engine is made: it must be set even if vLLM is already imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Its warnings at each reload (rotary embeddings have no weights) mean nothing.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     threads_are_ours = "OMP_NUM_THREADS" not in os.environ
     # Two OpenMP threads on a machine whose cores are busy were 20 times slower than one.

@@ -59,7 +59,7 @@ def make_engine(config: Config, *, device: str, index: int) -> Engine:
         device=device,
         max_in_flight=config.search.max_in_flight,
         seed=seed,
-        canary_tolerance=config.search.canary_tolerance,
+        canary_tolerance=config.canary_tolerance,
     )
 
 
@@ -77,7 +77,7 @@ def _vllm_engine(config: Config, seed: int) -> Engine:
         gpu_memory_utilization=search.gpu_memory_utilization,
         tensor_parallel=1,
         enforce_eager=search.enforce_eager,
-        canary_tolerance=search.canary_tolerance,
+        canary_tolerance=config.canary_tolerance,
     )
 
 

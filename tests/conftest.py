@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Read when torch is imported. Two OpenMP threads on a busy machine are many times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 

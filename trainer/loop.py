@@ -13,14 +13,16 @@ from transformers.utils import logging as transformers_logging
 from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
+from tba.common.durable import exclusive_lock
 from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, UsageError
 from tba.common.log import get_logger
+from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch, decode
 from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.connection import Connection
 from tba.trainer.metrics import MetricsLog
-from tba.trainer.model import load_model, model_directory
+from tba.trainer.model import load_model
 from tba.trainer.publish import Publisher
 from tba.trainer.step import INITIAL_REFERENCE, Learner
 
@@ -31,14 +33,18 @@ _STOP_FLUSH_SECONDS = 5.0
 
 
 def train(config: Config, *, resume: bool, device: str, stop: Callable[[], bool]) -> None:
-    """Train until `train.steps`, or until `stop()`: then save a checkpoint and return."""
-    found = find_checkpoint(config, resume=resume)
-    prepare(config, device)
-    trainer = Trainer(config, found, torch.device(device), stop)
-    try:
-        trainer.run()
-    finally:
-        trainer.close()
+    """Train until `train.steps`, or until `stop()`: then save a checkpoint and return.
+
+    Raises ConfigError if another trainer works in the run's directory.
+    """
+    with exclusive_lock(config.run.dir / "trainer.lock", f"another trainer works in {config.run.dir}: stop it first"):
+        found = find_checkpoint(config, resume=resume)
+        prepare(config, device)
+        trainer = Trainer(config, found, torch.device(device), stop)
+        try:
+            trainer.run()
+        finally:
+            trainer.close()
 
 
 def find_checkpoint(config: Config, *, resume: bool) -> Checkpoint | None:
@@ -57,13 +63,9 @@ def find_checkpoint(config: Config, *, resume: bool) -> Checkpoint | None:
 
 
 def prepare(config: Config, device: str) -> None:
-    """The run directory, the seed, the threads, and on a CPU only operations that repeat bit for bit."""
+    """The seed, the threads, and on a CPU only operations that repeat bit for bit."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError('train.gpu names a GPU, but torch sees none: set train.gpu = "cpu" or pass --gpu cpu')
-    try:
-        config.run.dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir {config.run.dir} cannot be made: {error}") from error
     transformers_logging.disable_progress_bar()
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(device == "cpu")

@@ -6,8 +6,6 @@ Shape suffixes: N rows, T tokens of the longest, R response tokens of all rows, 
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,28 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tba.common.errors import ConfigError
 from tba.trainer.batch import PaddedRows
 
-# Safetensors and what belongs to them; never a pickle.
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 # Response positions whose logits exist at the same time: 1024 x 150,000 float32 are 600 MB.
 _CHUNK = 1024
-
-
-def model_directory(path: str) -> Path:
-    """The local directory of a model: itself, or the hub's cache. Raises ConfigError if there is none."""
-    if not path:
-        raise ConfigError("model.path is empty: give a Hugging Face model directory or a hub id")
-    local = Path(path).expanduser()
-    if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise ConfigError(f"model.path {path} has no config.json: it is not a Hugging Face model directory")
-        return local
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model.path {path} does not exist")
-    try:
-        return Path(snapshot_download(path, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.path {path!r} is neither a directory nor a model the hub gives: {reason}") from error
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:

@@ -66,6 +66,7 @@ def test_saving_changes_nothing(tmp_path):
 def test_random_numbers_go_on_where_they_were(tmp_path):
     learner = make_learner()
     run_steps(learner, 1)
+    torch.manual_seed(1234)
     checkpoint.save(tmp_path, learner, run="r", keep=2)
     expected = torch.rand(4)
     checkpoint.restore(checkpoint.newest(tmp_path), make_learner(seed=99))

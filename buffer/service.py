@@ -46,6 +46,7 @@ class Client:
     host: str = ""
     activity: str = "connected"
     reason: str = ""
+    held_back: str = ""  # why its last lease request waits
     weights_version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: int = 0
@@ -207,7 +208,7 @@ class BufferService:
             visit.sender = sender
         new = [self._new_visit(sender) for _ in range(room - len(lost) - len(again))]
         if not (visits := [*lost, *again, *new]) and message.want:
-            self.clients[sender].reason = reason
+            self.clients[sender].held_back = reason
             return None
         granted = [
             wire.Visit(lease=visit.id, epoch=visit.epoch, prompt_key=self._prompt_keys[visit.prompt])
@@ -230,7 +231,7 @@ class BufferService:
         underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful))
         share = math.ceil(target / max(1, self._live_searchers())) - self._leases.held_by(sender)
         room = max(0, min(message.want, target - underway, share))
-        return room, f"{underway} of {target} prompts for the next steps are under way"
+        return room, f"{underway} of {target} prompts under way"
 
     def _live_searchers(self) -> int:
         now, silence = self._clock.monotonic(), self._config.buffer.lease_seconds
@@ -386,7 +387,7 @@ class BufferService:
         """What a request hears whose time to wait is over."""
         if isinstance(request.message, wire.SampleBatch):
             return Answer(wire.NotReady(reason=self._trainer_waits_for))
-        return Answer(wire.Leases(visits=[], reason=self.clients[request.header.sender].reason))
+        return Answer(wire.Leases(visits=[], reason=self.clients[request.header.sender].held_back))
 
     def status(self) -> wire.Status:
         """Counts and clients."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from tba.common.errors import ConfigError
 from tba.common.model_files import eos_ids, model_directory, weight_files
@@ -54,6 +55,7 @@ class TransformersEngine:
     def __init__(
         self, model: str, *, dtype: str, device: str, max_in_flight: int, seed: int, canary_tolerance: float
     ) -> None:
+        transformers_logging.disable_progress_bar()
         directory = model_directory(model)
         try:
             self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))

@@ -31,7 +31,7 @@ check: $(VENV)/installed-dev
 	rm -rf $(BUILD)
 	$(PIP) --no-deps --target $(BUILD) .
 	cd $(BUILD) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tba
-	cd $(BUILD) && ../../$(BIN)/lint-imports --config ../../pyproject.toml
+	cd $(BUILD) && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml
 	$(BIN)/python docs/generate.py --check
 
 format: $(VENV)/installed-dev

@@ -14,7 +14,7 @@ migrations = Migrations("tba")
 
 @migrations(name="0001_runs")
 def _runs(db: Database) -> None:
-    db["runs"].create(
+    db.table("runs").create(
         {
             "id": int,
             "uuid": str,
@@ -31,17 +31,17 @@ def _runs(db: Database) -> None:
         not_null={"uuid", "name", "created_at", "config", "software"},
         strict=True,
     )
-    db["runs"].create_index(["name"], unique=True)
-    db["senders"].create({"id": int, "run": int, "sender": str, "role": str, "host": str, "pid": int}, pk="id")
-    db["senders"].create_index(["sender"], unique=True)
+    db.table("runs").create_index(["name"], unique=True)
+    db.table("senders").create({"id": int, "run": int, "sender": str, "role": str, "host": str, "pid": int}, pk="id")
+    db.table("senders").create_index(["sender"], unique=True)
 
 
 @migrations(name="0002_prompts")
 def _prompts(db: Database) -> None:
-    db["prompts"].create({"id": int, "run": int, "position": int, "key": str}, pk="id", strict=True)
-    db["prompts"].create_index(["run", "key"], unique=True)
-    db["prompts"].create_index(["run", "position"], unique=True)
-    db["visits"].create(
+    db.table("prompts").create({"id": int, "run": int, "position": int, "key": str}, pk="id", strict=True)
+    db.table("prompts").create_index(["run", "key"], unique=True)
+    db.table("prompts").create_index(["run", "position"], unique=True)
+    db.table("visits").create(
         {
             "id": int,
             "run": int,
@@ -55,14 +55,14 @@ def _prompts(db: Database) -> None:
         pk="id",
         strict=True,
     )
-    db["visits"].create_index(["run", "epoch", "place"], unique=True)
+    db.table("visits").create_index(["run", "epoch", "place"], unique=True)
     db.execute("CREATE INDEX visits_open ON visits (run) WHERE done_at IS NULL")
 
 
 @migrations(name="0003_trajectories")
 def _trajectories(db: Database) -> None:
     # Metadata apart from token blobs: a query over rewards reads no tokens.
-    db["trajectories"].create(
+    db.table("trajectories").create(
         {
             "id": int,
             "run": int,
@@ -89,11 +89,11 @@ def _trajectories(db: Database) -> None:
         not_null={"run", "prompt", "sender", "sequence", "policy_version", "reward", "received_at"},
         strict=True,
     )
-    db["trajectories"].create_index(["sender", "sequence"], unique=True)
-    db["trajectories"].create_index(["run", "reward"])
-    db["trajectories"].create_index(["run", "received_at"])
-    db["trajectories"].create_index(["prompt", "policy_version"])
-    db["payloads"].create(
+    db.table("trajectories").create_index(["sender", "sequence"], unique=True)
+    db.table("trajectories").create_index(["run", "reward"])
+    db.table("trajectories").create_index(["run", "received_at"])
+    db.table("trajectories").create_index(["prompt", "policy_version"])
+    db.table("payloads").create(
         {
             "trajectory": int,
             "prompt_ids": bytes,
@@ -109,7 +109,7 @@ def _trajectories(db: Database) -> None:
 
 @migrations(name="0004_training")
 def _training(db: Database) -> None:
-    db["snapshots"].create(
+    db.table("snapshots").create(
         {
             "run": int,
             "version": int,
@@ -122,7 +122,7 @@ def _training(db: Database) -> None:
         pk=("run", "version"),
         strict=True,
     )
-    db["batches"].create(
+    db.table("batches").create(
         {
             "run": int,
             "step": int,
@@ -135,21 +135,20 @@ def _training(db: Database) -> None:
         pk=("run", "step"),
         strict=True,
     )
-    db["consumption"].create(
+    db.table("consumption").create(
         {"run": int, "step": int, "slot": int, "trajectory": int, "staleness": int},
         pk=("run", "step", "slot"),
         strict=True,
     )
-    db["consumption"].create_index(["trajectory"])
-    db["reference_logprobs"].create(
+    db.table("consumption").create_index(["trajectory"])
+    db.table("reference_logprobs").create(
         {"trajectory": int, "reference": str, "logprob": float}, pk=("trajectory", "reference"), strict=True
     )
 
 
 def migrate(db: Database) -> None:
     """Bring a database to this release's schema. Raises StorageError if a newer release wrote it."""
-    known = {migration.name for migration in (*migrations.pending(db), *migrations.applied(db))}
     ours = {migration.name for migration in migrations.pending(Database(memory=True))}
-    if newer := sorted(known - ours):
+    if newer := sorted({migration.name for migration in migrations.applied(db)} - ours):
         raise StorageError(f"the database has schema {newer[-1]}, which this release does not know: upgrade tba")
     migrations.apply(db)

@@ -1,0 +1,51 @@
+"""The package, from a clean copy of the repository in a folder of another name."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, pytestconfig):
+    """A wheel built from what git tracks."""
+    root = pytestconfig.rootpath
+    copy = tmp_path_factory.mktemp("build") / "a folder of any name"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, copy / name)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(copy / "dist"),
+        str(copy),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return next((copy / "dist").glob("tba-*.whl"))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    top_levels = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top_levels == {"tba"}
+    assert {"tba/py.typed", "tba/cli.py", "tba/deploy/systemd/tba-buffer.service"} <= set(names)
+    assert not [name for name in names if "test" in name or "bench" in name]
+
+
+def test_the_wheel_runs_away_from_the_repository(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    code = "import tba, runpy, sys; print(tba.__file__); sys.argv = ['tba', 'config', 'check']; import tba.cli; tba.cli.main()"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert str(tmp_path / "site") in result.stdout
+    assert "ok: run run" in result.stdout

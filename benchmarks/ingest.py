@@ -80,7 +80,7 @@ def server(directory: Path, producers: int) -> float:
     """Rows per second, acknowledged, of a server process fed by producer processes."""
     directory.mkdir()
     address = f"ipc://{directory}/socket"
-    options = [f"run.dir={directory}", f"buffer.address={address}"]
+    options = [f"run.dir={directory}", f"buffer.address={address}", "train.prompts_per_step=1"]
     command = [sys.executable, "-m", "tba", "buffer", "serve", *(part for o in options for part in ("--set", o))]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

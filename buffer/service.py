@@ -180,6 +180,12 @@ class BufferService:
 
     def _register_prompts(self, message: wire.RegisterPrompts, _: str, __: list[memoryview]) -> Answer:
         task, fingerprint, total = self._store.task_of(self._run)
+        if message.total < self._config.train.prompts_per_step:
+            raise Refused(
+                "too_few_prompts",
+                f"task {message.task} has {message.total} prompts and a batch needs "
+                f"{self._config.train.prompts_per_step} different ones: lower train.prompts_per_step",
+            )
         if task is None:
             total = message.total
             self._store.register_task(self._run, message.task, message.fingerprint, total)

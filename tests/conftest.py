@@ -134,7 +134,7 @@ def harness(tmp_path: Path) -> Iterator[Callable[..., ServiceHarness]]:
     made: list[ServiceHarness] = []
 
     def make(path: Path | None = None, **sections: dict[str, Any]) -> ServiceHarness:
-        config = Config.model_validate(sections)
+        config = Config.model_validate({"train": {"prompts_per_step": 1}} | sections)
         made.append(ServiceHarness(path or tmp_path / f"buffer{len(made)}.sqlite", config))
         return made[-1]
 

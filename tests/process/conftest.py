@@ -65,8 +65,8 @@ def toml(section: str, values: dict[str, Any]) -> str:
 
 @pytest.fixture
 def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
-    """The plainest configuration."""
-    return make_config()
+    """The plainest configuration; one prompt is enough for a batch."""
+    return make_config(train={"prompts_per_step": 1})
 
 
 @pytest.fixture

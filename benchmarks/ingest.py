@@ -57,7 +57,7 @@ def trajectory() -> Trajectory:
 def bare_loop(folder: Path) -> float:
     """Rows per second of the store's own statements, with nothing around them."""
     store = Store(folder / "bare.sqlite", durability="power")
-    run = store.open_run("bare", config={}, software={})
+    run = store.open_run("bare", seed=0, config={}, software={})
     payload = tuple(memoryview(array.tobytes()) for array in payload_arrays())
     started = time.perf_counter()
     for first in range(0, ROWS, BATCH):

@@ -36,14 +36,12 @@ class SamplingIndex:
         self._dedup = dedup
         self._prompts: dict[int, _Prompt] = {}
         self._by_id: dict[int, Entry] = {}
-        self.inserted = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def add(self, entry: Entry) -> None:
         """Insert an entry; the oldest, or its identical twin, leaves sampling if there are too many."""
-        self.inserted += 1
         entries = self._prompts.setdefault(entry.prompt, _Prompt()).entries
         key = entry.dedup_hash if self._dedup else entry.id
         twin = entries.pop(key, None)

@@ -30,7 +30,10 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
     try:
         store = Store(config.database, durability=config.buffer.durability)
         try:
-            run = store.open_run(config.run.name, config=config.model_dump(mode="json"), software=software())
+            settings = config.model_dump(mode="json")
+            run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
+            if run.seed != config.run.seed:
+                log.warning("the run keeps the seed that it was started with", seed=run.seed, asked=config.run.seed)
             service = BufferService(store, run, config, clock)
             log.info("serving", address=channel.address, database=str(config.database), run=run.name)
             if not channel.is_local:

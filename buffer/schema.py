@@ -20,18 +20,20 @@ def _runs(db: Database) -> None:
             "uuid": str,
             "name": str,
             "created_at": float,
-            "config": str,
-            "software": str,
+            "seed": int,
             "task": str,
             "fingerprint": str,
             "prompts": int,
             "finished_step": int,
         },
         pk="id",
-        not_null={"uuid", "name", "created_at", "config", "software"},
+        not_null={"uuid", "name", "created_at", "seed"},
         strict=True,
     )
     db.table("runs").create_index(["name"], unique=True)
+    db.table("starts").create(
+        {"id": int, "run": int, "started_at": float, "config": str, "software": str}, pk="id", strict=True
+    )
     db.table("senders").create({"id": int, "run": int, "sender": str, "role": str, "host": str, "pid": int}, pk="id")
     db.table("senders").create_index(["sender"], unique=True)
 

@@ -70,14 +70,17 @@ class BufferServer:
             except WireError as error:
                 self._reject(peer, request_id_of(frames), error.code, str(error))
                 continue
+            self._service.hear(request.header)
             wait = getattr(request.message, "wait_seconds", 0.0)
             received.append(_Waiting(peer, request, self._clock.monotonic() + wait))
         return received
 
     def _forget_repeated(self, received: Sequence[_Waiting]) -> None:
-        """A request that is sent again replaces the one that waits."""
-        again = {(new.request.header.sender, new.request.header.id) for new in received}
-        self._parked = [old for old in self._parked if (old.request.header.sender, old.request.header.id) not in again]
+        """A sender waits for one answer of a kind: a newer request replaces the one that waits."""
+        again = {(new.request.header.sender, new.request.header.type) for new in received}
+        self._parked = [
+            old for old in self._parked if (old.request.header.sender, old.request.header.type) not in again
+        ]
 
     def _answer(self, waiting: list[_Waiting]) -> None:
         """Commit a group and answer it. If one request breaks it, the others are done one by one."""
@@ -130,7 +133,9 @@ class BufferServer:
 
     def _reply(self, peer: Peer, id_: int, answer: Answer) -> None:
         run, state = self._service.run.uuid, self._service.state()
-        self._channel.send(peer, encode_reply(answer.message, id=id_, run=run, state=state, frames=answer.frames))
+        reply = encode_reply(answer.message, id=id_, run=run, state=state, frames=answer.frames)
+        if not self._channel.send(peer, reply):
+            self._service.rejected["undeliverable"] += 1
 
     def _rebuild(self) -> None:
         try:

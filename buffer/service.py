@@ -20,13 +20,15 @@ from tba.buffer.policy import SamplingRules, Shortage, sample_groups
 from tba.buffer.store import Run, Store
 from tba.common import wire
 from tba.common.clock import Clock
-from tba.common.codec import Request
+from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
 from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS, slices, version_runs_of
 
 log = get_logger(__name__)
+
+_REPLACED_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,23 @@ class Client:
     host: str = ""
     activity: str = "connected"
     reason: str = ""
+    replaced: bool = False  # another start of the same name has said hello
     held_back: str = ""  # why its last lease request waits
     weights_version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _NewRow:
+    """A trajectory as the store takes it, and what the sampling index needs of it."""
+
+    columns: tuple[Any, ...]
+    payload: tuple[memoryview, ...]
+    prompt: int
+    reward: float
+    dedup_hash: int
+    failed: bool
 
 
 class BufferService:
@@ -97,7 +112,7 @@ class BufferService:
         self._prompt_ids = store.prompt_ids(run)
         self._prompt_keys = {id_: key for key, id_ in self._prompt_ids.items()}
         epoch, place = store.newest_place(run)
-        self._leases = LeaseBook(self._config.run.seed, list(self._prompt_keys), epoch, place)
+        self._leases = LeaseBook(run.seed, list(self._prompt_keys), epoch, place)
         self._leases.open = {visit.id: visit for visit in store.open_visits(run)}
         self._index = SamplingIndex(cap=self._config.buffer.prompt_cap, dedup=self._config.buffer.dedup)
         for entry in store.entries(run, {version: ref.step for version, ref in self._versions.items()}):
@@ -114,6 +129,11 @@ class BufferService:
         """What every reply carries."""
         return wire.RunState(weights=self._newest, step=self._steps_done, finished=self._finished)
 
+    def hear(self, header: RequestHeader) -> None:
+        """A sender is alive. Said once for each message that arrives, not when a waiting one is tried again."""
+        client = self.clients.setdefault(header.sender, Client(header.role, self._clock.monotonic()))
+        client.seen_at = self._clock.monotonic()
+
     def handle(self, request: Request) -> Answer | None:
         """Answer a request, or None if it should be asked again when something has changed.
 
@@ -122,8 +142,6 @@ class BufferService:
         header = request.header
         if header.run not in ("", self._run.uuid):
             raise Refused("wrong_run", f"this buffer serves run {self._run.name}; the sender belongs to another one")
-        client = self.clients.setdefault(header.sender, Client(header.role, self._clock.monotonic()))
-        client.seen_at = self._clock.monotonic()
         if isinstance(request.message, wire.GetStatus):
             return Answer(self.status())
         return self._handlers[type(request.message)](request.message, header.sender, request.frames)
@@ -131,16 +149,19 @@ class BufferService:
     def expire_leases(self) -> None:
         """Take the leases of senders that fell silent, and forget senders that are long gone."""
         now = self._clock.monotonic()
-        silence = self._config.buffer.lease_seconds
-        if now - self._started < silence:
-            return  # after a restart, give everybody the time to come back
         for sender in {visit.sender for visit in self._leases.open.values() if visit.sender is not None}:
             client = self.clients.get(sender)
-            if client is None or now - client.seen_at > silence:
-                released = self._leases.release(sender)
-                log.warning("leases expired", sender=sender, leases=released)
-        for sender in [s for s, c in self.clients.items() if now - c.seen_at > 10 * silence]:
+            # After a restart of the server, everybody has as long to come back.
+            seen_at = client.seen_at if client else self._started
+            if now - seen_at > self._patience(client):
+                log.warning("leases expired", sender=sender, leases=self._leases.release(sender))
+        for sender in [s for s, c in self.clients.items() if now - c.seen_at > 10 * self._patience(c)]:
             del self.clients[sender]
+
+    def _patience(self, client: Client | None) -> float:
+        """Seconds of silence after which a sender's leases go to others."""
+        replaced = client is not None and client.replaced
+        return _REPLACED_SECONDS if replaced else self._config.buffer.lease_seconds
 
     # ------------------------------------------------------------ any role
 
@@ -149,7 +170,7 @@ class BufferService:
         client.host = message.host
         self._sender_id(sender)
         self._store.describe_sender(sender, message.host, message.pid)
-        self._release_earlier_starts(sender)
+        self._notice_earlier_starts(sender)
         if client.role == "trainer":  # it may have been told to make more steps
             self._store.finish(self._run, None)
             self._finished = False
@@ -157,12 +178,15 @@ class BufferService:
         recorded = self._store.recorded_steps(self._run)
         return Answer(wire.Welcome(run_name=self._run.name, next_version=newest, recorded_steps=recorded))
 
-    def _release_earlier_starts(self, sender: str) -> None:
-        """A process that says hello again under its name has lost what its earlier start had leased."""
+    def _notice_earlier_starts(self, sender: str) -> None:
+        """An earlier start under this name is probably dead, so it gets little time to prove the contrary.
+
+        If it does, two processes have one name: both keep what they have.
+        """
         name = sender.rpartition(".")[0]
-        for earlier in {visit.sender for visit in self._leases.open.values()}:
-            if earlier and earlier != sender and earlier.rpartition(".")[0] == name:
-                self._leases.release(earlier)
+        for earlier, client in self.clients.items():
+            if earlier != sender and earlier.rpartition(".")[0] == name:
+                client.replaced = True
 
     def _heartbeat(self, message: wire.Heartbeat, sender: str, _: list[memoryview]) -> Answer:
         client = self.clients[sender]
@@ -206,6 +230,9 @@ class BufferService:
     def _lease_prompts(self, message: wire.LeasePrompts, sender: str, _: list[memoryview]) -> Answer | None:
         if not self._prompt_ids or len(self._prompt_ids) < self._store.task_of(self._run)[2]:
             raise Refused("no_prompts", "the prompts of the run are not registered yet")
+        if self.clients[sender].activity == "gone":
+            return Answer(wire.Leases(visits=[], reason="it said goodbye"))
+        self._take_back(message.held, sender)
         lost = self._leases.lost_by(sender, set(message.held))
         room, reason = self._room_for_leases(message, sender)
         again = self._leases.unheld()[: max(0, room - len(lost))]
@@ -213,7 +240,7 @@ class BufferService:
             self._store.lease_again(visit.id, sender, self._clock.wall())
             visit.sender = sender
         new = [self._new_visit(sender) for _ in range(room - len(lost) - len(again))]
-        if not (visits := [*lost, *again, *new]) and message.want:
+        if not (visits := [*lost, *again, *new]) and message.want and not self._has_old_weights(message):
             self.clients[sender].held_back = reason
             return None
         granted = [
@@ -222,12 +249,23 @@ class BufferService:
         ]
         return Answer(wire.Leases(visits=granted, reason=reason))
 
+    def _take_back(self, held: list[int], sender: str) -> None:
+        """A sender that was silent for too long, and is at work, keeps what nobody else has got meanwhile."""
+        for visit in (self._leases.open.get(lease) for lease in held):
+            if visit is not None and visit.sender is None:
+                self._store.lease_again(visit.id, sender, self._clock.wall())
+                visit.sender = sender
+
+    def _has_old_weights(self, message: wire.LeasePrompts) -> bool:
+        """The answer carries the news of the newest weights: it must not wait for work that needs them."""
+        return self._newest is not None and message.weights_version != self._newest.version
+
     def _room_for_leases(self, message: wire.LeasePrompts, sender: str) -> tuple[int, str]:
         """How many prompts the rate limiter lets a searcher have now, and why not more."""
         limit = self._rules.max_staleness
         if self._finished:
             return 0, "the run is finished"
-        if limit is None:
+        if limit is None or len(self._index) < self._rules.min_fill:
             return message.want, ""
         oldest_useful = self._steps_done - limit
         version = self._versions.get(message.weights_version)
@@ -240,9 +278,9 @@ class BufferService:
         return room, f"{underway} of {target} prompts under way"
 
     def _live_searchers(self) -> int:
-        now, silence = self._clock.monotonic(), self._config.buffer.lease_seconds
+        now = self._clock.monotonic()
         return sum(
-            client.role == "searcher" and client.activity != "gone" and now - client.seen_at < silence
+            client.role == "searcher" and client.activity != "gone" and now - client.seen_at < self._patience(client)
             for client in self.clients.values()
         )
 
@@ -257,72 +295,71 @@ class BufferService:
         rows = message.rows.model_dump()
         if unknown := set(rows["prompt_key"]) - self._prompt_ids.keys():
             raise Refused("unknown_prompt", f"prompt {min(unknown)!r} is not registered in run {self._run.name}")
-        versions = [runs[:, 0].min() for runs in version_runs_of(rows, frames)]
-        if missing := {int(version) for version in versions} - self._versions.keys():
-            raise Refused("unknown_version", f"policy version {min(missing)} was never announced")
-        blobs = list(
-            zip(
-                *(
-                    slices(rows[f"{kind.name}_count"], kind.unit_bytes, frame)
-                    for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
-                ),
-                strict=True,
-            )
+        versions = [self._oldest(runs[:, 0].tolist()) for runs in version_runs_of(rows, frames)]
+        blobs = zip(
+            *(
+                slices(rows[f"{kind.name}_count"], kind.unit_bytes, frame)
+                for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
+            ),
+            strict=True,
         )
-        stored = sum(
-            self._put_one(
-                {name: rows[name][i] for name in ROW_COLUMNS},
-                int(versions[i]),
-                message.first_sequence + i,
-                sender,
-                blobs[i],
+        # Every row is made before the first is written: a put is refused whole or not at all.
+        prepared = [
+            self._row(
+                {name: rows[name][i] for name in ROW_COLUMNS}, versions[i], message.first_sequence + i, sender, blob
             )
-            for i in range(len(versions))
-        )
+            for i, blob in enumerate(blobs)
+        ]
+        stored = sum(self._put_one(row, version) for row, version in zip(prepared, versions, strict=True))
         self._close_visits(set(rows["lease"]))
-        self._duplicates += len(versions) - stored
+        duplicates = len(prepared) - stored
+        self._duplicates += duplicates
         self.clients[sender].trajectories += stored
         self._put_times.append((self._clock.monotonic(), stored))
-        return Answer(
-            wire.PutAck(first_sequence=message.first_sequence, stored=stored, duplicates=len(versions) - stored)
-        )
+        return Answer(wire.PutAck(first_sequence=message.first_sequence, stored=stored, duplicates=duplicates))
 
-    def _put_one(
+    def _oldest(self, versions: list[int]) -> int:
+        """The version of the earliest step: after a resume that need not be the smallest."""
+        if missing := set(versions) - self._versions.keys():
+            raise Refused("unknown_version", f"policy version {min(missing)} was never announced")
+        return min(versions, key=lambda version: (self._versions[version].step, version))
+
+    def _row(
         self, row: dict[str, Any], version: int, sequence: int, sender: str, payload: tuple[memoryview, ...]
-    ) -> bool:
-        prompt = self._prompt_ids[row["prompt_key"]]
+    ) -> _NewRow:
         response = payload[1]
         dedup_hash = _hash(response)
-        id_ = self._store.put(
-            (
-                self._run.id,
-                prompt,
-                row["lease"],
-                self._sender_id(sender),
-                sequence,
-                version,
-                row["reward"],
-                json.dumps(row["reward_parts"]),
-                row["stop_reason"],
-                payload[0].nbytes // 4,
-                response.nbytes // 4,
-                dedup_hash,
-                json.dumps(row["sampling"], default=repr),
-                row["created_at"],
-                self._clock.wall(),
-                row["generation_seconds"],
-                row["text"],
-                row["error"],
-                json.dumps(row["metadata"], default=repr),
-            ),
-            payload,
+        columns = (
+            self._run.id,
+            self._prompt_ids[row["prompt_key"]],
+            row["lease"],
+            self._sender_id(sender),
+            sequence,
+            version,
+            row["reward"],
+            json.dumps(row["reward_parts"]),
+            row["stop_reason"],
+            payload[0].nbytes // 4,
+            response.nbytes // 4,
+            dedup_hash,
+            json.dumps(row["sampling"]),
+            row["created_at"],
+            self._clock.wall(),
+            row["generation_seconds"],
+            row["text"],
+            row["error"],
+            _metadata_json(row["metadata"]),
         )
+        return _NewRow(columns, payload, columns[1], row["reward"], dedup_hash, row["error"] is not None)
+
+    def _put_one(self, row: _NewRow, version: int) -> bool:
+        id_ = self._store.put(row.columns, row.payload)
         if id_ is None:
             return False
         self._trajectories += 1
-        self._errors += row["error"] is not None
-        if row["error"] is None:
-            self._index.add(Entry(id_, prompt, self._versions[version].step, row["reward"], dedup_hash))
+        self._errors += row.failed
+        if not row.failed:
+            self._index.add(Entry(id_, row.prompt, self._versions[version].step, row.reward, row.dedup_hash))
         return True
 
     def _close_visits(self, leases: set[int]) -> None:
@@ -333,16 +370,27 @@ class BufferService:
 
     def _sample_batch(self, message: wire.SampleBatch, _: str, __: list[memoryview]) -> Answer | None:
         if not self._store.has_batch(self._run, message.step):
-            rng = np.random.default_rng([self._config.run.seed, message.step])
+            rng = np.random.default_rng([self._run.seed, message.step])
             groups = sample_groups(
                 self._index, self._rules, step=message.step, groups=message.prompts, samples=message.samples, rng=rng
             )
             if isinstance(groups, Shortage):
                 self._trainer_waits_for = groups.reason
                 return None
+            self._check_size([entry.id for group in groups for entry in group])
             self._store.record_batch(self._run, message.step, groups, self._clock.wall())
         self._trainer_waits_for = ""
         return self._recorded_batch(message)
+
+    def _check_size(self, trajectories: list[int]) -> None:
+        """A batch that fits no message must not be recorded: it could never be handed out."""
+        for place, blobs in enumerate(zip(*self._store.payloads(trajectories), strict=True)):
+            if (size := sum(map(len, blobs))) > MAX_FRAME_BYTES:
+                raise Refused(
+                    "oversize",
+                    f"a batch with {size} bytes of {ARRAY_KINDS[place].name}, at most {MAX_FRAME_BYTES} fit a "
+                    "message: lower train.prompts_per_step or search.max_tokens",
+                )
 
     def _recorded_batch(self, message: wire.SampleBatch) -> Answer:
         rows = self._store.batch_rows(self._run, message.step, message.reference)
@@ -438,3 +486,10 @@ class BufferService:
 def _hash(response: memoryview) -> int:
     """64 bits of the response tokens, as the signed integer that SQLite stores."""
     return int.from_bytes(hashlib.blake2b(response, digest_size=8).digest(), "little", signed=True)
+
+
+def _metadata_json(metadata: dict[str, Any]) -> str:
+    try:
+        return json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Refused("malformed", f"metadata that JSON cannot hold: {error}") from error

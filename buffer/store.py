@@ -24,6 +24,20 @@ from tba.common.errors import StorageError
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
 _SYNCHRONOUS = {"power": "FULL", "process": "NORMAL"}
+_STORAGE_CODES = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_NOMEM,
+    }
+)
 _INSERT_TRAJECTORY = """
 INSERT INTO trajectories (run, prompt, visit, sender, sequence, policy_version, reward, reward_parts, stop_reason,
     prompt_tokens, response_tokens, dedup_hash, sampling, created_at, received_at, generation_seconds, text, error,
@@ -67,6 +81,7 @@ class Run:
     id: int
     uuid: str
     name: str
+    seed: int
 
 
 class Store:
@@ -108,15 +123,23 @@ class Store:
 
     # ------------------------------------------------------------ runs, senders, prompts
 
-    def open_run(self, name: str, *, config: dict[str, Any], software: dict[str, str]) -> Run:
-        """The run of this name, made if it is not there."""
+    def open_run(self, name: str, *, seed: int, config: dict[str, Any], software: dict[str, str]) -> Run:
+        """The run of this name, made if it is not there; and a record of this start.
+
+        A run keeps the seed that it was made with: the order of its prompts follows from it.
+        """
+        now = time.time()
         with self.transaction():
             self._connection.execute(
-                "INSERT INTO runs (uuid, name, created_at, config, software) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT (name) DO NOTHING",
-                (uuid.uuid4().hex, name, time.time(), json.dumps(config), json.dumps(software)),
+                "INSERT INTO runs (uuid, name, created_at, seed) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING",
+                (uuid.uuid4().hex, name, now, seed),
             )
-            return Run(*self._one("SELECT id, uuid, name FROM runs WHERE name = ?", name))
+            run = Run(*self._one("SELECT id, uuid, name, seed FROM runs WHERE name = ?", name))
+            self._connection.execute(
+                "INSERT INTO starts (run, started_at, config, software) VALUES (?, ?, ?, ?)",
+                (run.id, now, json.dumps(config), json.dumps(software)),
+            )
+        return run
 
     def sender_id(self, run: Run, sender: str, role: str) -> int:
         """The number of a sender, made if it is new."""
@@ -314,7 +337,10 @@ class Store:
 def _storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.IntegrityError:
-        raise  # a bug of ours, not the disk's fault
-    except (sqlite3.DatabaseError, OSError) as error:
+    except sqlite3.DatabaseError as error:
+        # What is not the disk's fault is a bug of ours, and must not be tried again for ever.
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in _STORAGE_CODES:
+            raise
+        raise StorageError(f"{path}: {error}") from error
+    except OSError as error:
         raise StorageError(f"{path}: {error}") from error

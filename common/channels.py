@@ -34,7 +34,6 @@ class ServerChannel:
         self._socket = self._context.socket(zmq.ROUTER)
         _set_limits(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.undeliverable = 0
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -58,12 +57,13 @@ class ServerChannel:
                 received.append((frames[0].bytes, [frame.buffer for frame in frames[1:]]))
         return received
 
-    def send(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        """Answer a peer. A peer that has gone, or that does not read, loses the answer; that is counted."""
+    def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
+        """Answer a peer. False if it has gone or does not read: the answer is lost, and it will ask again."""
         try:
             self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
-        except (zmq.Again, zmq.ZMQError):
-            self.undeliverable += 1
+        except zmq.ZMQError:
+            return False
+        return True
 
     def close(self) -> None:
         """Send what is queued for at most half a second, then close."""

@@ -11,7 +11,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tba.common.errors import Oversize, VersionMismatch, WireError
-from tba.common.trajectory import ARRAY_KINDS, check_frames
+from tba.common.trajectory import ARRAY_KINDS, check_frames, check_tokens
 from tba.common.wire import (
     PROTOCOL_VERSION,
     REPLIES,
@@ -101,9 +101,11 @@ def decode_reply(frames: Sequence[memoryview]) -> Reply:
 
 def request_id_of(frames: Sequence[memoryview]) -> int:
     """The id of a request that may be malformed, so that its sender can be told; 0 if there is none."""
+    if not frames or frames[0].nbytes > MAX_HEADER_BYTES:
+        return 0
     try:
         id_ = _unpack(frames[0]).get("id")
-    except (WireError, IndexError):
+    except WireError:
         return 0
     return id_ if isinstance(id_, int) and 0 <= id_ < 1 << 63 else 0
 
@@ -117,10 +119,12 @@ def _decode(
 ) -> tuple[Header, Message]:
     _check_sizes(frames)
     fields = _unpack(frames[0])
-    if fields.get("v") != PROTOCOL_VERSION:
+    version = fields.get("v")
+    if type(version) is not int:
+        raise WireError("the header has no protocol version")
+    if version != PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"protocol version {fields.get('v')!r:.40} where this side speaks {PROTOCOL_VERSION}: "
-            "run the same tba release everywhere"
+            f"protocol version {version} where this side speaks {PROTOCOL_VERSION}: run the same tba release everywhere"
         )
     try:
         header = header_type.model_validate(fields)
@@ -152,7 +156,10 @@ def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
             raise WireError(f"{message.TYPE} carries no arrays, {len(frames)} frames came with it")
         return
     columns = message.rows if isinstance(message, PutTrajectories) else message
-    check_frames(columns.model_dump(include=_COUNT_COLUMNS), frames)
+    counts = columns.model_dump(include=_COUNT_COLUMNS)
+    check_frames(counts, frames)
+    if isinstance(message, PutTrajectories):
+        check_tokens(counts, frames, failed=[error is not None for error in message.rows.error])
 
 
 def _unpack(frame: memoryview) -> dict[str, Any]:

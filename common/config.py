@@ -66,7 +66,7 @@ class BufferSection(Section):
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
     """What an acknowledged write survives: a power cut (synchronous=FULL) or the death of the process."""
-    lease_seconds: PositiveFloat = 30.0
+    lease_seconds: PositiveFloat = 120.0
     """A searcher that is silent for so long loses its prompts to others."""
     recency_fraction: Fraction = 0.95
     """m: the probability that a group comes from the most recent data, else it is chosen by reward."""

@@ -6,21 +6,22 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tba.common.errors import ConfigError
 
-_HASH_CHUNK_BYTES = 1 << 20
+_HASH_CHUNK_BYTES = 4 << 20
 
 
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file, read in chunks."""
+def sha256_of(path: Path, between: Callable[[], None] = lambda: None) -> str:
+    """Hex digest of a file, read in chunks; `between` is called after each."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_HASH_CHUNK_BYTES):
             digest.update(chunk)
+            between()
     return digest.hexdigest()
 
 
@@ -69,7 +70,7 @@ def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{path.parent} is no directory that can be written to: {error.strerror}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

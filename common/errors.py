@@ -84,6 +84,8 @@ class Refused(BufferFault):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+        if code in ("wrong_run", "other_prompts", "too_few_prompts"):
+            self.exit_code = EXIT_CONFIG
 
 
 class StorageError(TbaError):

@@ -6,27 +6,34 @@ import os
 import signal
 import socket
 import sys
+import time
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_SAME_REQUEST_SECONDS = 1.0
 PARENT_VARIABLE = "TBA_PARENT_PID"
 
 
 class StopSignal:
-    """True after SIGTERM or SIGINT: finish what is under way and exit 0. A second signal exits at once."""
+    """True after SIGTERM or SIGINT: finish what is under way and exit 0. A second signal exits at once.
+
+    A second one within a second is the same request: systemd and a supervisor both send theirs.
+    """
 
     def __init__(self) -> None:
-        self._stopped = False
+        self._stopped_at: float | None = None
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
 
     def __call__(self) -> bool:
-        return self._stopped
+        return self._stopped_at is not None
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._stopped:
+        now = time.monotonic()
+        if self._stopped_at is None:
+            self._stopped_at = now
+        elif now - self._stopped_at > _SAME_REQUEST_SECONDS:
             os._exit(128 + number)
-        self._stopped = True
         notify_systemd("STOPPING=1")
 
 

@@ -9,13 +9,17 @@ The manifest's own sha256 travels in the announcement, so one hash vouches for e
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tba.common.durable import publish_directory, sha256_of, write_json
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
+from tba.common.log import get_logger
 from tba.common.wire import WeightsRef
+
+log = get_logger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -86,19 +90,19 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
     }
 
 
-def verify(ref: WeightsRef) -> Snapshot:
-    """Read a snapshot and check every hash.
+def verify(ref: WeightsRef, between: Callable[[], None] = lambda: None) -> Snapshot:
+    """Read a snapshot and check every hash; `between` is called every few megabytes, since that may take long.
 
     Raises SnapshotCorrupt if a file is not what it should be, SnapshotError if one is missing.
     """
     path = Path(ref.path)
-    if _digest(path / MANIFEST) != ref.manifest_sha256:
+    if _digest(path / MANIFEST, between) != ref.manifest_sha256:
         raise SnapshotCorrupt(f"{path / MANIFEST} is not the manifest that was announced for v{ref.version}")
     snapshot = read(path)
     if snapshot.manifest.version != ref.version:
         raise SnapshotCorrupt(f"{path} holds version {snapshot.manifest.version}, announced as {ref.version}")
     for name, entry in snapshot.manifest.files.items():
-        if _digest(path / name) != entry.sha256:
+        if _digest(path / name, between) != entry.sha256:
             raise SnapshotCorrupt(f"{path / name} does not hash to what its manifest says")
     return snapshot
 
@@ -107,8 +111,8 @@ def read(path: Path) -> Snapshot:
     """Read a manifest without checking the files it names. Raises SnapshotError."""
     try:
         manifest = _parse(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise SnapshotError(f"{path} has no {MANIFEST}: not a snapshot, or already collected") from None
+    except OSError as error:
+        raise SnapshotError(f"{path / MANIFEST}: {error.strerror}: not a snapshot, or already collected") from error
     except (ValueError, TypeError, KeyError) as error:
         raise SnapshotCorrupt(f"{path / MANIFEST} is malformed: {error}") from error
     weights = [path / name for name in manifest.files if name.endswith(".safetensors")]
@@ -133,13 +137,19 @@ def choose_snapshots(directory: Path, one: Path | None, *, every: bool) -> list[
 
 
 def collect(directory: Path, *, keep_last: int, keep_every: int) -> list[Path]:
-    """Delete old snapshots: all but the newest `keep_last` and those of every `keep_every`-th step (0: none).
+    """Delete old snapshots: all but the newest `keep_last`, the first, and those of every `keep_every`-th step.
 
-    The manifest goes first, so that a half-deleted directory is no snapshot. Returns what was deleted.
+    The first is what a run is compared with. `keep_every` 0 keeps no others. The manifest goes first, so that
+    a half-deleted directory is no snapshot; one that cannot be read is left for a person. Returns what was
+    deleted.
     """
     deleted = []
-    for path in list_snapshots(directory)[: -max(keep_last, 1)]:
-        step = read(path).manifest.step
+    for path in list_snapshots(directory)[1 : -max(keep_last, 1)]:
+        try:
+            step = read(path).manifest.step
+        except SnapshotError as error:
+            log.warning("snapshot not collected", path=path, reason=str(error))
+            continue
         if keep_every and step % keep_every == 0:
             continue
         (path / MANIFEST).unlink()
@@ -148,11 +158,11 @@ def collect(directory: Path, *, keep_last: int, keep_every: int) -> list[Path]:
     return deleted
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, between: Callable[[], None]) -> str:
     try:
-        return sha256_of(path)
-    except FileNotFoundError:
-        raise SnapshotError(f"{path} is missing: the snapshot was collected or never complete") from None
+        return sha256_of(path, between)
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
 
 
 def _parse(fields: dict[str, Any]) -> Manifest:

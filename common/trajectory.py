@@ -22,7 +22,6 @@ UInt8 = npt.NDArray[np.uint8]
 STOP_EOS = "eos"
 STOP_LENGTH = "length"
 STOP_ERROR = "error"
-STOP_REASONS = (STOP_EOS, STOP_LENGTH, STOP_ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +129,18 @@ def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
     for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
         if masked not in (0, tokens):
             raise WireError(f"a loss mask has {masked} entries for {tokens} response tokens")
+
+
+def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, failed: Sequence[bool]) -> None:
+    """Raise WireError for what no model can have produced; rows of failed rollouts may be empty."""
+    by_kind = dict(zip((kind.name for kind in ARRAY_KINDS), frames, strict=True))
+    for name in ("prompt_ids", "response_ids"):
+        if (np.frombuffer(by_kind[name], "<i4") < 0).any():
+            raise WireError(f"negative token id in {name}")
+        if any(not count and not bad for count, bad in zip(columns[f"{name}_count"], failed, strict=True)):
+            raise WireError(f"a trajectory without an error has empty {name}")
+    if not np.isfinite(np.frombuffer(by_kind["logprobs"], "<f4")).all():
+        raise WireError("a log-probability is not finite")
 
 
 def version_runs_of(columns: dict[str, Any], frames: Sequence[memoryview]) -> list[npt.NDArray[Any]]:

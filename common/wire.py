@@ -26,6 +26,7 @@ Id = Annotated[int, Field(ge=0, lt=1 << 63)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Sentence = Annotated[str, Field(max_length=4000)]
 Seconds = Annotated[float, Field(ge=0)]
+Wait = Annotated[float, Field(ge=0, le=60)]
 Role = Literal["searcher", "trainer", "publisher", "monitor"]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 StopReason = Literal["eos", "length", "error"]
@@ -67,6 +68,13 @@ class Visit(Message):
     prompt_key: Name
 
 
+class Sampling(Message):
+    """The settings that a response was sampled with."""
+
+    temperature: Annotated[float, Field(ge=0)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
+
+
 class ArrayCounts(Message):
     """Units (tokens or runs) of each array kind, per trajectory."""
 
@@ -82,10 +90,10 @@ class Rows(ArrayCounts):
 
     prompt_key: Annotated[list[Name], Field(min_length=1, max_length=MAX_ROWS)]
     lease: list[Id]
-    reward: list[float]
+    reward: list[Annotated[float, Field(ge=-1e9, le=1e9)]]
     reward_parts: list[dict[str, float]]
     stop_reason: list[StopReason]
-    sampling: list[dict[str, Any]]
+    sampling: list[Sampling]
     created_at: list[float]
     generation_seconds: list[Seconds]
     text: list[str | None]
@@ -139,7 +147,7 @@ class LeasePrompts(Message):
     want: Annotated[int, Field(ge=0, le=MAX_ROWS)]
     held: Annotated[list[Id], Field(max_length=MAX_ROWS)]
     weights_version: Id
-    wait_seconds: Seconds
+    wait_seconds: Wait
 
 
 class PutTrajectories(Message):
@@ -167,7 +175,13 @@ class SampleBatch(Message):
     prompts: Annotated[int, Field(ge=1, le=MAX_ROWS)]
     samples: Annotated[int, Field(ge=1, le=MAX_ROWS)]
     reference: Name
-    wait_seconds: Seconds
+    wait_seconds: Wait
+
+    @model_validator(mode="after")
+    def _a_batch_has_a_size(self) -> Self:
+        if self.prompts * self.samples > MAX_ROWS:
+            raise ValueError(f"{self.prompts} x {self.samples} trajectories in a batch, at most {MAX_ROWS}")
+        return self
 
 
 class ReportStep(Message):

@@ -66,7 +66,7 @@ class Evaluator:
 def evaluate_snapshots(config: Config, paths: Sequence[Path], *, device: str) -> Iterator[Evaluation]:
     """Evaluate published snapshots, each verified first, with one engine."""
     task, tokenizer = load_task(config.task), load_tokenizer(config.model.path)
-    engine = make_engine(config, device=device, index=0)
+    engine = make_engine(config, device=device, name="eval")
     try:
         evaluator = Evaluator(engine, task, tokenizer, config.search.max_tokens)
         for path in paths:

@@ -15,7 +15,7 @@ from tba.common.client import BufferClient
 from tba.common.clock import Clock
 from tba.common.codec import Reply
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, Refused
+from tba.common.errors import BufferUnavailable, ConfigError, Refused
 from tba.common.log import get_logger
 from tba.common.process import notify_systemd
 from tba.common.trajectory import pack
@@ -30,6 +30,7 @@ _HEARTBEAT_SECONDS = 1.0
 _LEASE_WAIT_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
 _DRAIN_SECONDS = 5.0
+_TAKE_UP_SECONDS = 60.0
 _REGISTER_CHUNK = 10_000
 
 
@@ -60,13 +61,16 @@ class Searcher:
         self._task = task
         self._client = client
         self._clock = clock
-        self._weights = WeightsFollower(engine, clock)
+        self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
         self._groups = GroupBuilder(engine, task, tokenizer, config.search)
         self._held: set[int] = set()  # leases: generating, or put and not acknowledged
         self._puts: dict[int, Group] = {}  # by request id, until acknowledged
         self._lease_request: int | None = None
         self._heartbeat_request: int | None = None
         self._wait_reason = ""
+        self._lease_at = 0.0  # monotonic; not before this
+        self._seen_running = False
+        self._joined_at = clock.monotonic()
         self._sequence = 0
         self._rates = _Rates(clock.monotonic())
 
@@ -87,25 +91,34 @@ class Searcher:
 
     @property
     def _finished(self) -> bool:
-        return self._client.state is not None and self._client.state.finished
+        """The run is over; one that was over when we joined is given time to be taken up by a trainer."""
+        if self._client.state is None or not self._client.state.finished:
+            self._seen_running = True
+            return False
+        return self._seen_running or self._clock.monotonic() - self._joined_at > _TAKE_UP_SECONDS
 
     def _join(self, stop: Callable[[], bool]) -> None:
         hello = wire.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}")
         try:
-            self._client.call(hello, wire.Welcome, stop=stop)
-            assert self._client.state is not None
+            welcome, _ = self._client.call(hello, wire.Welcome, stop=stop)
+            if welcome.run_name != self._config.run.name:
+                raise ConfigError(
+                    f"the buffer at {self._client.address} serves run {welcome.run_name}, this configuration is of "
+                    f"run {self._config.run.name}"
+                )
             register_prompts(self._client, self._task, stop)
         except BufferUnavailable:
             if not stop():
                 raise
             return
+        self._joined_at, self._seen_running = self._clock.monotonic(), False
         log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
         notify_systemd("READY=1")
 
     def _ask_for_prompts(self) -> None:
         """Keep two loads of prompts: one in the engine, one waiting for room in it."""
         search = self._config.search
-        if self._lease_request is not None or self._weights.current is None:
+        if self._lease_request is not None or self._weights.current is None or self._clock.monotonic() < self._lease_at:
             return
         loads = 2 * -(-search.max_in_flight // search.samples_per_prompt)
         want = loads - len(self._held)
@@ -132,6 +145,8 @@ class Searcher:
         self._lease_request = None
         assert isinstance(reply.message, wire.Leases)
         self._wait_reason = reply.message.reason
+        if not reply.message.visits:
+            self._lease_at = self._clock.monotonic() + _IDLE_SECONDS
         for visit in reply.message.visits:
             if visit.lease not in self._held:
                 self._held.add(visit.lease)

@@ -18,17 +18,20 @@ from tba.searcher.tasks import load_task
 log = get_logger(__name__)
 
 
-def search(config: Config, *, device: str, index: int, stop: Callable[[], bool]) -> None:
+def search(config: Config, *, device: str, label: str, stop: Callable[[], bool]) -> None:
     """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
+
+    `label` tells the searchers of this machine apart: `cpu0`, `gpu3`, or the UUID of a GPU.
 
     Raises ConfigError for a model or task that cannot be loaded, Refused if the buffer will not have us.
     """
     task = load_task(config.task)
     tokenizer = load_tokenizer(config.model.path)
     clock = SystemClock()
-    client = BufferClient(config.buffer.address, role="searcher", name=searcher_name(device, index), clock=clock)
+    name = f"{socket.gethostname()}-{label}"  # the same after a restart, so that the buffer knows who came back
+    client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
     try:
-        engine = make_engine(config, device=device, index=index)
+        engine = make_engine(config, device=device, name=name)
         try:
             Searcher(config, engine=engine, task=task, tokenizer=tokenizer, client=client, clock=clock).run(stop)
         finally:
@@ -37,16 +40,12 @@ def search(config: Config, *, device: str, index: int, stop: Callable[[], bool])
         client.close()
 
 
-def searcher_name(device: str, index: int) -> str:
-    """`host-cuda3`: the same after a restart, so that the buffer knows who came back."""
-    return f"{socket.gethostname()}-{device}{index}"
-
-
-def make_engine(config: Config, *, device: str, index: int) -> Engine:
+def make_engine(config: Config, *, device: str, name: str) -> Engine:
     """The engine that the configuration names. Raises MissingExtra if its packages are not installed."""
     if not config.model.path:
         raise ConfigError("model.path is not set: name a Hugging Face model directory or hub id")
-    seed = int(np.random.SeedSequence([config.run.seed, index]).generate_state(1)[0])
+    # From the name, so that no two searchers of a run explore alike.
+    seed = int(np.random.SeedSequence([config.run.seed, *name.encode()]).generate_state(1)[0])
     if config.search.engine == "vllm":
         return _vllm_engine(config, seed)
     try:

@@ -1,6 +1,7 @@
 """Following the trainer: which snapshot to load, when to try again, and what it cost."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tba.common.clock import Clock
@@ -32,9 +33,10 @@ class WeightsFollower:
     there is nothing better to do than to try on.
     """
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: Engine, clock: Clock, between: Callable[[], None]) -> None:
         self._engine = engine
         self._clock = clock
+        self._between = between  # called now and then while a snapshot is verified
         self._refused: _Refused | None = None
         self.current: WeightsRef | None = None
         self.last_load_seconds = 0.0
@@ -48,7 +50,7 @@ class WeightsFollower:
             return False
         started = time.perf_counter()
         try:
-            self.mismatch = self._engine.load_weights(verify(newest))
+            self.mismatch = self._engine.load_weights(verify(newest, self._between))
         except SnapshotError as error:
             self._refuse(newest, error)
             return False

@@ -71,7 +71,7 @@ class ServiceHarness:
         self.clock = ManualClock()
         self.config = config
         self.store = Store(path, durability="process")
-        self.run = self.store.open_run("test", config={}, software={})
+        self.run = self.store.open_run("test", seed=config.run.seed, config={}, software={})
         self.service = BufferService(self.store, self.run, config, self.clock)
 
     def ask(
@@ -81,6 +81,7 @@ class ServiceHarness:
         header = RequestHeader(v=1, type=message.TYPE, id=1, run=self.run.uuid, body={}, role=role, sender=sender)
         views = [memoryview(frame) for frame in frames or []]
         request = Request.model_construct(header=header, message=message, frames=views)
+        self.service.hear(header)
         with self.store.transaction():
             return self.service.handle(request)
 

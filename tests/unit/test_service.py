@@ -1,5 +1,7 @@
 """What the buffer does with each message, on a real database file."""
 
+import dataclasses
+
 import pytest
 
 from tba.buffer.store import Store
@@ -93,12 +95,74 @@ def test_a_heartbeat_keeps_leases(harness):
     assert buffer.service._leases.held_by("slow.1") == 2
 
 
-def test_a_restarted_searcher_frees_the_leases_of_its_earlier_start(harness):
-    buffer = harness()
+HELLO = wire.Hello(host="h", pid=1, software="x")
+
+
+def test_a_restarted_searcher_soon_gets_the_leases_of_its_earlier_start(harness):
+    buffer = harness(buffer={"lease_seconds": 120})
     buffer.register(4)
     before = {v.lease for v in buffer.lease(4, sender="node-cpu0.aaaa").visits}
-    buffer.ask(wire.Hello(host="h", pid=1, software="x"), sender="node-cpu0.bbbb")
+    buffer.ask(HELLO, sender="node-cpu0.bbbb")
+    buffer.clock.advance(4)
+    buffer.service.expire_leases()
     assert {v.lease for v in buffer.lease(4, sender="node-cpu0.bbbb").visits} == before
+
+
+def test_two_living_searchers_of_one_name_keep_their_own_leases(harness):
+    buffer = harness()
+    buffer.register(8)
+    first = {v.lease for v in buffer.lease(4, sender="node-cpu0.aaaa").visits}
+    buffer.ask(HELLO, sender="node-cpu0.bbbb")
+    buffer.clock.advance(2)
+    buffer.ask(wire.Heartbeat(activity="x", reason="", weights_version=0, metrics={}), sender="node-cpu0.aaaa")
+    buffer.clock.advance(2)
+    buffer.service.expire_leases()
+    assert not first & {v.lease for v in buffer.lease(4, sender="node-cpu0.bbbb").visits}
+
+
+def test_a_searcher_that_was_silent_too_long_keeps_what_nobody_else_has_got(harness):
+    buffer = harness(buffer={"lease_seconds": 30})
+    buffer.register(8)
+    mine = [v.lease for v in buffer.lease(4, sender="slow.1").visits]
+    buffer.clock.advance(31)
+    buffer.service.expire_leases()
+    buffer.lease(1, held=mine, sender="slow.1")
+    assert not set(mine) & {v.lease for v in buffer.lease(3, sender="other.1").visits}
+
+
+def test_nothing_is_leased_after_goodbye(harness):
+    buffer = harness()
+    buffer.register(4)
+    buffer.ask(wire.Goodbye(), sender="a.1")
+    assert buffer.lease(4, sender="a.1").visits == []
+
+
+def test_a_run_keeps_its_seed_so_that_a_restart_with_another_skips_no_prompt(harness, tmp_path):
+    path = tmp_path / "same.sqlite"
+    first = harness(path, run={"seed": 0})
+    first.register(10)
+    before = [v.prompt_key for v in first.lease(5).visits]
+    first.store.close()
+    second = harness(path, run={"seed": 1})
+    after = [v.prompt_key for v in second.lease(5, held=[1, 2, 3, 4, 5]).visits]
+    assert len(set(before + after)) == 10
+
+
+def test_the_first_fill_is_not_held_back_by_max_staleness(harness):
+    buffer = harness(buffer={"max_staleness": 0, "min_fill": 100}, train={"prompts_per_step": 4, "publish_every": 1})
+    buffer.register(50)
+    buffer.announce(0, 0)
+    assert len(buffer.lease(30).visits) == 30
+
+
+def test_a_searcher_with_old_weights_is_told_at_once_and_not_parked(harness):
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1})
+    buffer.register(4)
+    buffer.announce(0, 0)
+    buffer.lease(1)
+    assert buffer.lease(1, held=[1]) is None
+    buffer.announce(1, 0)
+    assert buffer.lease(1, held=[1], version=0).visits == []
 
 
 def test_goodbye_frees_leases_at_once(harness):
@@ -182,6 +246,36 @@ def test_staleness_is_counted_in_steps_from_the_oldest_version_of_a_response(har
     assert dict(zip(batch.policy_version, batch.staleness, strict=True)) == {0: 12, 1: 2}
 
 
+def test_staleness_counts_from_the_earliest_step_even_if_its_version_is_newer(harness, trajectory):
+    """As after a resume: version 1 was published by a trainer that had gone back to step 5."""
+    import numpy as np
+
+    buffer = harness(buffer={"recency_window": 20})
+    buffer.register(1)
+    buffer.announce(0, step=10)
+    buffer.announce(1, step=5)
+    runs = np.array([[0, 1], [1, 2]], np.int32)
+    buffer.put([trajectory(version_runs=runs), trajectory(tokens=[4], version_runs=np.array([[1, 1]], np.int32))], 0)
+    assert set(buffer.sample(12, 1, 2).message.staleness) == {7}
+
+
+def test_every_version_of_a_response_must_be_known(harness, trajectory):
+    import numpy as np
+
+    buffer = harness()
+    buffer.fill(1, 0)
+    with pytest.raises(Refused, match="policy version 999"):
+        buffer.put([trajectory(version_runs=np.array([[0, 1], [999, 2]], np.int32))], 0)
+
+
+def test_a_put_is_refused_whole_or_not_at_all(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    with pytest.raises(Refused, match="JSON cannot hold"):
+        buffer.put([trajectory(), trajectory(tokens=[9], metadata={"x": b"bytes"})], 0)
+    assert buffer.ask(wire.GetStatus()).message.trajectories == 0
+
+
 def test_max_staleness_limits_what_searchers_may_start(harness):
     buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 4, "publish_every": 1})
     buffer.register(20)
@@ -223,7 +317,7 @@ def test_the_memory_equals_one_rebuilt_from_the_file(harness, trajectory):
 
 def test_a_sender_of_another_run_is_refused(harness):
     buffer = harness()
-    buffer.run = type(buffer.run)(buffer.run.id, "f" * 32, "other")
+    buffer.run = dataclasses.replace(buffer.run, uuid="f" * 32)
     with pytest.raises(Refused, match="another one"):
         buffer.ask(wire.GetStatus())
 

@@ -195,6 +195,55 @@ def test_the_id_of_a_malformed_request_is_found_where_there_is_one():
     assert request_id_of(views([b"\xff"])) == 0
 
 
+@pytest.mark.parametrize("depth", [100, 900, 1000, 1020])
+def test_a_version_that_is_no_number_is_malformed_however_deep(depth):
+    nested: object = 1
+    for _ in range(depth):
+        nested = [nested]
+    with pytest.raises(WireError):
+        decode_request(views([msgpack.packb({"v": nested})]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sampling": {"temperature": float("inf"), "top_p": 1.0}}, "temperature"),
+        ({"sampling": {"temperature": "hot", "top_p": 1.0}}, "temperature"),
+        ({"reward": 1e308}, "reward"),
+        ({"stop_reason": "boredom"}, "stop_reason"),
+    ],
+)
+def test_rows_with_values_that_cannot_be_are_refused(trajectory, changes, sentence):
+    columns, _ = pack([trajectory(**changes)])
+    with pytest.raises(ValueError, match=sentence):
+        wire.Rows.model_validate(columns)
+
+
+def put_of(trajectory) -> list[memoryview]:
+    columns, frames = pack([trajectory])
+    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    return views(request(message, frames))
+
+
+def test_tokens_that_no_model_produces_are_refused(trajectory):
+    import numpy as np
+
+    with pytest.raises(WireError, match="negative token id"):
+        decode_request(put_of(trajectory(tokens=[-7])))
+    with pytest.raises(WireError, match="empty response_ids"):
+        decode_request(put_of(trajectory(tokens=[])))
+    with pytest.raises(WireError, match="empty prompt_ids"):
+        decode_request(put_of(trajectory(prompt_ids=np.zeros(0, np.int32))))
+    with pytest.raises(WireError, match="not finite"):
+        decode_request(put_of(trajectory(tokens=[1], logprobs=np.array([np.nan], np.float32))))
+    assert decode_request(put_of(trajectory(tokens=[], error="it failed")))
+
+
+def test_a_batch_that_could_not_be_sent_is_refused():
+    with pytest.raises(ValueError, match="at most 65536"):
+        wire.SampleBatch(step=0, prompts=1000, samples=1000, reference="r", wait_seconds=0.0)
+
+
 def test_deeply_nested_headers_are_malformed_and_not_a_crash():
     with pytest.raises(WireError):
         decode_request([memoryview(b"\x91" * 100_000)])

@@ -28,7 +28,7 @@ test: $(VENV)/installed-vllm
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	rm -rf $(BUILD)
+	rm -rf build
 	$(PIP) --no-deps --target $(BUILD) .
 	cd $(BUILD) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tba
 	cd $(BUILD) && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml

@@ -1,6 +1,7 @@
 """The `tba` command. Nothing heavy is imported before a command runs: `tba --help` answers at once."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import tba
-from tba.common.errors import EXIT_FAILED, TbaError
+from tba.common.errors import EXIT_FAILED, ConfigError, TbaError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tba.common.config_layers import Resolved
 
 app = typer.Typer(
@@ -31,6 +34,7 @@ ConfigFile = Annotated[
 Assignments = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 DEFAULT_FILE = Path("tba.toml")
+_PIPE_WIDTH = 1000
 
 
 def main() -> None:
@@ -39,7 +43,9 @@ def main() -> None:
         app(standalone_mode=True)
     except TbaError as error:
         if "TBA_DEBUG" in os.environ:
-            raise
+            import traceback
+
+            traceback.print_exc()
         mark = "\033[31merror:\033[0m" if sys.stderr.isatty() else "error:"
         print(f"{mark} {error}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
@@ -86,27 +92,28 @@ def search(
     index: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Generate and score responses until the run is finished."""
+    _not_both(cpu is not None, gpus is not None, "--cpu", "--gpus")
     resolved = _resolve(config, sets, {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu})
-    from tba.common.devices import CPU, choose_gpus, list_gpus
+    from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     if resolved.config.search.gpus == CPU:
         if (count := resolved.config.search.cpu_searchers) > 1:
             return _search_in_children(
                 resolved, _pass_on(config, sets), [["--cpu", "1", "--index", str(n)] for n in range(count)]
             )
-        return _search_here(resolved, CPU, index)
+        return _search_here(resolved, CPU, f"cpu{index}")
     chosen = choose_gpus(resolved.config.search.gpus, list_gpus())
     if len(chosen) > 1:
         return _search_in_children(resolved, _pass_on(config, sets), [["--gpus", gpu] for gpu in chosen])
-    os.environ["CUDA_VISIBLE_DEVICES"] = chosen[0]
-    return _search_here(resolved, "cuda", int(chosen[0]) if chosen[0].isdigit() else index)
+    pin(chosen[0])
+    return _search_here(resolved, "cuda", f"gpu{chosen[0]}" if chosen[0].isdigit() else chosen[0])
 
 
-def _search_here(resolved: "Resolved", device: str, index: int) -> None:
-    stop = _start_process(f"search-{index}")
+def _search_here(resolved: "Resolved", device: str, label: str) -> None:
+    stop = _start_process(f"search-{label}")
     from tba.searcher.run import search as run_searcher
 
-    run_searcher(resolved.config, device=device, index=index, stop=stop)
+    run_searcher(resolved.config, device=device, label=label, stop=stop)
 
 
 def _search_in_children(resolved: "Resolved", arguments: Sequence[str], flags: Sequence[Sequence[str]]) -> None:
@@ -127,12 +134,13 @@ def train(
     ] = False,
 ) -> None:
     """Train on what the buffer holds, and publish weights."""
+    _not_both(cpu, gpu is not None, "--cpu", "--gpu")
     resolved = _resolve(config, sets, {"train.gpu": "cpu" if cpu else gpu})
-    from tba.common.devices import CPU, choose_gpus, list_gpus
+    from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     device = CPU
     if resolved.config.train.gpu != CPU:
-        os.environ["CUDA_VISIBLE_DEVICES"] = choose_gpus(resolved.config.train.gpu, list_gpus())[0]
+        pin(choose_gpus(resolved.config.train.gpu, list_gpus())[0])
         device = "cuda"
     stop = _start_process("train")
     _need("torch", "train")
@@ -146,35 +154,43 @@ def train(
 
 @app.command()
 def run(
-    config: Annotated[Path, typer.Argument(help="TOML file of the run.")],
+    config: Annotated[Path | None, typer.Argument(help="TOML file; by default ./tba.toml if it is there.")] = None,
     sets: Assignments = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in run.dir.")] = False,
 ) -> None:
     """Run buffer, searchers and trainer on this machine, with one live display."""
     resolved = _resolve(config, sets)
     stop = _start_process("", level="WARNING")
-    from rich.console import Console
-
+    from tba.common.durable import exclusive_lock
     from tba.deploy.display import Display
     from tba.deploy.launcher import Launcher, check_start
 
     check_start(resolved.config, resume=resume)
-    console = Console()
-    launcher = Launcher(resolved.config, _pass_on(config, sets), resume=resume)
-    trained = launcher.run(stop, Display(console, steps=resolved.config.train.steps))
     directory = resolved.config.run.dir
-    if not trained:
-        console.print(f"stopped; go on with: tba run {config} --resume")
-    elif resolved.config.eval.at_end:
-        console.print("evaluating the kept snapshots on the held-out prompts")
-        rows = _evaluate(resolved, None, every=True)
-        from tba.deploy.picture import draw
+    with exclusive_lock(directory / "launcher.lock", f"{directory} is being run already by another `tba run`"):
+        console = _console()
+        launcher = Launcher(resolved.config, _pass_on(config, sets), resume=resume)
+        finished = launcher.run(stop, Display(console, steps=resolved.config.train.steps))
+        if not finished:
+            again = shlex.join(["tba", "run", *([str(config)] if config else []), *_assignments(sets), "--resume"])
+            console.print(f"stopped; go on with: {again}", soft_wrap=True, highlight=False)
+        elif resolved.config.eval.at_end:
+            _evaluate_at_end(resolved, _pass_on(config, sets), stop)
+        console.print(f"everything is in {directory}", soft_wrap=True)
 
-        picture = draw(directory, title=resolved.config.run.name)
-        first, last = rows[0], rows[-1]
-        console.print(f"held-out greedy accuracy: {first['accuracy']:.1%} before, {last['accuracy']:.1%} after")
-        console.print(f"picture: {picture}")
-    console.print(f"everything is in {directory}")
+
+def _evaluate_at_end(resolved: "Resolved", arguments: Sequence[str], stop: Callable[[], bool]) -> None:
+    from tba.deploy.launcher import evaluate_in_child
+    from tba.deploy.picture import EVALUATIONS_FILE, draw, read_json_lines
+
+    console, directory = _console(), resolved.config.run.dir
+    console.print("evaluating the kept snapshots on the held-out prompts")
+    if not evaluate_in_child(resolved.config, arguments, stop):
+        return
+    rows = read_json_lines(directory / EVALUATIONS_FILE)
+    picture = draw(directory, title=resolved.config.run.name)
+    console.print(f"held-out greedy accuracy: {rows[0]['accuracy']:.1%} before, {rows[-1]['accuracy']:.1%} after")
+    console.print(f"picture: {picture}", soft_wrap=True)
 
 
 @app.command("eval")
@@ -190,7 +206,7 @@ def evaluate(
 ) -> None:
     """Greedy accuracy on the held-out prompts."""
     resolved = _resolve(config, sets, {"search.gpus": "cpu" if cpu else None})
-    _start_process("eval", level="WARNING")
+    _start_process("eval", level="WARNING", drains=False)
     rows = _evaluate(resolved, snapshot, every=every)
     if as_json:
         _print_json(rows)
@@ -200,10 +216,10 @@ def evaluate(
 
 def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> list[dict[str, Any]]:
     """Evaluate, and append the results to the run's eval.jsonl."""
-    from tba.common.devices import CPU, choose_gpus, list_gpus
+    from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     if (device := resolved.config.search.gpus) != CPU:
-        os.environ["CUDA_VISIBLE_DEVICES"] = choose_gpus(device, list_gpus())[0]
+        pin(choose_gpus(device, list_gpus())[0])
         device = "cuda"
     _need("torch", "train")
     from dataclasses import asdict
@@ -235,8 +251,6 @@ def plot(config: ConfigFile = None, sets: Assignments = None) -> None:
 def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Who is connected, at which weights, and who waits for what."""
     resolved = _resolve(config, sets)
-    from rich.console import Console
-
     from tba.common.client import BufferClient
     from tba.common.wire import GetStatus, Status
     from tba.deploy.display import clients_table, explain
@@ -248,7 +262,7 @@ def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
         client.close()
     if as_json:
         return _print_json({**answer.model_dump(), "explanation": explain(answer)})
-    console = Console()
+    console = _console()
     console.print(f"run {answer.run_name}: {explain(answer)}", highlight=False)
     console.print(clients_table(answer))
     return None
@@ -264,7 +278,8 @@ def buffer_stats(config: ConfigFile = None, sets: Assignments = None, as_json: J
     if as_json:
         return _print_json(stats)
     for run_stats in stats:
-        _print_table(["", "value"], [{"": name, "value": value} for name, value in run_stats.items()])
+        rows = [{"": name.replace("_", " "), "value": value} for name, value in run_stats.items()]
+        _print_table(["", "value"], rows)
     return None
 
 
@@ -285,6 +300,8 @@ def config_show(config: ConfigFile = None, sets: Assignments = None, as_json: Js
 def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
     """Exit 0 if the configuration is valid, 78 with one sentence if it is not."""
     resolved = _resolve(config, sets)
+    if not resolved.config.model.path:
+        raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
     typer.echo(f"ok: run {resolved.config.run.name} in {resolved.config.run.dir}")
 
 
@@ -316,18 +333,29 @@ def _resolve(file: Path | None, sets: Sequence[str] | None, overrides: dict[str,
 
 def _pass_on(file: Path | None, sets: Sequence[str] | None) -> list[str]:
     """The options that make a child resolve the same configuration."""
-    options = ["--config", str(file)] if file else []
-    return options + [part for assignment in sets or [] for part in ("--set", assignment)]
+    return [*(["--config", str(file)] if file else []), *_assignments(sets)]
 
 
-def _start_process(role: str, *, level: str = "INFO") -> Callable[[], bool]:
-    """What every long-running command does first. Returns the stop signal."""
+def _assignments(sets: Sequence[str] | None) -> list[str]:
+    return [part for assignment in sets or [] for part in ("--set", assignment)]
+
+
+def _not_both(first: bool, second: bool, *names: str) -> None:
+    if first and second:
+        raise UsageError(f"{' and '.join(names)} exclude each other")
+
+
+def _start_process(role: str, *, level: str = "INFO", drains: bool = True) -> Callable[[], bool]:
+    """What every long-running command does first. Returns the stop signal.
+
+    A command that does not drain ends at the first signal, as programs do.
+    """
     from tba.common.log import configure
     from tba.common.process import StopSignal, die_with_parent
 
     die_with_parent()
     configure(role, level=level)
-    return StopSignal()
+    return StopSignal() if drains else lambda: False
 
 
 def _need(module: str, extra: str) -> None:
@@ -346,12 +374,20 @@ def _print_json(value: Any) -> None:
 
 
 def _print_table(headings: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*(f"{row[h]:.4g}" if isinstance(row[h], float) else str(row[h]) for h in headings))
-    Console().print(table)
+        table.add_row(*(Text(f"{row[h]:.4g}" if isinstance(row[h], float) else str(row[h])) for h in headings))
+    _console().print(table)
+
+
+def _console() -> "Console":
+    """Standard output; lines are not folded where they go into a pipe or a file."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)

@@ -29,6 +29,8 @@ from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS, slices, version_runs
 log = get_logger(__name__)
 
 _REPLACED_SECONDS = 3.0
+# A trainer sends heartbeats between micro-batches, at most about a second apart.
+_TRAINER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class BufferService:
 
     def _hello(self, message: wire.Hello, sender: str, _: list[memoryview]) -> Answer:
         client = self.clients[sender]
+        if client.role == "trainer":
+            self._refuse_second_trainer(sender)
         client.host = message.host
         self._sender_id(sender)
         self._store.describe_sender(sender, message.host, message.pid)
@@ -177,6 +181,17 @@ class BufferService:
         newest = self._newest.version + 1 if self._newest else 0
         recorded = self._store.recorded_steps(self._run)
         return Answer(wire.Welcome(run_name=self._run.name, next_version=newest, recorded_steps=recorded))
+
+    def _refuse_second_trainer(self, sender: str) -> None:
+        now = self._clock.monotonic()
+        for other, client in self.clients.items():
+            alive = client.activity != "gone" and now - client.seen_at < _TRAINER_SECONDS
+            if other != sender and client.role == "trainer" and client.host and alive:
+                raise Refused(
+                    "trainer_exists",
+                    f"a trainer on {client.host} is at work on run {self._run.name}: stop it, or give this run "
+                    "another run.name and buffer.address",
+                )
 
     def _notice_earlier_starts(self, sender: str) -> None:
         """An earlier start under this name is probably dead, so it gets little time to prove the contrary.
@@ -407,7 +422,7 @@ class BufferService:
             reward_parts=[json.loads(parts) for parts in rows["reward_parts"]],
             policy_version=rows["policy_version"],
             staleness=rows["staleness"],
-            sampling_temperature=rows["temperature"],
+            plain_sampling=[bool(plain) for plain in rows["plain_sampling"]],
             reference_logprobs=rows["reference_logprob"],
             **counts,
         )
@@ -449,6 +464,8 @@ class BufferService:
         self._put_times = [(at, rows) for at, rows in self._put_times if now - at < 10]
         return wire.Status(
             run_name=self._run.name,
+            step=self._steps_done,
+            finished=self._finished,
             uptime_seconds=now - self._started,
             epoch=self._leases.epoch,
             prompts=len(self._prompt_ids),
@@ -460,7 +477,11 @@ class BufferService:
             database_bytes=self._store.database_bytes(),
             rejected=dict(self.rejected),
             trainer_waits_for=self._trainer_waits_for,
-            clients=[self._client_status(sender, client, now) for sender, client in self.clients.items()],
+            clients=[
+                self._client_status(sender, client, now)
+                for sender, client in self.clients.items()
+                if not (client.replaced and now - client.seen_at > _REPLACED_SECONDS)
+            ],
         )
 
     def _client_status(self, sender: str, client: Client, now: float) -> wire.ClientStatus:

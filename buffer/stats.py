@@ -8,18 +8,18 @@ from tba.common.errors import StorageError, UsageError
 
 _QUERIES = {
     "trajectories": "SELECT COUNT(*) FROM trajectories WHERE run = ?",
-    "with an error": "SELECT COUNT(error) FROM trajectories WHERE run = ?",
-    "response tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectories WHERE run = ?",
-    "mean reward": "SELECT AVG(reward) FROM trajectories WHERE run = ? AND error IS NULL",
+    "with_error": "SELECT COUNT(error) FROM trajectories WHERE run = ?",
+    "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectories WHERE run = ?",
+    "mean_reward": "SELECT AVG(reward) FROM trajectories WHERE run = ? AND error IS NULL",
     "prompts": "SELECT COUNT(*) FROM prompts WHERE run = ?",
-    "prompt visits done": "SELECT COUNT(done_at) FROM visits WHERE run = ?",
-    "prompt visits open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",
+    "visits_done": "SELECT COUNT(done_at) FROM visits WHERE run = ?",
+    "visits_open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",
     "epoch": "SELECT COALESCE(MAX(epoch), 0) FROM visits WHERE run = ?",
-    "steps trained": "SELECT COUNT(trained_at) FROM batches WHERE run = ?",
-    "trajectories trained on": "SELECT COUNT(DISTINCT trajectory) FROM consumption WHERE run = ?",
-    "mean staleness": "SELECT AVG(staleness) FROM consumption WHERE run = ?",
-    "maximum staleness": "SELECT MAX(staleness) FROM consumption WHERE run = ?",
-    "snapshots announced": "SELECT COUNT(*) FROM snapshots WHERE run = ?",
+    "steps_trained": "SELECT COUNT(trained_at) FROM batches WHERE run = ?",
+    "trajectories_trained_on": "SELECT COUNT(DISTINCT trajectory) FROM consumption WHERE run = ?",
+    "mean_staleness": "SELECT AVG(staleness) FROM consumption WHERE run = ?",
+    "max_staleness": "SELECT MAX(staleness) FROM consumption WHERE run = ?",
+    "snapshots": "SELECT COUNT(*) FROM snapshots WHERE run = ?",
 }
 
 
@@ -43,4 +43,4 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
 
 def _run_stats(connection: sqlite3.Connection, path: Path, run: int, name: str) -> dict[str, Any]:
     numbers = {label: connection.execute(query, (run,)).fetchone()[0] for label, query in _QUERIES.items()}
-    return {"run": name, **numbers, "file MiB": path.stat().st_size / 2**20}
+    return {"run": name, **numbers, "file_mib": path.stat().st_size / 2**20}

@@ -59,12 +59,12 @@ _BATCH_COLUMNS = (
     "reward_parts",
     "policy_version",
     "staleness",
-    "temperature",
+    "plain_sampling",
     "reference_logprob",
 )
 _SELECT_BATCH = """
 SELECT t.id, p.key, t.reward, t.reward_parts, t.policy_version, c.staleness,
-       json_extract(t.sampling, '$.temperature'), r.logprob
+       json_extract(t.sampling, '$.temperature') = 1 AND json_extract(t.sampling, '$.top_p') = 1, r.logprob
 FROM consumption c
 JOIN trajectories t ON t.id = c.trajectory
 JOIN prompts p ON p.id = t.prompt

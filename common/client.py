@@ -25,6 +25,8 @@ log = get_logger(__name__)
 TRANSIENT = frozenset({"storage"})
 _RESEND_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+_CONNECT_POLL_SECONDS = 0.05
+_WARN_SECONDS = 15.0
 M = TypeVar("M", bound=Message)
 
 
@@ -73,9 +75,8 @@ class BufferClient:
 
     def poll(self, timeout_seconds: float) -> list[Reply]:
         """The replies that have arrived; waits for the first one at most the timeout. Resends what is due."""
-        self._send_due()
         replies = []
-        frames = self._channel.receive(timeout_seconds)
+        frames = self._first_reply(timeout_seconds)
         while frames is not None:
             if (reply := self._accept(frames)) is not None:
                 replies.append(reply)
@@ -106,18 +107,45 @@ class BufferClient:
                 why = self.trouble or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
                 raise BufferUnavailable(f"the buffer at {self.address}: {why}")
 
+    def ask(self, message: Message, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]:
+        """Send until it is answered, however long the buffer is away; says so now and then.
+
+        Raises BufferUnavailable only when `stop()`, Refused if the buffer says no.
+        """
+        while True:
+            try:
+                return self.call(message, expect, deadline_seconds=_WARN_SECONDS, stop=stop)
+            except BufferUnavailable as error:
+                if stop():
+                    raise
+                log.warning("waiting for the buffer", request=message.TYPE, reason=str(error))
+
     def close(self) -> None:
         """Close the connection. What was posted and not answered is the caller's to keep."""
         self._channel.close()
 
-    def _send_due(self) -> None:
+    def _first_reply(self, timeout_seconds: float) -> list[memoryview] | None:
+        """Wait for a reply; while a request could not be sent, look often whether the buffer is there."""
+        deadline = self._clock.monotonic() + timeout_seconds
+        while True:
+            all_sent = self._send_due()
+            remaining = deadline - self._clock.monotonic()
+            frames = self._channel.receive(remaining if all_sent else min(remaining, _CONNECT_POLL_SECONDS))
+            if frames is not None or remaining <= 0:
+                return frames
+            if all_sent:
+                return None
+
+    def _send_due(self) -> bool:
+        """Send what was never sent or waits for too long. False if there is no connection to send on."""
         now = self._clock.monotonic()
         for pending in self._pending.values():
             if pending.sent_at is not None and now - pending.sent_at < pending.patience:
                 continue
             if not self._channel.send(pending.frames):
-                return
+                return False
             pending.sent_at = now
+        return True
 
     def _accept(self, frames: list[memoryview]) -> Reply | None:
         try:

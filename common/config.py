@@ -13,13 +13,18 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+_ONE_GPU = r"^(cpu|\d+|GPU-\S+|MIG-\S+)$"
+_GPU_LIST = r"^(cpu|all|((\d+(-\d+)?|GPU-[^,\s]+|MIG-[^,\s]+)(,|$))+)$"
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Base of the sections: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
 
 
 class RunSection(Section):
@@ -60,14 +65,14 @@ class TaskSection(Section):
 class BufferSection(Section):
     """The replay buffer: where it listens, how durable it is, how it samples."""
 
-    address: str = "tcp://127.0.0.1:5757"
+    address: Annotated[str, Field(pattern=r"^(tcp://\S+:(\d+|\*)|ipc://\S+)$")] = "tcp://127.0.0.1:5757"
     """ZeroMQ endpoint: the buffer binds it and everybody dials it (tcp://HOST:PORT or ipc://PATH)."""
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
     """What an acknowledged write survives: a power cut (synchronous=FULL) or the death of the process."""
     lease_seconds: PositiveFloat = 120.0
-    """A searcher that is silent for so long loses its prompts to others."""
+    """A searcher that is silent for so long, in seconds, loses its prompts to others."""
     recency_fraction: Fraction = 0.95
     """m: the probability that a group comes from the most recent data, else it is chosen by reward."""
     recency_window: NonNegative = 3
@@ -89,7 +94,7 @@ class SearchSection(Section):
 
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
-    gpus: str = "all"
+    gpus: Annotated[str, Field(pattern=_GPU_LIST)] = "all"
     """GPUs, one searcher each: `0-6`, `0,2,4`, `all`, or `cpu`."""
     cpu_searchers: Positive = 1
     """Number of searchers when gpus is `cpu`."""
@@ -114,14 +119,12 @@ class SearchSection(Section):
     """vLLM on a CPU: size of the KV cache in GiB."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
-    max_unacknowledged: Positive = 64
-    """Groups held in memory while the buffer is away; generation pauses at this number."""
 
 
 class TrainSection(Section):
     """The optimiser, the objective, and when to publish and save."""
 
-    gpu: str = "0"
+    gpu: Annotated[str, Field(pattern=_ONE_GPU)] = "0"
     """The trainer's GPU, or `cpu`."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""
@@ -141,7 +144,7 @@ class TrainSection(Section):
     """wsd: steps of decay at the end."""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW weight decay."""
-    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.99)
     """AdamW moment decays."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
@@ -170,8 +173,6 @@ class TrainSection(Section):
 class EvalSection(Section):
     """Held-out evaluation, greedy."""
 
-    batch: Positive = 256
-    """Prompts generated at the same time."""
     at_end: bool = False
     """`tba run` evaluates the kept snapshots when training is done, and draws the picture."""
 

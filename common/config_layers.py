@@ -16,9 +16,10 @@ from pydantic.fields import FieldInfo
 
 from tba.common.config import Config, Section
 from tba.common.errors import ConfigError
+from tba.common.process import PARENT_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
-_NOT_CONFIG = {"TBA_TEST_DATA"}
+_OTHER_VARIABLES = {"TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", PARENT_VARIABLE}
 DEFAULT_ORIGIN = "default"
 
 
@@ -104,8 +105,14 @@ def _file_layer(file: Path) -> dict[str, _Value]:
 def _environment_layer(environment: Mapping[str, str]) -> dict[str, _Value]:
     values = {}
     for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_CONFIG or "__" not in variable:
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
             continue
+        if "__" not in variable:
+            section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).partition("_")
+            raise ConfigError(
+                f"environment variable {variable} sets nothing: write TBA_SECTION__KEY with two underscores, such as "
+                f"TBA_{section}__{name}"
+            )
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)
         values[key] = _Value(_parse(text), variable)
     return values

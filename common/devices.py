@@ -1,5 +1,6 @@
 """Which GPUs there are and which of them are meant, without loading torch."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,12 +12,20 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def list_gpus() -> list[str]:
-    """Indices of the GPUs that the NVIDIA driver shows, as text; [] where there is no driver."""
+    """The GPUs that this process may use, by index or UUID; [] where there is no driver.
+
+    A `CUDA_VISIBLE_DEVICES` that is set already, by a container or a scheduler, is the limit.
+    """
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return visible.split(",")
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
     command = [tool, "--query-gpu=index", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        raise UsageError("nvidia-smi does not answer within 30 s: the driver or a GPU hangs") from None
     return result.stdout.split() if result.returncode == 0 else []
 
 
@@ -26,7 +35,9 @@ def choose_gpus(wanted: str, present: list[str]) -> list[str]:
     Raises UsageError if the list is malformed or names a GPU that is not there.
     """
     if not present:
-        raise UsageError(f"GPU {wanted} was asked for and this machine shows no GPU: use --cpu, or set gpus to cpu")
+        raise UsageError(
+            f"GPU {wanted} was asked for and this machine shows no GPU: use --cpu (search.gpus, train.gpu)"
+        )
     if wanted == "all":
         return present
     chosen = [gpu for part in wanted.split(",") for gpu in _expand(part.strip(), wanted)]
@@ -46,3 +57,9 @@ def _expand(part: str, whole: str) -> list[str]:
     elif part.isdigit() or part.startswith(("GPU-", "MIG-")):
         return [part]
     raise UsageError(f"{whole!r} is no list of GPUs: write 0-6, 0,2,4, a UUID, all, or cpu")
+
+
+def pin(gpu: str) -> None:
+    """Let this process see one GPU only, by the numbers that nvidia-smi shows. Before torch is imported."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -43,7 +43,7 @@ class MissingExtra(ConfigError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed: run `pip install 'tba[{extra}]'` (docs/install.md)")
+        super().__init__(f"{module} is not installed: install tba with the extra {extra}, see docs/install.md")
 
 
 class UsageError(TbaError):
@@ -84,7 +84,7 @@ class Refused(BufferFault):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        if code in ("wrong_run", "other_prompts", "too_few_prompts"):
+        if code in ("wrong_run", "other_prompts", "too_few_prompts", "trainer_exists"):
             self.exit_code = EXIT_CONFIG
 
 

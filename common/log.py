@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
 
@@ -43,13 +43,24 @@ def get_logger(name: str) -> FieldLogger:
 
 def configure(role: str, *, level: str = "INFO") -> None:
     """Send the logs of this process to standard error, in the form that suits who reads it."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     json_wanted = "JOURNAL_STREAM" in os.environ or os.environ.get("TBA_LOG") == "json"
     handler.setFormatter(JsonFormatter(role) if json_wanted else TextFormatter(role, colour=sys.stderr.isatty()))
     root = logging.getLogger("tba")
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error at the time: a live display puts its own there while it is shown."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
 
 
 class TextFormatter(logging.Formatter):

@@ -152,8 +152,12 @@ def collect(directory: Path, *, keep_last: int, keep_every: int) -> list[Path]:
             continue
         if keep_every and step % keep_every == 0:
             continue
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path)
+        try:
+            (path / MANIFEST).unlink()
+            shutil.rmtree(path)
+        except OSError as error:  # a network file system keeps what a searcher has open
+            log.warning("snapshot not deleted", path=path, reason=str(error))
+            continue
         deleted.append(path)
     return deleted
 

@@ -297,7 +297,7 @@ class Batch(ArrayCounts):
     reward_parts: list[dict[str, float]]
     policy_version: list[Id]
     staleness: list[int]
-    sampling_temperature: list[float | None]
+    plain_sampling: list[bool]  # sampled at temperature 1 and top_p 1, as the trainer computes
     reference_logprobs: list[float | None]
 
 
@@ -334,6 +334,8 @@ class Status(Message):
 
     TYPE = "status"
     run_name: Name
+    step: Id  # optimiser steps reported
+    finished: bool
     uptime_seconds: Seconds
     epoch: Id
     prompts: Id

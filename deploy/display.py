@@ -36,10 +36,13 @@ class Display:
         if self._live:
             self._live.stop()
 
-    def show(self, status: Status) -> None:
-        """Replace what is shown."""
-        trainer = client_of(status, "trainer")
-        step = int(trainer.metrics.get("step", 0)) if trainer else 0
+    def say(self, sentence: str) -> None:
+        """A line for people, above or after what is shown."""
+        self._console.print(sentence, highlight=False)
+
+    def show(self, status: Status, *, last: bool = False) -> None:
+        """Replace what is shown; on a pipe, print a line now and then, and the `last` one in any case."""
+        step = status.step
         remaining = self._eta.remaining(step, time.monotonic())
         if self._live:
             self._live.update(
@@ -50,7 +53,7 @@ class Display:
                     clients_table(status),
                 )
             )
-        elif time.monotonic() - self._line_at >= _LINE_SECONDS:
+        elif last or time.monotonic() - self._line_at >= _LINE_SECONDS:
             self._line_at = time.monotonic()
             self._console.print(summary_line(status, self._steps, remaining), highlight=False, soft_wrap=True)
 
@@ -81,13 +84,18 @@ def client_of(status: Status, role: str) -> ClientStatus | None:
 def explain(status: Status) -> str:
     """One sentence: who waits for what."""
     trainer = client_of(status, "trainer")
+    if status.finished:
+        return f"finished after {status.step} steps"
     if trainer is None:
         return "no trainer has connected"
+    if trainer.activity == "gone":
+        return f"the trainer left after step {status.step}"
     if status.trainer_waits_for:
         waiting = [f"{c.sender}: {c.reason}" for c in searchers(status) if c.activity == "waiting"]
-        return f"the trainer waits for data ({status.trainer_waits_for}); " + (
-            "; ".join(waiting) if waiting else f"{len(searchers(status))} searchers are at work"
+        at_work = (
+            f"{len(searchers(status))} searchers are connected" if searchers(status) else "no searcher is connected"
         )
+        return f"the trainer waits for data ({status.trainer_waits_for}); {'; '.join(waiting) or at_work}"
     if trainer.silent_seconds > 30:
         return f"the trainer is silent for {trainer.silent_seconds:.0f} s"
     return f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
@@ -103,10 +111,10 @@ def summary_line(status: Status, steps: int, remaining: float | None) -> str:
     trainer = client_of(status, "trainer")
     metrics = trainer.metrics if trainer else {}
     versions = ",".join(_version(client) for client in searchers(status)) or "none"
-    parts = [f"step {int(metrics.get('step', 0))}/{steps}"]
+    parts = [f"step {status.step}/{steps}"]
     parts += [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
     parts += [f"{status.puts_per_second:.0f} trajectories/s", f"searchers at {versions}", f"left {duration(remaining)}"]
-    return "  ".join(parts) if metrics.get("step") else f"{parts[0]}  {explain(status)}"
+    return "  ".join(parts) if status.step and not status.trainer_waits_for else f"{parts[0]}  {explain(status)}"
 
 
 _SHOWN = (("loss", "loss"), ("reward", "reward"), ("staleness", "staleness"))
@@ -142,6 +150,7 @@ def _numbers(status: Status) -> Text:
         f"{status.trajectories:,} in the buffer",
         f"{status.database_bytes / 2**20:.1f} MiB",
         f"epoch {status.epoch}",
+        *([f"{status.errors:,} with an error"] if status.errors else []),
     ]
     return Text("   ".join(parts))
 

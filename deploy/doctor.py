@@ -26,6 +26,7 @@ def examine(config: Config) -> list[Finding]:
         ("disk", _disk),
         ("buffer address", _address),
         ("model", _model),
+        ("task data", _task_data),
     ]
     findings = []
     for name, check in checks:
@@ -43,7 +44,7 @@ def _packages(_: Config) -> tuple[str, str]:
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     if all(found.values()):
         return "ok", detail
-    return "warn", f"{detail}: a trainer or searcher needs `pip install 'tba[train]'`, a buffer does not"
+    return "warn", f"{detail}: a trainer or searcher needs the extra train (docs/install.md), a buffer does not"
 
 
 def _engine(config: Config) -> tuple[str, str]:
@@ -74,11 +75,14 @@ def _disk(config: Config) -> tuple[str, str]:
 def _address(config: Config) -> tuple[str, str]:
     address = config.buffer.address
     parts = urlsplit(address)
-    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+    if parts.scheme != "tcp" or parts.hostname in (None, "*") or not (parts.netloc.rpartition(":")[2]).isdigit():
         return "ok", f"{address} (not probed)"
     with socket.socket() as probe:
         probe.settimeout(2)
-        taken = probe.connect_ex((parts.hostname, parts.port)) == 0
+        try:
+            taken = probe.connect_ex((str(parts.hostname), int(parts.netloc.rpartition(":")[2]))) == 0
+        except OSError as error:
+            return "fail", f"{address}: {error}"
     return "ok", f"{address}: {'something listens there' if taken else 'nothing listens there'}"
 
 
@@ -90,6 +94,13 @@ def _model(config: Config) -> tuple[str, str]:
         complete = (Path(path) / "config.json").exists()
         return ("ok", path) if complete else ("fail", f"{path} has no config.json: not a Hugging Face model directory")
     return "warn", f"{path} is no directory here: it will be taken from the hub"
+
+
+def _task_data(config: Config) -> tuple[str, str]:
+    for path in (config.task.train, config.task.test):
+        if path.endswith((".json", ".jsonl")) and not Path(path).is_file():
+            return "fail", f"{path} does not exist"
+    return "ok", config.task.train or config.task.name
 
 
 def _version(package: str) -> str | None:

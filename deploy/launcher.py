@@ -7,10 +7,19 @@ from collections.abc import Callable, Sequence
 from tba.common.client import BufferClient
 from tba.common.config import Config
 from tba.common.devices import CPU, choose_gpus, list_gpus
-from tba.common.errors import EXIT_CONFIG, EXIT_USAGE, BufferUnavailable, Refused, TbaError, UsageError
+from tba.common.errors import (
+    EXIT_CONFIG,
+    EXIT_USAGE,
+    BufferUnavailable,
+    ConfigError,
+    Refused,
+    TbaError,
+    UsageError,
+)
 from tba.common.log import get_logger
 from tba.common.wire import GetStatus, Status
 from tba.deploy.display import Display
+from tba.deploy.picture import METRICS_FILE
 from tba.deploy.supervisor import Child, Supervisor
 
 log = get_logger(__name__)
@@ -24,13 +33,13 @@ class Launcher:
 
     def __init__(self, config: Config, arguments: Sequence[str], *, resume: bool) -> None:
         self._config = config
-        self._buffer = self._child("buffer", ["buffer", "serve", *arguments])
-        self._searchers = [self._child(name, ["search", *arguments, *flags]) for name, flags in searcher_flags(config)]
-        self._trainer = self._child(
-            "trainer",
-            ["train", *arguments, *(["--resume"] if resume else [])],
-            after_first=[] if resume else ["--resume"],
-        )
+        self._buffer = self._child("buffer", "buffer", ["buffer", "serve", *arguments])
+        self._searchers = [
+            self._child(name, "search", ["search", *arguments, *flags], always=True)
+            for name, flags in searcher_flags(config)
+        ]
+        first, later = (["--resume"], []) if resume else ([], ["--resume"])
+        self._trainer = self._child("trainer", "trainer", ["train", *arguments, *first], after_first=later)
         self._supervisor = Supervisor(
             [self._buffer, *self._searchers, self._trainer],
             max_restarts=config.launch.max_restarts,
@@ -38,19 +47,33 @@ class Launcher:
         )
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
-        """Run until the trainer is done (True) or `stop()` (False). No child outlives this call.
+        """Run until the trainer has made its last step (True) or `stop()` (False). No child outlives this call.
 
-        Raises TbaError with the end of the child's log if one fails for good.
+        Raises ConfigError if somebody else serves the address, TbaError with the end of its log if a child
+        fails for good.
         """
         client = BufferClient(self._config.buffer.address, role="monitor", name="launcher")
         try:
+            self._refuse_foreign_buffer(client)
             with display:
                 self._watch(client, stop, display)
-            _raise_if_failed(self._supervisor)
-            return self._trainer.exit_code == 0
+                _raise_if_failed(self._supervisor)
+                if (status := ask_status(client)) is not None:
+                    display.show(status, last=True)
+                if stop():
+                    display.say("stopping: the trainer saves a checkpoint")
+            return status is not None and status.finished and not stop()
         finally:
             self._end()
             client.close()
+
+    def _refuse_foreign_buffer(self, client: BufferClient) -> None:
+        """Our searchers would join it and put their trajectories into somebody else's run."""
+        if (status := ask_status(client, deadline_seconds=0.5)) is not None:
+            raise ConfigError(
+                f"buffer.address {self._config.buffer.address} is in use: a buffer serves run {status.run_name} there; "
+                "stop it or choose another port"
+            )
 
     def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
         asked_at = 0.0
@@ -70,9 +93,26 @@ class Launcher:
         for children in ([self._trainer], self._searchers, [self._buffer]):
             self._supervisor.stop(children, drain_seconds=drain)
 
-    def _child(self, name: str, arguments: Sequence[str], after_first: Sequence[str] = ()) -> Child:
+    def _child(
+        self, name: str, kind: str, arguments: Sequence[str], *, after_first: Sequence[str] = (), always: bool = False
+    ) -> Child:
         log_file = self._config.run.dir / "logs" / f"{name}.log"
-        return Child(name, arguments, log_file, after_first, environment=_threads(self._config))
+        return Child(name, kind, arguments, log_file, after_first, always, environment=_threads(self._config))
+
+
+def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> bool:
+    """`tba eval --all` as a child, its output in a log. False if stopped; raises TbaError if it fails."""
+    log_file = config.run.dir / "logs" / "eval.log"
+    child = Child("eval", "eval", ["eval", "--all", *arguments], log_file, environment=_threads(config))
+    supervisor = Supervisor([child], max_restarts=0, restart_delay=0.0)
+    try:
+        while not (stop() or child.ended):
+            supervisor.tend()
+            time.sleep(_TEND_SECONDS)
+    finally:
+        supervisor.stop([child], drain_seconds=1.0)
+    _raise_if_failed(supervisor)
+    return not stop()
 
 
 def run_searchers(config: Config, commands: Sequence[Sequence[str]], stop: Callable[[], bool]) -> None:
@@ -81,7 +121,8 @@ def run_searchers(config: Config, commands: Sequence[Sequence[str]], stop: Calla
     Raises TbaError if one fails for good.
     """
     children = [
-        Child(f"search-{n}", command, log_file=None, environment=_threads(config)) for n, command in enumerate(commands)
+        Child(f"search-{n}", "search", command, log_file=None, environment=_threads(config))
+        for n, command in enumerate(commands)
     ]
     supervisor = Supervisor(
         children, max_restarts=config.launch.max_restarts, restart_delay=config.launch.restart_delay_seconds
@@ -96,14 +137,17 @@ def run_searchers(config: Config, commands: Sequence[Sequence[str]], stop: Calla
 
 
 def check_start(config: Config, *, resume: bool) -> None:
-    """Refuse what would fail later. Raises UsageError if a new run would overwrite an old one."""
+    """Refuse what would fail later. Raises UsageError if a new run would overwrite an old one, or none is there."""
     searcher_flags(config)  # names missing GPUs
     if config.train.gpu != CPU:
         choose_gpus(config.train.gpu, list_gpus())
-    if not resume and config.database.exists():
+    metrics = config.run.dir / METRICS_FILE  # made by the trainer: an attempt that failed before is no run
+    if not resume and metrics.exists() and metrics.stat().st_size:
         raise UsageError(
             f"{config.run.dir} holds a run already: add --resume to go on with it, or choose another run.dir"
         )
+    if resume and not config.database.exists():
+        raise UsageError(f"{config.run.dir} holds no run to resume: leave --resume away, or name its run.dir")
 
 
 def searcher_flags(config: Config) -> list[tuple[str, list[str]]]:

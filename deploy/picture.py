@@ -14,14 +14,15 @@ PICTURE_FILE = "run.png"
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file, [] if there is none."""
+    """The rows of a JSON-lines file, [] if there is none; a last line that is being written is left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
 
 
 def record_evaluations(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Add evaluations to a run's file; a newer one of the same version replaces the older."""
+    directory.mkdir(parents=True, exist_ok=True)
     merged = {row["version"]: row for row in (*read_json_lines(directory / EVALUATIONS_FILE), *rows)}
     lines = [json.dumps(merged[version]) for version in sorted(merged)]
     write_text(directory / EVALUATIONS_FILE, "\n".join(lines) + "\n")

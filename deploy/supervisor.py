@@ -1,6 +1,6 @@
 """Child processes: started, watched, restarted after a failure, and never left behind.
 
-    waiting ──► running ──► done          (exit code 0)
+    waiting ──► running ──► done          (exit code 0, unless it is to run always)
        ▲           │
        └── backoff ┴──► failed            (78 or 2: restarting cannot help; or too many restarts)
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from tba.common.errors import EXIT_CONFIG, EXIT_USAGE
+from tba.common.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
 from tba.common.log import get_logger
 from tba.common.process import PARENT_VARIABLE
 
@@ -28,6 +28,7 @@ log = get_logger(__name__)
 
 _HOPELESS = (EXIT_CONFIG, EXIT_USAGE)
 _POLL_SECONDS = 0.1
+_HEALTHY_SECONDS = 600.0
 _TAIL_LINES = 15
 
 
@@ -39,12 +40,16 @@ class Child:
     """
 
     name: str
+    kind: str  # children of one kind can stand in for each other
     arguments: Sequence[str]
     log_file: Path | None
     after_first: Sequence[str] = ()
+    always: bool = False  # also start it again when it ended with exit code 0
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
+    failures: int = 0  # in a row; forgotten when it has run well for a while
+    started_at: float = 0.0  # monotonic
     start_at: float = 0.0  # monotonic; when a restart is due
     exit_code: int | None = None  # of the last end; None while it runs or waits for a restart
 
@@ -84,8 +89,12 @@ class Supervisor:
                 self._start(child)
 
     def failed(self) -> Child | None:
-        """A child that ended badly and will not be started again."""
-        return next((child for child in self.children if child.exit_code), None)
+        """A child whose end is the end of all: it ended badly for good, and no other does its work."""
+        for child in self.children:
+            peers = [other for other in self.children if other.kind == child.kind]
+            if child.exit_code in _HOPELESS or (child.exit_code and all(other.exit_code for other in peers)):
+                return child
+        return None
 
     def stop(self, children: Sequence[Child], *, drain_seconds: float) -> None:
         """SIGTERM, time to drain, then SIGKILL to the whole process group."""
@@ -117,6 +126,7 @@ class Supervisor:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
         child.starts += 1
+        child.started_at = time.monotonic()
         log.info("child started", child=child.name, pid=child.process.pid, start=child.starts)
 
     def _notice_end(self, child: Child) -> None:
@@ -126,20 +136,27 @@ class Supervisor:
             return
         _signal_group(child, signal.SIGKILL)  # grandchildren, such as the workers of an engine
         child.process = None
-        if code == 0 or code in _HOPELESS or child.starts > self._max_restarts:
+        if time.monotonic() - child.started_at > _HEALTHY_SECONDS:
+            child.failures = 0
+        child.failures += code != 0
+        hopeless = code in _HOPELESS or child.failures > self._max_restarts
+        if hopeless or (code == 0 and not child.always):
             child.exit_code = code
             log.info("child ended", child=child.name, exit_code=code)
             return
-        delay = self._restart_delay * 2 ** (child.starts - 1)
+        delay = self._restart_delay * 2 ** max(child.failures - 1, 0)
         child.start_at = time.monotonic() + delay
-        log.warning("child failed", child=child.name, exit_code=code, restart_in_seconds=delay)
+        log.warning("child ended, and starts again", child=child.name, exit_code=code, in_seconds=delay)
 
 
 def _output_of(child: Child) -> contextlib.AbstractContextManager[IO[bytes] | None]:
     if child.log_file is None:
         return contextlib.nullcontext()
-    child.log_file.parent.mkdir(parents=True, exist_ok=True)
-    return child.log_file.open("ab")
+    try:
+        child.log_file.parent.mkdir(parents=True, exist_ok=True)
+        return child.log_file.open("ab")
+    except OSError as error:
+        raise ConfigError(f"run.dir: {child.log_file} cannot be written: {error.strerror}") from error
 
 
 def _running(child: Child) -> bool:

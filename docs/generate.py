@@ -26,8 +26,12 @@ def configuration() -> str:
             section = key.split(".")[0]
             about = type(getattr(default, section)).__doc__
             lines += ["", f"## [{section}]", "", str(about), "", "| key | default | meaning |", "|---|---|---|"]
-        lines.append(f"| `{key.split('.')[1]}` | `{value_of(default, key)}` | {field.description} |")
+        lines.append(f"| `{key.split('.')[1]}` | `{value_of(default, key)}` | {_cell(field.description)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
 
 
 def command_line() -> str:

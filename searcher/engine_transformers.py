@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, SnapshotError
 from tba.common.model_files import eos_ids, model_directory, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
@@ -58,9 +59,12 @@ class TransformersEngine:
         transformers_logging.disable_progress_bar()
         directory = model_directory(model)
         try:
-            self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path {model!r} cannot be loaded: {error}") from error
+            self._model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=getattr(torch, dtype), use_safetensors=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"the model in {directory} cannot be loaded: {reason}") from error
         self._model.to(device).eval().requires_grad_(False)
         self._device = device
         self._limit = max_in_flight
@@ -71,6 +75,11 @@ class TransformersEngine:
         self._vocabulary = int(self._model.config.vocab_size)
         self._tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
         self._shapes = tensor_shapes(weight_files(directory), tied=self._tied)
+        if other := sorted(self._shapes.keys() - self._model.state_dict().keys()):
+            raise ConfigError(
+                f"the files in {directory} name tensors otherwise than transformers holds them ({other[0]!r} for one): "
+                'this engine cannot reload such models, use search.engine = "vllm"'
+            )
         self._version = 0
         self._queue: deque[_Row] = deque()
         self._waves: list[_Wave] = []
@@ -256,7 +265,10 @@ def _copy(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> 
 def _read(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in snapshot.weight_files:
-        tensors |= load_file(path)
+        try:
+            tensors |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise SnapshotError(f"{path} cannot be read: {error}") from error
     return tensors
 
 

@@ -362,6 +362,7 @@ def _start_vllm(**settings: Any) -> Any:
         async_scheduling=False,
         worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         **settings,
     )
     try:

@@ -8,7 +8,8 @@ import numpy as np
 
 from tba.common.config import Config
 from tba.common.durable import sha256_of
-from tba.common.errors import TaskError
+from tba.common.errors import EngineError, TaskError
+from tba.common.log import get_logger
 from tba.common.snapshot import MANIFEST, Snapshot, read, verify
 from tba.common.trajectory import STOP_EOS
 from tba.common.wire import WeightsRef
@@ -17,6 +18,8 @@ from tba.searcher.groups import Tokenizer
 from tba.searcher.run import load_tokenizer, make_engine
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import CORRECT, Prompt, Task
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,20 @@ class Evaluator:
         """Load a snapshot and answer every held-out prompt greedily."""
         self._engine.load_weights(snapshot)
         prompts = self._task.held_out()
-        rewards = [self._score(prompts[generation.id], generation) for generation in self._generate(prompts)]
-        accuracy, reward = np.mean(rewards, axis=0)
+        rewards = np.zeros((len(prompts), 2))
+        for generation in self._generate(prompts):
+            rewards[generation.id] = self._score(prompts[generation.id], generation)
+        accuracy, reward = rewards.mean(axis=0)
         manifest = snapshot.manifest
         return Evaluation(manifest.version, manifest.step, float(accuracy), float(reward), len(prompts))
 
     def _generate(self, prompts: Sequence[Prompt]) -> Iterator[Generation]:
         for id_, prompt in enumerate(prompts):
             ids = np.asarray(self._tokenizer.encode(prompt.text), np.int32)
-            self._engine.submit(GenerationRequest(id_, ids, self._greedy))
+            try:
+                self._engine.submit(GenerationRequest(id_, ids, self._greedy))
+            except EngineError as error:  # it counts as answered wrongly
+                log.warning("prompt not evaluated", prompt=prompt.key, reason=str(error))
         while self._engine.in_flight:
             yield from self._engine.step()
 

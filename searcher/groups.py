@@ -3,6 +3,7 @@
 lease ──► S requests in the engine ──► responses come back, each scored ──► complete ──► put ──► acknowledged
 """
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from tba.searcher.tasks.task import Prompt, Reward, Task
 
 log = get_logger(__name__)
 
+# Prompts that do not fit are rows with an error; when nothing else comes, something is wrong with the settings.
+_FAILURES_IN_A_ROW = 1_000
+_ERROR_CHARACTERS = 2_000
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
@@ -62,6 +66,7 @@ class GroupBuilder:
         self.trajectories = 0
         self.tokens = 0
         self.errors = 0
+        self._failures_in_a_row = 0
 
     def start(self, visit: Visit) -> Group | None:
         """Submit the requests of a visit. Returns its group if nothing of it can be generated."""
@@ -89,10 +94,10 @@ class GroupBuilder:
         self._requests[request.id] = group
 
     def _trajectory(self, group: Group, generation: Generation) -> Trajectory:
-        text = self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True)
-        reward, error = self._score(group.prompt, text, generation.stop_reason == STOP_EOS)
+        text, reward, error = self._score(group.prompt, generation)
         self.trajectories += 1
         self.tokens += len(generation.response_ids)
+        self._failures_in_a_row = 0
         return Trajectory(
             **self._common(group),
             response_ids=generation.response_ids,
@@ -106,17 +111,23 @@ class GroupBuilder:
             error=error,
         )
 
-    def _score(self, prompt: Prompt, text: str, finished: bool) -> tuple[Reward, str | None]:
-        """A scorer that raises makes a row with its error; it never ends the searcher."""
+    def _score(self, prompt: Prompt, generation: Generation) -> tuple[str | None, Reward, str | None]:
+        """(text, reward, error). A scorer that raises, or gives no numbers, makes a row with its error."""
+        text = None
         try:
-            return self._task.score(prompt, text, finished), None
-        except Exception as error:
+            text = _storable(self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
+            reward = self._task.score(prompt, text, generation.stop_reason == STOP_EOS)
+            return text, _checked(reward), None
+        except (Exception, SystemExit) as error:  # a verifier may call sys.exit
             self.errors += 1
             log.exception("reward failed", task=self._task.name, prompt=prompt.key)
-            return Reward(0.0, {}), f"reward: {type(error).__name__}: {error}"
+            return text, Reward(0.0, {}), _storable(f"reward: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
     def _failed(self, group: Group, error: str) -> Trajectory:
         self.errors += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= _FAILURES_IN_A_ROW:
+            raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {error}")
         log.warning("rollout failed", prompt=group.prompt.key, reason=error)
         return Trajectory(
             **self._common(group),
@@ -127,7 +138,7 @@ class GroupBuilder:
             reward_parts={},
             stop_reason=STOP_ERROR,
             generation_seconds=0.0,
-            error=error,
+            error=error[:_ERROR_CHARACTERS],
         )
 
     def _common(self, group: Group) -> dict[str, Any]:
@@ -138,3 +149,16 @@ class GroupBuilder:
             "sampling": {"temperature": self._sampling.temperature, "top_p": self._sampling.top_p},
             "created_at": time.time(),
         }
+
+
+def _storable(text: str) -> str:
+    """UTF-8 without lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _checked(reward: Reward) -> Reward:
+    """The reward as finite floats. Raises ValueError."""
+    parts = {name: float(value) for name, value in reward.parts.items()}
+    if not all(math.isfinite(value) for value in (reward.total, *parts.values())):
+        raise ValueError(f"a reward must be finite, not {reward.total} with parts {reward.parts}")
+    return Reward(float(reward.total), parts)

@@ -1,7 +1,8 @@
 """The searcher's loop: follow the weights, lease prompts, step the engine, hand over complete groups.
 
 The engine never waits for the buffer: requests are posted and their replies taken when they come. While
-the buffer is away, groups wait in memory, at most `search.max_unacknowledged`; then generation pauses.
+the buffer is away, the prompts that are leased already (two loads of the engine) are answered and wait in
+memory to be acknowledged; then generation pauses.
 """
 
 import os
@@ -100,16 +101,14 @@ class Searcher:
     def _join(self, stop: Callable[[], bool]) -> None:
         hello = wire.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}")
         try:
-            welcome, _ = self._client.call(hello, wire.Welcome, stop=stop)
+            welcome, _ = self._client.ask(hello, wire.Welcome, stop)
             if welcome.run_name != self._config.run.name:
                 raise ConfigError(
                     f"the buffer at {self._client.address} serves run {welcome.run_name}, this configuration is of "
                     f"run {self._config.run.name}"
                 )
             register_prompts(self._client, self._task, stop)
-        except BufferUnavailable:
-            if not stop():
-                raise
+        except BufferUnavailable:  # raised only when asked to stop
             return
         self._joined_at, self._seen_running = self._clock.monotonic(), False
         log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
@@ -122,7 +121,7 @@ class Searcher:
             return
         loads = 2 * -(-search.max_in_flight // search.samples_per_prompt)
         want = loads - len(self._held)
-        if want <= 0 or len(self._puts) >= search.max_unacknowledged:
+        if want <= 0:
             return
         request = wire.LeasePrompts(
             want=want,
@@ -181,10 +180,10 @@ class Searcher:
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
             return "waiting", self._weights.trouble or "no snapshot is published yet"
-        if len(self._puts) >= self._config.search.max_unacknowledged:
+        if self._puts and not self._engine.in_flight:
             return "waiting", f"{len(self._puts)} groups are not acknowledged by the buffer"
         if not self._engine.in_flight:
-            return "waiting", self._wait_reason or "prompts"
+            return "waiting", self._weights.trouble or self._wait_reason or "prompts"
         return "generating", self._weights.trouble
 
     def _metrics(self, now: float) -> dict[str, float]:
@@ -220,7 +219,7 @@ def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool])
     digest = fingerprint(prompts)
     for offset in range(0, len(prompts), _REGISTER_CHUNK):
         message = _registration(task, digest, prompts, offset)
-        registered, _ = client.call(message, wire.Registered, stop=stop)
+        registered, _ = client.ask(message, wire.Registered, stop)
         if registered.complete:
             return
 

@@ -10,6 +10,7 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import ConfigError, MissingExtra
 from tba.common.log import get_logger
+from tba.common.model_files import model_directory
 from tba.searcher.engine import Engine
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
@@ -25,6 +26,7 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
 
     Raises ConfigError for a model or task that cannot be loaded, Refused if the buffer will not have us.
     """
+    log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
     task = load_task(config.task)
     tokenizer = load_tokenizer(config.model.path)
     clock = SystemClock()
@@ -42,8 +44,6 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
 
 def make_engine(config: Config, *, device: str, name: str) -> Engine:
     """The engine that the configuration names. Raises MissingExtra if its packages are not installed."""
-    if not config.model.path:
-        raise ConfigError("model.path is not set: name a Hugging Face model directory or hub id")
     # From the name, so that no two searchers of a run explore alike.
     seed = int(np.random.SeedSequence([config.run.seed, *name.encode()]).generate_state(1)[0])
     if config.search.engine == "vllm":
@@ -82,12 +82,13 @@ def _vllm_engine(config: Config, seed: int) -> Engine:
 
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model. Raises ConfigError if it cannot be loaded."""
+    directory = model_directory(model)
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
         raise MissingExtra("transformers", "train") from None
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {model!r} has no tokenizer that loads: {error}") from error
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # the library raises many kinds; all mean that the files are no tokenizer
+        raise ConfigError(f"{directory} has no tokenizer that loads: {str(error).splitlines()[0]}") from error
     return tokenizer

@@ -13,7 +13,6 @@ from tba.searcher.engine import Engine
 
 log = get_logger(__name__)
 
-_ATTEMPTS = 3
 _RETRY_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 30.0
 
@@ -28,9 +27,8 @@ class _Refused:
 class WeightsFollower:
     """Keeps an engine on the newest snapshot that verifies and passes the canary.
 
-    A snapshot that is refused is tried again twice, since a file system may lag behind the announcement;
-    then it is left alone, and the old weights serve until a newer snapshot comes. Where nothing serves yet,
-    there is nothing better to do than to try on.
+    A snapshot that is refused is tried again, ever more rarely, while the old weights serve: a shared file
+    system may lag behind the announcement, and with a bounded staleness no other snapshot may ever come.
     """
 
     def __init__(self, engine: Engine, clock: Clock, between: Callable[[], None]) -> None:
@@ -46,7 +44,7 @@ class WeightsFollower:
 
     def follow(self, newest: WeightsRef | None) -> bool:
         """Load the newest snapshot if it is another one than the current. True if weights changed."""
-        if newest is None or newest == self.current or self._given_up(newest):
+        if newest is None or newest == self.current or self._too_early(newest):
             return False
         started = time.perf_counter()
         try:
@@ -65,12 +63,11 @@ class WeightsFollower:
         )
         return True
 
-    def _given_up(self, ref: WeightsRef) -> bool:
+    def _too_early(self, ref: WeightsRef) -> bool:
         refused = self._refused
         if refused is None or refused.ref != ref:
             return False
-        given_up = refused.attempts >= _ATTEMPTS and self.current is not None
-        return given_up or self._clock.monotonic() < refused.retry_at
+        return self._clock.monotonic() < refused.retry_at
 
     def _refuse(self, ref: WeightsRef, error: SnapshotError) -> None:
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1

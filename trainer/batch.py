@@ -25,7 +25,7 @@ class Row:
     response_ids: Int32
     sampling_logprobs: Float32
     loss_mask: UInt8  # one entry per response token; 0 does not count
-    on_policy: bool  # sampled at temperature 1 from the weights that now train
+    on_policy: bool  # sampled at temperature 1 and top-p 1 from the weights that now train
 
     @property
     def tokens(self) -> int:
@@ -107,7 +107,7 @@ def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
                 response_ids=response,
                 sampling_logprobs=arrays["logprobs"][i],
                 loss_mask=mask if len(mask) else np.ones(len(response), np.uint8),
-                on_policy=batch.staleness[i] == 0 and batch.sampling_temperature[i] == 1.0,
+                on_policy=batch.staleness[i] == 0 and batch.plain_sampling[i],
             )
         )
     return rows

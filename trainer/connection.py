@@ -1,7 +1,9 @@
 """The trainer's side of the buffer: it waits as long as the buffer is away, and says so now and then."""
 
+import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,31 +11,13 @@ from tba import __version__
 from tba.common import wire
 from tba.common.client import BufferClient
 from tba.common.clock import Clock, SystemClock
-from tba.common.errors import BufferUnavailable
-from tba.common.log import get_logger
-
-log = get_logger(__name__)
+from tba.common.errors import BufferUnavailable, Refused
 
 M = TypeVar("M", bound=wire.Message)
-_WARN_SECONDS = 15.0
 _HEARTBEAT_SECONDS = 1.0
 _BACK_OFF_SECONDS = 10.0
-
-
-def ask(
-    client: BufferClient, message: wire.Message, expect: type[M], stop: Callable[[], bool]
-) -> tuple[M, list[memoryview]]:
-    """Send until it is answered, however long the buffer is away.
-
-    Raises BufferUnavailable only when `stop()`, Refused if the buffer says no.
-    """
-    while True:
-        try:
-            return client.call(message, expect, deadline_seconds=_WARN_SECONDS, stop=stop)
-        except BufferUnavailable as error:
-            if stop():
-                raise
-            log.warning("waiting for the buffer", request=message.TYPE, reason=str(error))
+_TAKE_OVER_SECONDS = 15.0
+_RETRY_SECONDS = 0.5
 
 
 class Connection:
@@ -48,13 +32,23 @@ class Connection:
         self.weights_version: int | None = None
 
     def hello(self) -> wire.Welcome:
-        """Introduce the trainer."""
+        """Introduce the trainer. An earlier one that died a moment ago is given time to be missed.
+
+        Raises Refused if another trainer is at work on the run.
+        """
         message = wire.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {__version__}")
-        return self.ask(message, wire.Welcome)[0]
+        deadline = self._clock.monotonic() + _TAKE_OVER_SECONDS
+        while True:
+            try:
+                return self.ask(message, wire.Welcome)[0]
+            except Refused as refusal:
+                if refusal.code != "trainer_exists" or self._stop() or self._clock.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
 
     def ask(self, message: wire.Message, expect: type[M]) -> tuple[M, list[memoryview]]:
-        """See the function of this name."""
-        return ask(self._client, message, expect, self._stop)
+        """Send until it is answered; see `BufferClient.ask`."""
+        return self._client.ask(message, expect, self._stop)
 
     def heartbeat(self, activity: str, reason: str = "", metrics: dict[str, float] | None = None) -> None:
         """Tell `tba status` what the trainer does, at most once a second. `metrics` are kept for later ones."""
@@ -73,5 +67,7 @@ class Connection:
             self._heartbeat_due = now + _BACK_OFF_SECONDS
 
     def close(self) -> None:
-        """Close the connection."""
+        """Say goodbye, so that the next trainer need not wait, and close the connection."""
+        with contextlib.suppress(BufferUnavailable, Refused):
+            self._client.call(wire.Goodbye(), wire.Done, deadline_seconds=0.5)
         self._client.close()

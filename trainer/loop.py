@@ -14,7 +14,7 @@ from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock
-from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, UsageError
+from tba.common.errors import BufferUnavailable, ConfigError, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
@@ -58,14 +58,14 @@ def find_checkpoint(config: Config, *, resume: bool) -> Checkpoint | None:
         return None
     found = checkpoint.newest(config.checkpoints)
     if found is not None and found.run != config.run.name:
-        raise CheckpointError(f"{found.path} belongs to run {found.run}, not to {config.run.name}: set another run.dir")
+        raise ConfigError(f"{found.path} belongs to run {found.run}, not to {config.run.name}: set another run.dir")
     return found
 
 
 def prepare(config: Config, device: str) -> None:
     """The seed, the threads, and on a CPU only operations that repeat bit for bit."""
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError('train.gpu names a GPU, but torch sees none: set train.gpu = "cpu" or pass --gpu cpu')
+        raise ConfigError('train.gpu names a GPU, but torch sees none: set train.gpu = "cpu" or pass --cpu')
     transformers_logging.disable_progress_bar()
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(device == "cpu")

@@ -30,7 +30,6 @@ from tba.common.log import get_logger
 from tba.common.snapshot import Canary, Manifest, directory_name
 from tba.common.wire import AnnounceSnapshot, Done, WeightsRef
 from tba.trainer.canary import canary_sequences, make_canary
-from tba.trainer.connection import ask
 from tba.trainer.model import weights_of
 
 log = get_logger(__name__)
@@ -136,7 +135,7 @@ class Publisher:
     def _process(self, client: BufferClient, publication: _Publication) -> None:
         started = time.monotonic()
         announcement = self._write(publication)
-        ask(client, announcement, Done, self._closing.is_set)
+        client.ask(announcement, Done, self._closing.is_set)
         train = self._config.train
         snapshot.collect(self._directory, keep_last=train.keep_snapshots, keep_every=train.keep_snapshot_every)
         log.info(

@@ -23,6 +23,8 @@ def learning_rate_schedule(config: TrainSection) -> Callable[[int], float]:
 
     The schedules of transformers are stateful objects around a pure function; only the function is used.
     """
+    if config.warmup_steps >= config.steps:
+        log.warning("the warm-up is as long as the run", warmup_steps=config.warmup_steps, steps=config.steps)
     decay = min(config.decay_steps, max(config.steps - config.warmup_steps, 0))
     if config.schedule == "wsd" and decay < config.decay_steps:
         # With more decay than steps, the schedule of transformers would run backwards along its cosine.

@@ -15,7 +15,7 @@ from typing import Any
 from tba.common.errors import MissingExtra, TaskError
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _HUB_CONFIG = "main"
 
 
@@ -52,15 +52,20 @@ def _is_file(source: str) -> bool:
 
 def _load(source: str, split: str) -> list[Prompt]:
     rows = _read_jsonl(Path(source)) if _is_file(source) else _read_hub(source, split)
-    return [_prompt(row, source, number) for number, row in enumerate(rows, 1)]
+    prompts = [_prompt(row, source, number) for number, row in enumerate(rows, 1)]
+    if not prompts:
+        raise TaskError(f"task gsm8k: {source} has no rows")
+    return prompts
 
 
 def _read_jsonl(path: Path) -> Iterable[Any]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split inside strings
     except OSError as error:
         raise TaskError(f"task gsm8k: {path} cannot be read: {error.strerror}: set task.train and task.test") from error
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             yield json.loads(line)
         except ValueError as error:

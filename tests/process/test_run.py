@@ -25,7 +25,7 @@ def small_run(make_config, example_model):
         defaults = {
             "model": {"path": str(example_model), "dtype": "float32"},
             "task": {"name": "arithmetic", "limit": PROMPTS, "held_out_limit": 32},
-            "buffer": {"recency_window": 8, "lease_seconds": 3.0},
+            "buffer": {"recency_window": 8, "lease_seconds": 4.0},
             "search": {
                 "engine": "transformers",
                 "gpus": "cpu",
@@ -89,13 +89,19 @@ def check_history(run, steps: int = STEPS) -> None:
     # Each sender numbers its rows from 0: without a gap, nothing between the first and the last was lost.
     for rows, last in query(run, "SELECT COUNT(*), MAX(sequence) FROM trajectories GROUP BY sender"):
         assert rows == last + 1
-    # Every visit that is done has its S trajectories, and an epoch visits every prompt once.
-    done = query(run, "SELECT v.id, COUNT(t.id) FROM visits v JOIN trajectories t ON t.visit = v.id GROUP BY v.id")
-    assert {rows for _, rows in done} == {SAMPLES}
-    last_epoch = query(run, "SELECT MAX(epoch) FROM visits")[0][0]
-    for epoch in range(last_epoch):
-        visited = query(run, f"SELECT prompt FROM visits WHERE epoch = {epoch}")
-        assert len(visited) == len(set(visited)) == PROMPTS
+    # Every visit that is done has its S trajectories, and no other visit has any.
+    visits = query(
+        run,
+        """SELECT v.epoch, v.prompt, v.done_at IS NOT NULL, COUNT(t.id)
+           FROM visits v LEFT JOIN trajectories t ON t.visit = v.id GROUP BY v.id""",
+    )
+    assert {(done, rows) for _, _, done, rows in visits} <= {(1, SAMPLES), (0, 0)}
+    # An epoch that is over visited every prompt once, and every visit was answered.
+    answered = [(epoch, prompt) for epoch, prompt, done, _ in visits if done]
+    assert len(answered) == len(set(answered))
+    # The newest two epochs may have open visits: the run ended while they were under way.
+    for epoch in range(max(epoch for epoch, *_ in visits) - 1):
+        assert sum(answered_epoch == epoch for answered_epoch, _ in answered) == PROMPTS
     # Every step was made once and is told once.
     assert query(run, "SELECT step FROM batches WHERE trained_at IS NOT NULL ORDER BY step") == [
         (s,) for s in range(steps)
@@ -118,29 +124,74 @@ def test_a_run_ends_and_its_history_is_complete(small_run, tba):
     assert list(run.directory.glob("tensorboard/events*"))
 
 
-@pytest.mark.parametrize("role", ["buffer serve", "search", "train"])
+def starts_of(run, role: str) -> int:
+    """How often processes of a role have started."""
+    if role == "buffer serve":
+        return query(run, "SELECT COUNT(*) FROM starts")[0][0]
+    name = {"search": "searcher", "train": "trainer"}[role]
+    return query(run, f"SELECT COUNT(*) FROM senders WHERE role = '{name}'")[0][0]
+
+
+STARTS = {"buffer serve": 1, "search": 2, "train": 1}
+# Long enough for what the killed one had leased to be noticed, leased again and answered.
+LONG = 60
+
+
+@pytest.mark.parametrize("role", list(STARTS))
 def test_a_run_survives_sigkill_of_a_role(small_run, start_tba, tmp_path, role):
-    run = small_run()
+    run = small_run(train={"steps": LONG})
     launcher = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 4)
-    victim = children_of(launcher, f" {role} ")[0]
-    victim.kill()
+    children_of(launcher, f" {role} ")[0].kill()
     assert launcher.wait(200) == 0, log_of(tmp_path)
-    check_history(run)
+    assert starts_of(run, role) > STARTS[role]
+    check_history(run, steps=LONG)
 
 
 def test_a_run_survives_sigkill_of_every_role_in_turn(small_run, start_tba, tmp_path):
-    run = small_run(train={"steps": 24})
+    run = small_run(train={"steps": LONG})
     launcher = start_tba("run", run.file)
     for step, role in ((3, "train"), (9, "buffer serve"), (15, "search")):
         wait_until(lambda step=step: steps_trained(run) >= step)
         children_of(launcher, f" {role} ")[0].kill()
     assert launcher.wait(200) == 0, log_of(tmp_path)
-    check_history(run, steps=24)
+    assert all(starts_of(run, role) > least for role, least in STARTS.items())
+    check_history(run, steps=LONG)
+
+
+def test_a_finished_run_goes_on_for_more_steps(small_run, tba):
+    run = small_run(train={"steps": 4})
+    assert tba("run", run.file, timeout=100).returncode == 0
+    result = tba("run", run.file, "--resume", "--set", "train.steps=9", timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert "finished after 9 steps" in result.stdout or "step 9/9" in result.stdout
+    check_history(run, steps=9)
+
+
+def test_a_trainer_that_is_stopped_does_not_finish_the_run(small_run, start_tba, tmp_path):
+    run = small_run(train={"steps": LONG})
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: steps_trained(run) >= 4)
+    children_of(launcher, " train ")[0].terminate()
+    assert launcher.wait(60) == 0, log_of(tmp_path)
+    assert query(run, "SELECT finished_step FROM runs") == [(None,)]
+    assert "--resume" in (tmp_path / "tba0.log").read_text()
+
+
+def test_a_second_run_neither_joins_nor_harms_the_first(small_run, start_tba, tba):
+    run = small_run(train={"steps": 100_000})
+    start_tba("run", run.file)
+    wait_until(lambda: steps_trained(run) >= 2)
+    other = tba("run", run.file, "--set", f"run.dir={run.directory}-other", "--set", "run.name=other")
+    assert (other.returncode, "is in use: a buffer serves run test" in other.stderr) == (78, True)
+    same = tba("run", run.file, "--resume")
+    assert (same.returncode, "is being run already" in same.stderr) == (78, True)
+    trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=60)
+    assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
 
 
 def test_ctrl_c_ends_every_child_and_the_run_goes_on_with_resume(small_run, start_tba, tba, tmp_path):
-    run = small_run()
+    run = small_run(train={"steps": LONG})
     launcher = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 4)
     children = psutil.Process(launcher.pid).children(recursive=True)
@@ -148,14 +199,14 @@ def test_ctrl_c_ends_every_child_and_the_run_goes_on_with_resume(small_run, star
     assert launcher.wait(60) == 0, log_of(tmp_path)
     assert [child for child in children if child.is_running()] == []
     made = steps_trained(run)
-    assert 4 <= made < STEPS
+    assert 4 <= made < LONG
     result = tba("run", run.file, "--resume", timeout=200)
     assert result.returncode == 0, result.stderr
-    check_history(run)
+    check_history(run, steps=LONG)
 
 
 def test_no_child_outlives_a_launcher_that_is_killed(small_run, start_tba):
-    run = small_run()
+    run = small_run(train={"steps": LONG})
     launcher = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 1)
     children = psutil.Process(launcher.pid).children(recursive=True)
@@ -188,7 +239,7 @@ def test_max_staleness_bounds_what_is_trained_on(small_run, tba):
 def test_a_new_run_never_overwrites_an_old_one(small_run, tba):
     run = small_run()
     run.directory.mkdir()
-    run.database.touch()
+    (run.directory / "metrics.jsonl").write_text('{"step": 0}\n')
     result = tba("run", run.file)
     assert result.returncode == 2
     assert "add --resume" in result.stderr

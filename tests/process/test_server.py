@@ -76,6 +76,13 @@ def status_of(run_config) -> wire.Status:
         return client.call(wire.GetStatus(), wire.Status, deadline_seconds=10)[0]
 
 
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 BAD = {
     "garbage": ([os.urandom(200)], "malformed"),
     "empty header": ([b""], "malformed"),
@@ -86,6 +93,7 @@ BAD = {
         [msgpack.packb({"v": 1, "type": "x", "id": 1, "run": "", "body": {}, "role": "monitor", "sender": "s"})],
         "malformed",
     ),
+    "deep version": ([msgpack.packb({"v": nested(1000)})], "malformed"),
     "too many frames": ([b"x"] * 20, "malformed"),
     "stray arrays": (
         [*encode_request(wire.GetStatus(), id=1, role="monitor", sender="s", run=""), b"stray"],
@@ -108,6 +116,8 @@ def test_a_thousand_mutated_messages_leave_the_server_well(raw, run_config, traj
     message, arrays = put_message(trajectory, 3, 0)
     good = encode_request(message, id=1, role="searcher", sender="s.1", run="", frames=arrays)
     rng = random.Random(0)
+    with connect(run_config, "searcher") as client:
+        prepare(client)
     for _ in range(1000):
         frames = [bytearray(frame) for frame in good]
         victim = rng.choice([frame for frame in frames if frame])
@@ -116,7 +126,12 @@ def test_a_thousand_mutated_messages_leave_the_server_well(raw, run_config, traj
         if rng.random() < 0.3:
             del victim[rng.randrange(len(victim)) :]
         raw.ask([bytes(frame) for frame in frames])
-    assert status_of(run_config).trajectories == 0
+    with connect(run_config) as client:
+        client.post(*put_message(trajectory, 4, 1000))
+        (reply,) = client.poll(10)
+        assert reply.message == wire.PutAck(first_sequence=1000, stored=4, duplicates=0)
+    with sqlite3.connect(run_config.database) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_acknowledged_trajectories_survive_sigkill_and_a_repeated_put_adds_nothing(

@@ -113,7 +113,7 @@ class BufferThread:
     def _serve(self) -> None:
         clock = SystemClock()
         store = Store(self.config.database, durability="process")
-        run = store.open_run(self.config.run.name, config={}, software={})
+        run = store.open_run(self.config.run.name, seed=0, config={}, software={})
         channel = ServerChannel(self.address)
         self.address = channel.address
         server = BufferServer(channel, store, BufferService(store, run, self.config, clock), clock)

@@ -21,7 +21,16 @@ def gsm8k(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("so 42.", 42), ("1,234 apples", 1234), ("-5", -5), ("3.50 dollars", 3.5), ("5 then 7", 7), ("none", None)],
+    [
+        ("so 42.", 42),
+        ("1,234 apples", 1234),
+        ("-5", -5),
+        ("3.50 dollars", 3.5),
+        ("5 then 7", 7),
+        ("none", None),
+        ("5-7", 7),
+        ("3,4", 4),
+    ],
 )
 def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number

@@ -32,7 +32,7 @@ def make_message(prompts=("a", "a", "b", "b"), **fields) -> tuple[wire.Batch, li
         reward_parts=[{}] * 4,
         policy_version=[0] * 4,
         staleness=[0, 0, 2, 0],
-        sampling_temperature=[1.0, 0.7, 1.0, None],
+        plain_sampling=[True, False, True, False],
         reference_logprobs=[-1.5, None, None, -4.0],
         **counts,
     )

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
 
@@ -52,15 +52,15 @@ def configure(role: str, *, level: str = "INFO") -> None:
     root.propagate = False
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+class _StderrHandler(logging.Handler):
     """Writes to what is standard error at the time: a live display puts its own there while it is shown."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except OSError:
+            self.handleError(record)
 
 
 class TextFormatter(logging.Formatter):

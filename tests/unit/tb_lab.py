@@ -172,7 +172,7 @@ class FakeSearcher:
             reward=float(rng.random()),
             reward_parts={},
             stop_reason="eos",
-            sampling={"temperature": 1.0},
+            sampling={"temperature": 1.0, "top_p": 1.0},
             created_at=0.0,
             generation_seconds=0.0,
         )

@@ -219,7 +219,7 @@ def test_a_resume_publishes_what_it_resumed_as_a_new_version(make_run):
     run.train(stop=stopped_at(run, 3))
     run.train(resume=True)
     feeder.join()
-    assert published(run) == [(1, 2), (2, 3), (3, 4), (4, 6)]  # keep_snapshots is 4
+    assert published(run) == [(0, 0), (1, 2), (2, 3), (3, 4), (4, 6)]
 
 
 def test_a_step_that_could_not_be_reported_is_reported_after_the_resume(make_run):

@@ -4,7 +4,6 @@ The handlers write through the store and update the memory beside it (index, lea
 transaction fails, the memory is rebuilt from the file: it never says more than what is committed.
 """
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -14,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from tba.buffer.clients import GONE, Clients
 from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.leases import LeaseBook, OpenVisit
 from tba.buffer.policy import SamplingRules, Shortage, sample_groups
+from tba.buffer.rows import NewRow, make_row
 from tba.buffer.store import Run, Store
 from tba.common import wire
 from tba.common.clock import Clock
@@ -28,10 +29,6 @@ from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS, slices, version_runs
 
 log = get_logger(__name__)
 
-_REPLACED_SECONDS = 3.0
-# A trainer sends heartbeats between micro-batches, at most about a second apart.
-_TRAINER_SECONDS = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -39,34 +36,6 @@ class Answer:
 
     message: wire.Message
     frames: list[bytes] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Client:
-    """What is known of a sender since the server started."""
-
-    role: wire.Role
-    seen_at: float  # monotonic
-    host: str = ""
-    activity: str = "connected"
-    reason: str = ""
-    replaced: bool = False  # another start of the same name has said hello
-    held_back: str = ""  # why its last lease request waits
-    weights_version: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    trajectories: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _NewRow:
-    """A trajectory as the store takes it, and what the sampling index needs of it."""
-
-    columns: tuple[Any, ...]
-    payload: tuple[memoryview, ...]
-    prompt: int
-    reward: float
-    dedup_hash: int
-    failed: bool
 
 
 class BufferService:
@@ -85,7 +54,7 @@ class BufferService:
             min_fill=config.buffer.min_fill,
         )
         self._started = clock.monotonic()
-        self.clients: dict[str, Client] = {}
+        self._clients = Clients(clock, config.buffer.lease_seconds)
         self.rejected: Counter[str] = Counter()  # messages that got an error reply, by code
         self._duplicates = 0
         self._put_times: list[tuple[float, int]] = []
@@ -133,8 +102,7 @@ class BufferService:
 
     def hear(self, header: RequestHeader) -> None:
         """A sender is alive. Said once for each message that arrives, not when a waiting one is tried again."""
-        client = self.clients.setdefault(header.sender, Client(header.role, self._clock.monotonic()))
-        client.seen_at = self._clock.monotonic()
+        self._clients.hear(header.sender, header.role)
 
     def handle(self, request: Request) -> Answer | None:
         """Answer a request, or None if it should be asked again when something has changed.
@@ -150,31 +118,25 @@ class BufferService:
 
     def expire_leases(self) -> None:
         """Take the leases of senders that fell silent, and forget senders that are long gone."""
-        now = self._clock.monotonic()
         for sender in {visit.sender for visit in self._leases.open.values() if visit.sender is not None}:
-            client = self.clients.get(sender)
-            # After a restart of the server, everybody has as long to come back.
-            seen_at = client.seen_at if client else self._started
-            if now - seen_at > self._patience(client):
+            if self._clients.is_silent(sender):
                 log.warning("leases expired", sender=sender, leases=self._leases.release(sender))
-        for sender in [s for s, c in self.clients.items() if now - c.seen_at > 10 * self._patience(c)]:
-            del self.clients[sender]
-
-    def _patience(self, client: Client | None) -> float:
-        """Seconds of silence after which a sender's leases go to others."""
-        replaced = client is not None and client.replaced
-        return _REPLACED_SECONDS if replaced else self._config.buffer.lease_seconds
+        self._clients.forget_long_gone()
 
     # ------------------------------------------------------------ any role
 
     def _hello(self, message: wire.Hello, sender: str, _: list[memoryview]) -> Answer:
-        client = self.clients[sender]
-        if client.role == "trainer":
-            self._refuse_second_trainer(sender)
+        client = self._clients[sender]
+        if client.role == "trainer" and (other := self._clients.other_trainer(sender)) is not None:
+            raise Refused(
+                "trainer_exists",
+                f"a trainer on {other.host} is at work on run {self._run.name}: stop it, or give this run another "
+                "run.name and buffer.address",
+            )
         client.host = message.host
         self._sender_id(sender)
         self._store.describe_sender(sender, message.host, message.pid)
-        self._notice_earlier_starts(sender)
+        self._clients.replace_earlier(sender)
         if client.role == "trainer":  # it may have been told to make more steps
             self._store.finish(self._run, None)
             self._finished = False
@@ -182,37 +144,16 @@ class BufferService:
         recorded = self._store.recorded_steps(self._run)
         return Answer(wire.Welcome(run_name=self._run.name, next_version=newest, recorded_steps=recorded))
 
-    def _refuse_second_trainer(self, sender: str) -> None:
-        now = self._clock.monotonic()
-        for other, client in self.clients.items():
-            alive = client.activity != "gone" and now - client.seen_at < _TRAINER_SECONDS
-            if other != sender and client.role == "trainer" and client.host and alive:
-                raise Refused(
-                    "trainer_exists",
-                    f"a trainer on {client.host} is at work on run {self._run.name}: stop it, or give this run "
-                    "another run.name and buffer.address",
-                )
-
-    def _notice_earlier_starts(self, sender: str) -> None:
-        """An earlier start under this name is probably dead, so it gets little time to prove the contrary.
-
-        If it does, two processes have one name: both keep what they have.
-        """
-        name = sender.rpartition(".")[0]
-        for earlier, client in self.clients.items():
-            if earlier != sender and earlier.rpartition(".")[0] == name:
-                client.replaced = True
-
     def _heartbeat(self, message: wire.Heartbeat, sender: str, _: list[memoryview]) -> Answer:
-        client = self.clients[sender]
+        client = self._clients[sender]
         client.activity, client.reason = message.activity, message.reason
         client.weights_version, client.metrics = message.weights_version, message.metrics
         return Answer(wire.Done())
 
     def _goodbye(self, _: wire.Goodbye, sender: str, __: list[memoryview]) -> Answer:
         self._leases.release(sender)
-        client = self.clients[sender]
-        client.activity, client.reason = "gone", "it said goodbye"
+        client = self._clients[sender]
+        client.activity, client.reason = GONE, "it said goodbye"
         return Answer(wire.Done())
 
     # ------------------------------------------------------------ searchers
@@ -245,7 +186,7 @@ class BufferService:
     def _lease_prompts(self, message: wire.LeasePrompts, sender: str, _: list[memoryview]) -> Answer | None:
         if not self._prompt_ids or len(self._prompt_ids) < self._store.task_of(self._run)[2]:
             raise Refused("no_prompts", "the prompts of the run are not registered yet")
-        if self.clients[sender].activity == "gone":
+        if self._clients[sender].activity == GONE:
             return Answer(wire.Leases(visits=[], reason="it said goodbye"))
         self._take_back(message.held, sender)
         lost = self._leases.lost_by(sender, set(message.held))
@@ -256,7 +197,7 @@ class BufferService:
             visit.sender = sender
         new = [self._new_visit(sender) for _ in range(room - len(lost) - len(again))]
         if not (visits := [*lost, *again, *new]) and message.want and not self._has_old_weights(message):
-            self.clients[sender].held_back = reason
+            self._clients[sender].held_back = reason
             return None
         granted = [
             wire.Visit(lease=visit.id, epoch=visit.epoch, prompt_key=self._prompt_keys[visit.prompt])
@@ -288,16 +229,9 @@ class BufferService:
             return 0, f"weights v{message.weights_version} are too old for max_staleness {limit}"
         target = (limit + 1) * self._config.train.prompts_per_step
         underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful))
-        share = math.ceil(target / max(1, self._live_searchers())) - self._leases.held_by(sender)
+        share = math.ceil(target / max(1, self._clients.live_searchers())) - self._leases.held_by(sender)
         room = max(0, min(message.want, target - underway, share))
         return room, f"{underway} of {target} prompts under way"
-
-    def _live_searchers(self) -> int:
-        now = self._clock.monotonic()
-        return sum(
-            client.role == "searcher" and client.activity != "gone" and now - client.seen_at < self._patience(client)
-            for client in self.clients.values()
-        )
 
     def _new_visit(self, sender: str) -> OpenVisit:
         epoch, place, prompt = self._leases.next_place()
@@ -320,16 +254,23 @@ class BufferService:
         )
         # Every row is made before the first is written: a put is refused whole or not at all.
         prepared = [
-            self._row(
-                {name: rows[name][i] for name in ROW_COLUMNS}, versions[i], message.first_sequence + i, sender, blob
+            make_row(
+                {name: rows[name][i] for name in ROW_COLUMNS},
+                blob,
+                run=self._run.id,
+                prompt=self._prompt_ids[rows["prompt_key"][i]],
+                sender=self._sender_id(sender),
+                sequence=message.first_sequence + i,
+                version=versions[i],
+                received_at=self._clock.wall(),
             )
             for i, blob in enumerate(blobs)
         ]
-        stored = sum(self._put_one(row, version) for row, version in zip(prepared, versions, strict=True))
+        stored = sum(map(self._put_one, prepared))
         self._close_visits(set(rows["lease"]))
         duplicates = len(prepared) - stored
         self._duplicates += duplicates
-        self.clients[sender].trajectories += stored
+        self._clients[sender].trajectories += stored
         self._put_times.append((self._clock.monotonic(), stored))
         return Answer(wire.PutAck(first_sequence=message.first_sequence, stored=stored, duplicates=duplicates))
 
@@ -339,42 +280,14 @@ class BufferService:
             raise Refused("unknown_version", f"policy version {min(missing)} was never announced")
         return min(versions, key=lambda version: (self._versions[version].step, version))
 
-    def _row(
-        self, row: dict[str, Any], version: int, sequence: int, sender: str, payload: tuple[memoryview, ...]
-    ) -> _NewRow:
-        response = payload[1]
-        dedup_hash = _hash(response)
-        columns = (
-            self._run.id,
-            self._prompt_ids[row["prompt_key"]],
-            row["lease"],
-            self._sender_id(sender),
-            sequence,
-            version,
-            row["reward"],
-            json.dumps(row["reward_parts"]),
-            row["stop_reason"],
-            payload[0].nbytes // 4,
-            response.nbytes // 4,
-            dedup_hash,
-            json.dumps(row["sampling"]),
-            row["created_at"],
-            self._clock.wall(),
-            row["generation_seconds"],
-            row["text"],
-            row["error"],
-            _metadata_json(row["metadata"]),
-        )
-        return _NewRow(columns, payload, columns[1], row["reward"], dedup_hash, row["error"] is not None)
-
-    def _put_one(self, row: _NewRow, version: int) -> bool:
+    def _put_one(self, row: NewRow) -> bool:
         id_ = self._store.put(row.columns, row.payload)
         if id_ is None:
             return False
         self._trajectories += 1
         self._errors += row.failed
         if not row.failed:
-            self._index.add(Entry(id_, row.prompt, self._versions[version].step, row.reward, row.dedup_hash))
+            self._index.add(Entry(id_, row.prompt, self._versions[row.version].step, row.reward, row.dedup_hash))
         return True
 
     def _close_visits(self, leases: set[int]) -> None:
@@ -456,7 +369,7 @@ class BufferService:
         """What a request hears whose time to wait is over."""
         if isinstance(request.message, wire.SampleBatch):
             return Answer(wire.NotReady(reason=self._trainer_waits_for))
-        return Answer(wire.Leases(visits=[], reason=self.clients[request.header.sender].held_back))
+        return Answer(wire.Leases(visits=[], reason=self._clients[request.header.sender].held_back))
 
     def status(self) -> wire.Status:
         """Counts and clients."""
@@ -477,40 +390,10 @@ class BufferService:
             database_bytes=self._store.database_bytes(),
             rejected=dict(self.rejected),
             trainer_waits_for=self._trainer_waits_for,
-            clients=[
-                self._client_status(sender, client, now)
-                for sender, client in self.clients.items()
-                if not (client.replaced and now - client.seen_at > _REPLACED_SECONDS)
-            ],
-        )
-
-    def _client_status(self, sender: str, client: Client, now: float) -> wire.ClientStatus:
-        return wire.ClientStatus(
-            role=client.role,
-            sender=sender,
-            host=client.host,
-            silent_seconds=now - client.seen_at,
-            activity=client.activity,
-            reason=client.reason,
-            weights_version=client.weights_version,
-            metrics=client.metrics,
-            trajectories=client.trajectories,
-            leases=self._leases.held_by(sender),
+            clients=self._clients.status(self._leases.held_by),
         )
 
     def _sender_id(self, sender: str) -> int:
         if sender not in self._sender_ids:
-            self._sender_ids[sender] = self._store.sender_id(self._run, sender, self.clients[sender].role)
+            self._sender_ids[sender] = self._store.sender_id(self._run, sender, self._clients[sender].role)
         return self._sender_ids[sender]
-
-
-def _hash(response: memoryview) -> int:
-    """64 bits of the response tokens, as the signed integer that SQLite stores."""
-    return int.from_bytes(hashlib.blake2b(response, digest_size=8).digest(), "little", signed=True)
-
-
-def _metadata_json(metadata: dict[str, Any]) -> str:
-    try:
-        return json.dumps(metadata, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise Refused("malformed", f"metadata that JSON cannot hold: {error}") from error

@@ -1,0 +1,108 @@
+"""Who talks to the buffer: when each was heard last, what it does, and when it counts as gone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tba.common import wire
+from tba.common.clock import Clock
+
+_REPLACED_SECONDS = 3.0
+# A trainer sends heartbeats between micro-batches, at most about a second apart.
+_TRAINER_SECONDS = 5.0
+GONE = "gone"
+
+
+@dataclass(slots=True)
+class Client:
+    """What is known of a sender since the server started."""
+
+    role: wire.Role
+    seen_at: float  # monotonic
+    host: str = ""
+    activity: str = "connected"
+    reason: str = ""
+    replaced: bool = False  # another start of the same name has said hello
+    held_back: str = ""  # why its last lease request waits
+    weights_version: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    trajectories: int = 0
+
+
+class Clients:
+    """The clients by sender. `patience` is the silence, in seconds, after which a sender's leases go to others."""
+
+    def __init__(self, clock: Clock, patience: float) -> None:
+        self._clock = clock
+        self._patience_seconds = patience
+        self._started = clock.monotonic()
+        self._by_sender: dict[str, Client] = {}
+
+    def __getitem__(self, sender: str) -> Client:
+        return self._by_sender[sender]
+
+    def hear(self, sender: str, role: wire.Role) -> None:
+        """A message of a sender has arrived."""
+        now = self._clock.monotonic()
+        self._by_sender.setdefault(sender, Client(role, now)).seen_at = now
+
+    def is_silent(self, sender: str) -> bool:
+        """Whether it is time to give its leases to others. After a restart everybody has as long to come back."""
+        client = self._by_sender.get(sender)
+        seen_at = client.seen_at if client else self._started
+        return self._clock.monotonic() - seen_at > self._patience(client)
+
+    def forget_long_gone(self) -> None:
+        """Drop clients that have been silent for ten times as long, and longer than any request may wait."""
+        now = self._clock.monotonic()
+        for sender, client in list(self._by_sender.items()):
+            if now - client.seen_at > max(10 * self._patience(client), 2 * wire.LONGEST_WAIT_SECONDS):
+                del self._by_sender[sender]
+
+    def replace_earlier(self, sender: str) -> None:
+        """An earlier start under this name is probably dead, so it gets little time to prove the contrary.
+
+        If it does, two processes have one name: both keep what they have.
+        """
+        name = sender.rpartition(".")[0]
+        for earlier, client in self._by_sender.items():
+            if earlier != sender and earlier.rpartition(".")[0] == name:
+                client.replaced = True
+
+    def other_trainer(self, sender: str) -> Client | None:
+        """A trainer other than this one that is at work."""
+        now = self._clock.monotonic()
+        for other, client in self._by_sender.items():
+            alive = client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS
+            if other != sender and client.role == "trainer" and client.host and alive:
+                return client
+        return None
+
+    def live_searchers(self) -> int:
+        """Searchers that share the work."""
+        return sum(
+            client.role == "searcher" and client.activity != GONE and not self.is_silent(sender)
+            for sender, client in self._by_sender.items()
+        )
+
+    def status(self, leases_of: Callable[[str], int]) -> list[wire.ClientStatus]:
+        """What `tba status` shows; earlier starts that fell silent are left out."""
+        now = self._clock.monotonic()
+        return [
+            wire.ClientStatus(
+                role=client.role,
+                sender=sender,
+                host=client.host,
+                silent_seconds=now - client.seen_at,
+                activity=client.activity,
+                reason=client.reason,
+                weights_version=client.weights_version,
+                metrics=client.metrics,
+                trajectories=client.trajectories,
+                leases=leases_of(sender),
+            )
+            for sender, client in self._by_sender.items()
+            if not (client.replaced and self.is_silent(sender))
+        ]
+
+    def _patience(self, client: Client | None) -> float:
+        return _REPLACED_SECONDS if client is not None and client.replaced else self._patience_seconds

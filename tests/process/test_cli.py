@@ -84,8 +84,9 @@ def test_config_show_names_the_origin_of_each_value(tba, run_config):
     assert rows["train.beta"]["origin"] == "default"
 
 
-def test_config_check(tba, run_config):
-    assert tba("config", "check", "--config", run_config.file).returncode == 0
+def test_config_check(tba, make_config, example_model):
+    assert tba("config", "check", "--config", make_config(model={"path": str(example_model)}).file).returncode == 0
+    refused(tba("config", "check", "--config", make_config().file), 78, "model.path is not set")
 
 
 def test_doctor_reports_every_check(tba, make_config, example_model):

@@ -44,7 +44,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 def test_the_wheel_runs_away_from_the_repository(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    code = "import tba, sys; print(tba.__file__); sys.argv[1:] = ['config', 'check', '--set', 'model.path=m']; from tba.cli import main; main()"
+    arguments = ["config", "check", "--set", "model.path=m"]
+    code = f"import tba, sys; print(tba.__file__); sys.argv[1:] = {arguments}; from tba.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert str(tmp_path / "site") in result.stdout

@@ -6,7 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -79,22 +79,28 @@ def children_of(process: subprocess.Popen[bytes], command: str) -> list[psutil.P
     return [child for child in children if command in " ".join(child.cmdline())]
 
 
+def kill_child(launcher: subprocess.Popen[bytes], role: str) -> int:
+    """SIGKILL to one child of a role. Returns its process id."""
+    child = children_of(launcher, f" {role} ")[0]
+    child.kill()
+    return child.pid
+
+
 def metrics_of(run) -> list[dict]:
     return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def check_history(run, steps: int = STEPS) -> None:
-    """Nothing lost, nothing twice: trajectories, prompts, steps."""
+def check_history(run, steps: int = STEPS, killed: Sequence[int] = ()) -> None:
+    """Nothing lost, nothing twice: trajectories, prompts, steps. `killed`: processes that got a SIGKILL."""
     assert query(run, "PRAGMA integrity_check") == [("ok",)]
     # Each sender numbers its rows from 0: without a gap, nothing between the first and the last was lost. One
     # that was killed may leave a gap: puts that the buffer's own end interrupted, and that it had no time to repeat.
     numbered = query(
         run,
-        """SELECT s.sender, COUNT(*), MAX(t.sequence) FROM trajectories t JOIN senders s ON s.id = t.sender
+        """SELECT s.pid, COUNT(*), MAX(t.sequence) FROM trajectories t JOIN senders s ON s.id = t.sender
            GROUP BY s.id ORDER BY s.id""",
     )
-    newest_starts = {sender.rpartition(".")[0]: (rows, last) for sender, rows, last in numbered}
-    assert all(rows == last + 1 for rows, last in newest_starts.values())
+    assert [(pid, rows, last) for pid, rows, last in numbered if rows != last + 1 and pid not in killed] == []
     # Every visit that is done has its S trajectories, and no other visit has any.
     visits = query(
         run,
@@ -148,21 +154,22 @@ def test_a_run_survives_sigkill_of_a_role(small_run, start_tba, tmp_path, role):
     run = small_run(train={"steps": LONG})
     launcher = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 4)
-    children_of(launcher, f" {role} ")[0].kill()
+    killed = kill_child(launcher, role)
     assert launcher.wait(200) == 0, log_of(tmp_path)
     assert starts_of(run, role) > STARTS[role]
-    check_history(run, steps=LONG)
+    check_history(run, steps=LONG, killed=[killed])
 
 
 def test_a_run_survives_sigkill_of_every_role_in_turn(small_run, start_tba, tmp_path):
     run = small_run(train={"steps": LONG})
     launcher = start_tba("run", run.file)
+    killed = []
     for step, role in ((3, "train"), (9, "buffer serve"), (15, "search")):
         wait_until(lambda step=step: steps_trained(run) >= step)
-        children_of(launcher, f" {role} ")[0].kill()
+        killed.append(kill_child(launcher, role))
     assert launcher.wait(200) == 0, log_of(tmp_path)
     assert all(starts_of(run, role) > least for role, least in STARTS.items())
-    check_history(run, steps=LONG)
+    check_history(run, steps=LONG, killed=killed)
 
 
 def test_a_finished_run_goes_on_for_more_steps(small_run, tba):

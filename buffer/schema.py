@@ -148,6 +148,18 @@ def _training(db: Database) -> None:
     )
 
 
+@migrations(name="0005_names_and_history")
+def _names_and_history(db: Database) -> None:
+    # The friendly names are for views that join; a table says that it is rows.
+    db.rename_table("trajectories", "trajectory_rows")
+    db.rename_table("consumption", "consumption_rows")
+    # Bytes of the payload; and when `tba buffer compact` dropped it: such a row is history, and is not sampled.
+    db.table("trajectory_rows").add_column("payload_bytes", int)
+    db.table("trajectory_rows").add_column("compacted_at", float)
+    # The newest trajectory that was there when the batch was sampled: what time travel goes back to.
+    db.table("batches").add_column("newest_trajectory", int)
+
+
 def migrate(db: Database) -> None:
     """Bring a database to this release's schema. Raises StorageError if a newer release wrote it."""
     ours = {migration.name for migration in migrations.pending(Database(memory=True))}

@@ -7,18 +7,18 @@ from typing import Any
 from tba.common.errors import StorageError, UsageError
 
 _QUERIES = {
-    "trajectories": "SELECT COUNT(*) FROM trajectories WHERE run = ?",
-    "with_error": "SELECT COUNT(error) FROM trajectories WHERE run = ?",
-    "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectories WHERE run = ?",
-    "mean_reward": "SELECT AVG(reward) FROM trajectories WHERE run = ? AND error IS NULL",
+    "trajectories": "SELECT COUNT(*) FROM trajectory_rows WHERE run = ?",
+    "with_error": "SELECT COUNT(error) FROM trajectory_rows WHERE run = ?",
+    "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectory_rows WHERE run = ?",
+    "mean_reward": "SELECT AVG(reward) FROM trajectory_rows WHERE run = ? AND error IS NULL",
     "prompts": "SELECT COUNT(*) FROM prompts WHERE run = ?",
     "visits_done": "SELECT COUNT(done_at) FROM visits WHERE run = ?",
     "visits_open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",
     "epoch": "SELECT COALESCE(MAX(epoch), 0) FROM visits WHERE run = ?",
     "steps_trained": "SELECT COUNT(trained_at) FROM batches WHERE run = ?",
-    "trajectories_trained_on": "SELECT COUNT(DISTINCT trajectory) FROM consumption WHERE run = ?",
-    "mean_staleness": "SELECT AVG(staleness) FROM consumption WHERE run = ?",
-    "max_staleness": "SELECT MAX(staleness) FROM consumption WHERE run = ?",
+    "trajectories_trained_on": "SELECT COUNT(DISTINCT trajectory) FROM consumption_rows WHERE run = ?",
+    "mean_staleness": "SELECT AVG(staleness) FROM consumption_rows WHERE run = ?",
+    "max_staleness": "SELECT MAX(staleness) FROM consumption_rows WHERE run = ?",
     "snapshots": "SELECT COUNT(*) FROM snapshots WHERE run = ?",
 }
 

@@ -39,7 +39,7 @@ _STORAGE_CODES = frozenset(
     }
 )
 _INSERT_TRAJECTORY = """
-INSERT INTO trajectories (run, prompt, visit, sender, sequence, policy_version, reward, reward_parts, stop_reason,
+INSERT INTO trajectory_rows (run, prompt, visit, sender, sequence, policy_version, reward, reward_parts, stop_reason,
     prompt_tokens, response_tokens, dedup_hash, sampling, created_at, received_at, generation_seconds, text, error,
     metadata)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
@@ -65,8 +65,8 @@ _BATCH_COLUMNS = (
 _SELECT_BATCH = """
 SELECT t.id, p.key, t.reward, t.reward_parts, t.policy_version, c.staleness,
        json_extract(t.sampling, '$.temperature') = 1 AND json_extract(t.sampling, '$.top_p') = 1, r.logprob
-FROM consumption c
-JOIN trajectories t ON t.id = c.trajectory
+FROM consumption_rows c
+JOIN trajectory_rows t ON t.id = c.trajectory
 JOIN prompts p ON p.id = t.prompt
 LEFT JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = ?
 WHERE c.run = ? AND c.step = ?
@@ -221,9 +221,9 @@ class Store:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
         rows = self._connection.execute(
             "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, EXISTS ("
-            "    SELECT 1 FROM consumption c JOIN batches b ON b.run = c.run AND b.step = c.step"
+            "    SELECT 1 FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step"
             "    WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
-            "FROM trajectories t WHERE t.run = ? AND t.error IS NULL ORDER BY t.id",
+            "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL ORDER BY t.id",
             (run.id,),
         )
         for id_, prompt, version, reward, dedup_hash, trained in rows:
@@ -231,7 +231,7 @@ class Store:
 
     def counts(self, run: Run) -> tuple[int, int]:
         """(trajectories, of these with an error)."""
-        return self._one("SELECT COUNT(*), COUNT(error) FROM trajectories WHERE run = ?", run.id)
+        return self._one("SELECT COUNT(*), COUNT(error) FROM trajectory_rows WHERE run = ?", run.id)
 
     # ------------------------------------------------------------ batches
 
@@ -247,7 +247,7 @@ class Store:
         )
         slots = [entry for group in groups for entry in group]
         self._connection.executemany(
-            "INSERT INTO consumption (run, step, slot, trajectory, staleness) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO consumption_rows (run, step, slot, trajectory, staleness) VALUES (?, ?, ?, ?, ?)",
             [(run.id, step, slot, entry.id, step - entry.step) for slot, entry in enumerate(slots)],
         )
 
@@ -277,7 +277,7 @@ class Store:
     def batch_trajectories(self, run: Run, step: int) -> list[int]:
         """Ids of the trajectories in a recorded batch."""
         return [
-            row[0] for row in self._all("SELECT trajectory FROM consumption WHERE run = ? AND step = ?", run.id, step)
+            row[0] for row in self._all("SELECT trajectory FROM consumption_rows WHERE run = ? AND step = ?", run.id, step)
         ]
 
     def steps_done(self, run: Run) -> int:
@@ -291,7 +291,7 @@ class Store:
 
     def consumed(self, run: Run) -> int:
         """Slots of all recorded batches."""
-        return int(self._one("SELECT COUNT(*) FROM consumption WHERE run = ?", run.id)[0])
+        return int(self._one("SELECT COUNT(*) FROM consumption_rows WHERE run = ?", run.id)[0])
 
     def finish(self, run: Run, step: int | None) -> None:
         """The trainer made its last step, or (None) goes on after it had."""

@@ -59,7 +59,7 @@ def test_gsm8k_trains_and_evaluates(test_data, byte_model, make_config, tba):
     assert result.returncode == 0, result.stderr
     with sqlite3.connect(run.database) as database:
         assert database.execute("SELECT prompts FROM runs").fetchone() == (7473,)
-        parts, text, error = database.execute("SELECT reward_parts, text, error FROM trajectories").fetchone()
+        parts, text, error = database.execute("SELECT reward_parts, text, error FROM trajectory_rows").fetchone()
     assert set(json.loads(parts)) == {"correct", "has_number"}
     assert text
     assert error is None

@@ -175,7 +175,7 @@ def acks(replies) -> list[int]:
 def stored_sequences(run_config) -> list[int]:
     with sqlite3.connect(run_config.database) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        return [row[0] for row in database.execute("SELECT sequence FROM trajectories")]
+        return [row[0] for row in database.execute("SELECT sequence FROM trajectory_rows")]
 
 
 def test_a_client_without_a_server_gives_up_at_its_deadline(run_config):

@@ -346,7 +346,7 @@ def test_a_second_server_on_the_same_database_is_refused(harness):
 def test_rewards_and_timestamps_are_indexed(harness):
     buffer = harness()
     for column in ("reward", "received_at"):
-        plan = buffer.store._all(f"EXPLAIN QUERY PLAN SELECT id FROM trajectories WHERE run = 1 AND {column} > 0")
+        plan = buffer.store._all(f"EXPLAIN QUERY PLAN SELECT id FROM trajectory_rows WHERE run = 1 AND {column} > 0")
         assert "USING" in plan[0][3]
         assert column in plan[0][3]
 

@@ -241,7 +241,7 @@ def test_a_step_that_could_not_be_reported_is_reported_after_the_resume(make_run
     run.train(resume=True)
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
     assert all(run.query("SELECT trained_at IS NOT NULL FROM batches"))
-    references = run.query("SELECT COUNT(*) FROM consumption LEFT JOIN reference_logprobs USING (trajectory) "
+    references = run.query("SELECT COUNT(*) FROM consumption_rows LEFT JOIN reference_logprobs USING (trajectory) "
                            "WHERE logprob IS NULL")  # fmt: skip
     assert references == [0]
 

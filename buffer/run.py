@@ -39,7 +39,7 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
             if not channel.is_local:
                 log.warning("the address is reachable from other machines, unencrypted: use a trusted network")
             notify_systemd("READY=1")
-            BufferServer(channel, store, service, clock).run(stop)
+            BufferServer(channel, store, service, clock, queue_bytes=config.buffer.queue_mib << 20).run(stop)
         finally:
             store.close()
     finally:

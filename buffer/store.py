@@ -5,12 +5,15 @@ transaction for whatever arrived while the last one committed.
 """
 
 import contextlib
+import functools
 import json
+import shutil
 import sqlite3
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from tba.common.errors import StorageError
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
 _SYNCHRONOUS = {"power": "FULL", "process": "NORMAL"}
+_CACHE_KIB = 64 << 10
 _STORAGE_CODES = frozenset(
     {
         sqlite3.SQLITE_FULL,
@@ -38,19 +42,38 @@ _STORAGE_CODES = frozenset(
         sqlite3.SQLITE_NOMEM,
     }
 )
-_INSERT_TRAJECTORY = """
-INSERT INTO trajectory_rows (run, prompt, visit, sender, sequence, policy_version, reward, reward_parts, stop_reason,
-    prompt_tokens, response_tokens, dedup_hash, sampling, created_at, received_at, generation_seconds, text, error,
-    metadata)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (sender, sequence) DO NOTHING
-"""
-_INSERT_PAYLOAD = """
-INSERT INTO payloads (trajectory, prompt_ids, response_ids, logprobs, version_runs, loss_mask)
-VALUES (?, ?, ?, ?, ?, ?)
-"""
-_SELECT_PAYLOAD = """
-SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask FROM payloads WHERE trajectory = ?
+TRAJECTORY_COLUMNS = (
+    "id",
+    "run",
+    "prompt",
+    "visit",
+    "sender",
+    "sequence",
+    "policy_version",
+    "reward",
+    "reward_parts",
+    "stop_reason",
+    "prompt_tokens",
+    "response_tokens",
+    "dedup_hash",
+    "sampling",
+    "created_at",
+    "received_at",
+    "generation_seconds",
+    "text",
+    "error",
+    "metadata",
+    "payload_bytes",
+)
+_PAYLOAD_COLUMNS = ("trajectory", "prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
+_CONSUMPTION_COLUMNS = ("run", "step", "slot", "trajectory", "staleness")
+# Rows in one INSERT: Python hands the interpreter lock to SQLite once for all of them, not once for each. Few
+# sizes, so that the prepared statements stay in the cache.
+_INSERT_SIZES = (256, 64, 16, 4, 1)
+_SELECT_PAYLOADS = """
+SELECT p.prompt_ids, p.response_ids, p.logprobs, p.version_runs, p.loss_mask
+FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
+ORDER BY asked.key
 """
 _BATCH_COLUMNS = (
     "id",
@@ -93,14 +116,18 @@ class Store:
     def __init__(self, path: Path, *, durability: str) -> None:
         self.path = path
         taken = f"another buffer server has {path} open: stop it, or set buffer.database"
+        self._new_rows: list[Sequence[Any]] = []  # of this transaction, not yet written
+        self._new_payloads: list[Sequence[Any]] = []
+        self._next_id: int | None = None
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
         with _storage_errors(path):
-            self._connection = sqlite3.connect(path, isolation_level=None)
+            # Opened by one thread and used by another, never by two at a time.
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
             self._connection.execute("PRAGMA busy_timeout = 10000")
-            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             migrate(Database(self._connection))
 
     def close(self) -> None:
@@ -115,8 +142,10 @@ class Store:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self.flush()
                 self._connection.execute("COMMIT")
             except BaseException:
+                self._new_rows, self._new_payloads, self._next_id = [], [], None
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -203,19 +232,47 @@ class Store:
 
     def close_visits(self, visits: Sequence[int], now: float) -> None:
         """The trajectories of these visits are in this transaction."""
-        self._connection.executemany(
-            "UPDATE visits SET done_at = ? WHERE id = ? AND done_at IS NULL", [(now, visit) for visit in visits]
+        self._connection.execute(
+            "UPDATE visits SET done_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND done_at IS NULL",
+            (now, json.dumps(visits)),
         )
 
     # ------------------------------------------------------------ trajectories
 
-    def put(self, row: tuple[Any, ...], payload: Sequence[memoryview]) -> int | None:
-        """Insert a trajectory with its payload. Returns its id, None if (sender, sequence) is there already."""
-        cursor = self._connection.execute(_INSERT_TRAJECTORY, row)
-        if cursor.rowcount == 0:
-            return None
-        self._connection.execute(_INSERT_PAYLOAD, (cursor.lastrowid, *payload))
-        return cursor.lastrowid
+    def new_ids(self, count: int) -> range:
+        """Ids for so many new trajectories. They only grow: nothing is ever deleted."""
+        if self._next_id is None:
+            self._next_id = int(self._one("SELECT COALESCE(MAX(id), 0) + 1 FROM trajectory_rows")[0])
+        first, self._next_id = self._next_id, self._next_id + count
+        return range(first, self._next_id)
+
+    def add_trajectories(self, rows: Sequence[Sequence[Any]], payloads: Sequence[Sequence[memoryview]]) -> None:
+        """Add rows (see `TRAJECTORY_COLUMNS`) with their payloads; they are written with the transaction's end."""
+        self._new_rows.extend(rows)
+        self._new_payloads.extend((row[0], *payload) for row, payload in zip(rows, payloads, strict=True))
+
+    def flush(self) -> None:
+        """Write what was added, so that queries of this transaction see it."""
+        self._insert("trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
+        self._insert("payloads", _PAYLOAD_COLUMNS, self._new_payloads)
+        self._new_rows, self._new_payloads = [], []
+
+    def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        start = 0
+        for size in _INSERT_SIZES:
+            while len(rows) - start >= size:
+                statement = _insert_statement(table, tuple(columns), size)
+                self._connection.execute(statement, list(chain.from_iterable(rows[start : start + size])))
+                start += size
+
+    def sequence_ranges(self, sender: int) -> list[tuple[int, int]]:
+        """The half-open ranges of sequence numbers that are there from a sender."""
+        query = """
+        SELECT MIN(sequence), MAX(sequence) + 1
+        FROM (SELECT sequence, sequence - ROW_NUMBER() OVER (ORDER BY sequence) AS island
+              FROM trajectory_rows WHERE sender = ?)
+        GROUP BY island"""
+        return self._all(query, sender)
 
     def entries(self, run: Run, steps: dict[int, int]) -> Iterator[Entry]:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
@@ -241,15 +298,15 @@ class Store:
 
     def record_batch(self, run: Run, step: int, groups: Sequence[Sequence[Entry]], now: float) -> None:
         """Record what a step trains on, before it is handed out."""
+        self.flush()
         self._connection.execute(
-            "INSERT INTO batches (run, step, prompts, samples, handed_out_at) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory) "
+            "VALUES (?, ?, ?, ?, ?, (SELECT MAX(id) FROM trajectory_rows))",
             (run.id, step, len(groups), len(groups[0]), now),
         )
         slots = [entry for group in groups for entry in group]
-        self._connection.executemany(
-            "INSERT INTO consumption_rows (run, step, slot, trajectory, staleness) VALUES (?, ?, ?, ?, ?)",
-            [(run.id, step, slot, entry.id, step - entry.step) for slot, entry in enumerate(slots)],
-        )
+        rows = [(run.id, step, slot, entry.id, step - entry.step) for slot, entry in enumerate(slots)]
+        self._insert("consumption_rows", _CONSUMPTION_COLUMNS, rows)
 
     def batch_rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
         """The recorded batch of a step as columns, in slot order."""
@@ -258,7 +315,15 @@ class Store:
 
     def payloads(self, trajectories: Sequence[int]) -> list[tuple[bytes, ...]]:
         """The blobs of trajectories, in the order asked, one per array kind."""
-        return [self._one(_SELECT_PAYLOAD, id_) for id_ in trajectories]
+        self.flush()
+        return self._all(_SELECT_PAYLOADS, json.dumps(trajectories))
+
+    def tokens(self, trajectories: Sequence[int]) -> tuple[int, int]:
+        """(prompt tokens, response tokens) of these trajectories, each counted as often as it is named."""
+        self.flush()
+        query = """SELECT COALESCE(SUM(t.prompt_tokens), 0), COALESCE(SUM(t.response_tokens), 0)
+                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value"""
+        return self._one(query, json.dumps(trajectories))
 
     def report(self, run: Run, message: ReportStep, now: float) -> None:
         """The optimiser step was made. A second report of a step changes nothing but the metrics."""
@@ -277,7 +342,8 @@ class Store:
     def batch_trajectories(self, run: Run, step: int) -> list[int]:
         """Ids of the trajectories in a recorded batch."""
         return [
-            row[0] for row in self._all("SELECT trajectory FROM consumption_rows WHERE run = ? AND step = ?", run.id, step)
+            row[0]
+            for row in self._all("SELECT trajectory FROM consumption_rows WHERE run = ? AND step = ?", run.id, step)
         ]
 
     def steps_done(self, run: Run) -> int:
@@ -325,12 +391,23 @@ class Store:
         wal = self.path.with_name(self.path.name + "-wal")
         return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
 
+    def free_bytes(self) -> int:
+        """Free space of the disk that holds the database."""
+        with _storage_errors(self.path):
+            return shutil.disk_usage(self.path.parent).free
+
     def _one(self, query: str, *values: Any) -> tuple[Any, ...]:
         row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
         return row
 
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
+
+
+@functools.cache
+def _insert_statement(table: str, columns: tuple[str, ...], rows: int) -> str:
+    row = f"({', '.join('?' * len(columns))})"
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608
 
 
 @contextlib.contextmanager

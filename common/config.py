@@ -71,6 +71,10 @@ class BufferSection(Section):
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
     """What an acknowledged write survives: a power cut (synchronous=FULL) or the death of the process."""
+    queue_mib: Positive = 256
+    """Requests that wait for a transaction, in MiB; at this limit the server reads no more, and producers wait."""
+    min_free_mib: NonNegative = 128
+    """Free disk space, in MiB, below which new trajectories are refused until there is more; 0 never refuses."""
     lease_seconds: PositiveFloat = 120.0
     """A searcher that is silent for so long, in seconds, loses its prompts to others."""
     recency_fraction: Fraction = 0.95

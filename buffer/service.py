@@ -6,6 +6,7 @@ transaction fails, the memory is rebuilt from the file: it never says more than 
 
 import json
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from tba.buffer.clients import GONE, Clients
 from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.leases import LeaseBook, OpenVisit
 from tba.buffer.policy import SamplingRules, Shortage, sample_groups
+from tba.buffer.rate_limiter import RateLimiter
 from tba.buffer.received import SequenceRanges
+from tba.buffer.remover import Limits
 from tba.buffer.rows import PutColumns, RunColumns, database_rows, put_columns
 from tba.buffer.store import Run, Store
 from tba.common import wire
@@ -56,7 +59,21 @@ class BufferService:
             inverse_temperature=config.buffer.inverse_temperature,
             max_staleness=config.max_staleness,
             min_fill=config.buffer.min_fill,
+            prompt_priority=config.buffer.prompt_priority,
+            trajectory_priority=config.buffer.trajectory_priority,
+            rank_exponent=config.buffer.rank_exponent,
+            flat_group_weight=config.buffer.flat_group_weight,
+            replacement=config.buffer.replacement,
         )
+        self._limits = Limits(
+            prompt_cap=config.buffer.prompt_cap,
+            dedup=config.buffer.dedup,
+            keep=config.buffer.prompt_keep,
+            max_rows=config.max_trajectories,
+            max_bytes=config.max_payload_bytes,
+            seed=run.seed,
+        )
+        self._rate = RateLimiter(config.samples_per_insert, config.samples_per_insert_slack)
         self._started = clock.monotonic()
         self._clients = Clients(clock, config.buffer.lease_seconds)
         self.rejected: Counter[str] = Counter()  # messages that got an error reply, by code
@@ -66,6 +83,7 @@ class BufferService:
         self._commit_seconds: deque[float] = deque(maxlen=_COMMITS)
         self._free = (-math.inf, 0)  # when the free space was looked at, and what it was
         self._trainer_waits_for = ""
+        self._too_little_data = False  # the last batch that was asked for could not be sampled
         self._handlers: dict[type[wire.Message], Callable[[Any, str], Answer | None]] = {
             wire.Hello: self._hello,
             wire.RegisterPrompts: self._register_prompts,
@@ -91,10 +109,11 @@ class BufferService:
         epoch, place = store.newest_place(run)
         self._leases = LeaseBook(run.seed, list(self._prompt_keys), epoch, place)
         self._leases.open = {visit.id: visit for visit in store.open_visits(run)}
-        self._index = SamplingIndex(cap=self._config.buffer.prompt_cap, dedup=self._config.buffer.dedup)
+        self._index = SamplingIndex(self._limits)
         for entry in store.entries(run, {version: ref.step for version, ref in self._versions.items()}):
             self._index.add(entry)
         self._trajectories, self._errors = store.counts(run)
+        self._sampled = store.consumed(run)
         self._sender_ids: dict[str, int] = {}
         self._received: dict[str, SequenceRanges] = {}
 
@@ -234,17 +253,32 @@ class BufferService:
         limit = self._rules.max_staleness
         if self._finished:
             return 0, "the run is finished"
-        if limit is None or len(self._index) < self._rules.min_fill:
+        if len(self._index) < self._rules.min_fill:
             return message.want, ""
+        if (room := self._room_by_rate()) == 0:
+            return 0, "searchers are ahead of buffer.samples_per_insert"
+        if limit is None:
+            return min(message.want, room), ""
         oldest_useful = self._steps_done - limit
         version = self._versions.get(message.weights_version)
         if version is None or version.step < oldest_useful:
             return 0, f"weights v{message.weights_version} are too old for max_staleness {limit}"
         target = (limit + 1) * self._config.train.prompts_per_step
-        underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful))
+        need = self._rules.need(self._config.train.samples_per_prompt)
+        underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful, need))
         share = math.ceil(target / max(1, self._clients.live_searchers())) - self._leases.held_by(sender)
-        room = max(0, min(message.want, target - underway, share))
+        room = max(0, min(message.want, room, target - underway, share))
         return room, f"{underway} of {target} prompts under way"
+
+    def _room_by_rate(self) -> int:
+        """How many prompts the ratio of samples to inserts leaves room for.
+
+        Nobody is held back while the trainer lacks prompts, not trajectories: what was inserted may be too few
+        prompts, or too much alike, for a batch.
+        """
+        each = self._config.search.samples_per_prompt
+        room = self._rate.room(self._trajectories, len(self._leases.leased_prompts()) * each, self._sampled)
+        return sys.maxsize if room is None or self._too_little_data else room // each
 
     def _new_visit(self, sender: str) -> OpenVisit:
         epoch, place, prompt = self._leases.next_place()
@@ -280,7 +314,16 @@ class BufferService:
                 self._errors += 1
                 continue
             step = self._versions[known.versions[place]].step
-            self._index.add(Entry(id_, known.prompts[place], step, put.rows.reward[place], put.dedup_hash[place]))
+            self._index.add(
+                Entry(
+                    id_,
+                    known.prompts[place],
+                    step,
+                    put.rows.reward[place],
+                    put.dedup_hash[place],
+                    payload_bytes=put.payload_bytes[place],
+                )
+            )
 
     def _count_put(self, put: PutColumns, sender: str, *, stored: int) -> Answer:
         client, duplicates = self._clients[sender], len(put) - stored
@@ -336,17 +379,25 @@ class BufferService:
 
     def _sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
         if not self._store.has_batch(self._run, message.step):
-            rng = np.random.default_rng([self._run.seed, message.step])
-            groups = sample_groups(
-                self._index, self._rules, step=message.step, groups=message.prompts, samples=message.samples, rng=rng
-            )
+            groups = self._draw_batch(message)
             if isinstance(groups, Shortage):
                 self._trainer_waits_for = groups.reason
                 return None
             self._check_size([entry.id for group in groups for entry in group])
             self._store.record_batch(self._run, message.step, groups, self._clock.wall())
+            self._sampled += message.prompts * message.samples
         self._trainer_waits_for = ""
         return self._recorded_batch(message)
+
+    def _draw_batch(self, message: wire.SampleBatch) -> list[list[Entry]] | Shortage:
+        if reason := self._rate.shortage(self._trajectories, self._sampled, message.prompts * message.samples):
+            return Shortage(reason)
+        rng = np.random.default_rng([self._run.seed, message.step])
+        groups = sample_groups(
+            self._index, self._rules, step=message.step, groups=message.prompts, samples=message.samples, rng=rng
+        )
+        self._too_little_data = isinstance(groups, Shortage)
+        return groups
 
     def _check_size(self, trajectories: list[int]) -> None:
         """A batch that fits no message must not be recorded: it could never be handed out."""

@@ -84,7 +84,7 @@ class SamplingIndex:
         for follower in self._followers.values():
             follower.note(place)
         if self.slots.wants_squeeze(self._rows):
-            self._squeeze()
+            self.squeeze()
 
     def mark_trained(self, ids: Iterable[int]) -> None:
         """Remember that these were trained on. Ids that left sampling are ignored."""
@@ -95,6 +95,12 @@ class SamplingIndex:
             self.slots.state[slot] = TRAINED
             for follower in self._followers.values():
                 follower.note(self.slots.place[slot])
+
+    def squeeze(self) -> None:
+        """Drop the slots of entries that left. It changes no answer."""
+        new_slots = self.slots.squeeze()
+        self._head, self._tail = moved(self._head, new_slots), moved(self._tail, new_slots)
+        self._oldest = 0
 
     def follow(self, name: str) -> Changes:
         """A queue that hears of every changed place from now on. One per name: a new one ends the old one."""
@@ -222,8 +228,3 @@ class SamplingIndex:
         self._count[place] -= 1
         self._rows -= 1
         self._bytes -= self.slots.size[slot]
-
-    def _squeeze(self) -> None:
-        new_slots = self.slots.squeeze()
-        self._head, self._tail = moved(self._head, new_slots), moved(self._tail, new_slots)
-        self._oldest = 0

@@ -106,8 +106,10 @@ class Slots:
 
 def moved(links: "array[int]", new_slots: npt.NDArray[np.int32]) -> "array[int]":
     """Links to live slots, or NONE, after a squeeze."""
-    old = np.frombuffer(links, np.int32)
-    return array("i", np.where(old == NONE, np.int32(NONE), new_slots[old]).tobytes())
+    renamed = np.array(links, np.int32)
+    there = renamed != NONE
+    renamed[there] = new_slots[renamed[there]]
+    return array("i", renamed.tobytes())
 
 
 def _kept(column: "array[Any]", live: npt.NDArray[np.bool_]) -> "array[Any]":

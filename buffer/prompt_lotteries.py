@@ -157,7 +157,7 @@ class RankedPrompts:
         self._ranks.set(rank, 0, -self._exponent * math.log(rank + 1))
 
     def _key(self, place: int) -> int:
-        """Sorts like (flag, -score, place), in 44 bytes where a tuple of three takes 128."""
+        """Sorts like (flag, -score, place), in 40 bytes where a tuple of three takes 120."""
         return ((self._flags[place] << 64 | self._keys[place]) << _PLACE_BITS) | place
 
 

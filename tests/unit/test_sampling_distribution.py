@@ -94,20 +94,26 @@ def across(rule: str, left: list[int], flat_weight: float) -> dict[Hashable, flo
     return normalised(by_factor({p: math.exp(temperature * MEAN[p]) for p in left}, flat_weight))
 
 
-@pytest.mark.parametrize("flat_weight", [1.0, 0.4, 0.0])
-@pytest.mark.parametrize("rule", ["uniform", "recency", "softmax", "rank"])
-def test_prompts_are_drawn_as_declared(rule, flat_weight):
-    """The first and the second prompt of a batch, together: so also without replacement."""
-    settings = rules(prompt_priority=rule, flat_group_weight=flat_weight)
-    drawn = Counter(
-        tuple(group[0].prompt for group in batch) for batch in batches(HISTORY, settings, groups=2, samples=1)
-    )
+def in_order(rule: str, flat_weight: float, groups: int) -> dict[Hashable, float]:
+    """The declared chance of each sequence of different prompts."""
     declared: dict[Hashable, float] = {}
-    for first, chance in across(rule, PROMPTS, flat_weight).items():
-        left = [prompt for prompt in PROMPTS if prompt != first]
-        for second, then in across(rule, left, flat_weight).items():
-            declared[first, second] = chance * then
-    assert_drawn_as_declared(drawn, declared)
+    for sequence in itertools.permutations(PROMPTS, groups):
+        left, chance = list(PROMPTS), 1.0
+        for prompt in sequence:
+            chance *= across(rule, left, flat_weight).get(prompt, 0.0)
+            left.remove(prompt)
+        declared[sequence] = chance
+    return declared
+
+
+@pytest.mark.parametrize("flat_weight", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize(("rule", "groups"), [("uniform", 2), ("recency", 4), ("softmax", 2), ("rank", 2)])
+def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
+    """The first prompts of a batch, in order: so also without replacement."""
+    settings = rules(prompt_priority=rule, flat_group_weight=flat_weight)
+    found = batches(HISTORY, settings, groups=groups, samples=1)
+    drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
+    assert_drawn_as_declared(drawn, in_order(rule, flat_weight, groups))
 
 
 def test_the_mixture_draws_each_group_by_one_of_the_two_rules():

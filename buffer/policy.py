@@ -88,6 +88,11 @@ def sample_groups(
     ]
 
 
+def warm_up(index: SamplingIndex, rules: SamplingRules, *, step: int, samples: int) -> None:
+    """Build what is kept between batches, so that the first batch need not wait for it."""
+    _board(index, rules, step, samples)
+
+
 def _board(index: SamplingIndex, rules: SamplingRules, step: int, samples: int) -> PromptBoard:
     board, need = index.board, rules.need(samples)
     if board is None or (board.rules, board.need) != (rules, need):

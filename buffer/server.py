@@ -1,9 +1,9 @@
-"""The buffer process: one thread receives and checks, this one commits in groups and answers.
+"""The buffer process: a pipeline of three threads, of which this is the middle one, the writer.
 
-    network ──► mailbox ──► handle all in one transaction ──► commit ──► answers ──► network
+    network ──► mailbox ──► handle a group in one transaction, commit ──► syncer ──► network
 
-What arrives while a transaction commits is checked meanwhile, and is the next group. The service, its
-memory and the database belong to the writer's thread alone.
+While one group is synced to the disk, the next is being written and the one after it received and checked.
+The service, its memory and the database belong to the writer alone.
 """
 
 import contextlib
@@ -15,12 +15,13 @@ from tba.buffer.mailbox import Arrival, Mailbox
 from tba.buffer.network import Network
 from tba.buffer.service import Answer, BufferService
 from tba.buffer.store import Store
+from tba.buffer.syncer import Checkpointer, Syncer
 from tba.common.channels import Peer, ServerChannel
 from tba.common.clock import Clock
 from tba.common.codec import Frames, encode_reply
 from tba.common.errors import Refused, StorageError
 from tba.common.log import get_logger
-from tba.common.wire import Failure, SampleBatch
+from tba.common.wire import Failure, RunState, SampleBatch
 
 log = get_logger(__name__)
 
@@ -45,18 +46,28 @@ class BufferServer:
         self._clock = clock
         self._mailbox = Mailbox(queue_bytes)
         self._network = Network(channel, self._mailbox, clock)
+        self._syncer = Syncer(store.sync, self._network.send)
+        self._checkpointer = Checkpointer(store.checkpoint)
         self._parked: list[Arrival] = []
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Serve until `stop()`. Raises what ended the network's thread, if anything did."""
+        """Serve until `stop()`. Raises what ended another thread, if anything did."""
         self._network.start()
+        self._syncer.start()
+        self._checkpointer.start()
         try:
-            while not stop() and self._network.failure is None:
+            while not stop() and self._failure is None:
                 self.turn(_TURN_SECONDS)
         finally:
+            self._checkpointer.stop()
+            self._syncer.stop()
             self._network.stop()
-        if self._network.failure is not None:
-            raise self._network.failure
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def _failure(self) -> BaseException | None:
+        return self._network.failure or self._syncer.failure
 
     def turn(self, timeout_seconds: float) -> None:
         """One group: take, commit, answer."""
@@ -72,7 +83,8 @@ class BufferServer:
         self._forget_repeated(arrived)
         replies = [*self._rejections(), *self._answer(self._due(arrived))]
         if replies:
-            self._network.send([(reply.peer, self._encode(reply)) for reply in replies])
+            state = self._service.state()
+            self._syncer.add([(reply.peer, self._encode(reply, state)) for reply in replies])
 
     def _due(self, arrived: list[Arrival]) -> list[Arrival]:
         """What to try now: if something has changed, all that waits; else only those whose time is over."""
@@ -110,6 +122,7 @@ class BufferServer:
         reads_batch = any(isinstance(item.request.message, SampleBatch) for item in group)
         with self._network.decoding if reads_batch else contextlib.nullcontext(), self._store.transaction():
             outcomes = [self._outcome(item) for item in group]
+        self._store.restart_log()
         self._service.note_commit(time.perf_counter() - started)
         return outcomes
 
@@ -150,9 +163,9 @@ class BufferServer:
         self._service.rejected[code] += 1
         return _Reply(peer, id_, Answer(Failure(code=code, message=message[:4000])))
 
-    def _encode(self, reply: _Reply) -> Frames:
+    def _encode(self, reply: _Reply, state: RunState) -> Frames:
         answer, run = reply.answer, self._service.run.uuid
-        return encode_reply(answer.message, id=reply.id, run=run, state=self._service.state(), frames=answer.frames)
+        return encode_reply(answer.message, id=reply.id, run=run, state=state, frames=answer.frames)
 
     def _rebuild(self) -> None:
         try:

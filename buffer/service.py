@@ -17,7 +17,7 @@ import numpy as np
 from tba.buffer.clients import GONE, Clients
 from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.leases import LeaseBook, OpenVisit
-from tba.buffer.policy import SamplingRules, Shortage, sample_groups
+from tba.buffer.policy import SamplingRules, Shortage, sample_groups, warm_up
 from tba.buffer.rate_limiter import RateLimiter
 from tba.buffer.received import SequenceRanges
 from tba.buffer.remover import Limits
@@ -112,6 +112,7 @@ class BufferService:
         self._index = SamplingIndex(self._limits)
         for entry in store.entries(run, {version: ref.step for version, ref in self._versions.items()}):
             self._index.add(entry)
+        warm_up(self._index, self._rules, step=self._steps_done, samples=self._config.train.samples_per_prompt)
         self._trajectories, self._errors = store.counts(run)
         self._sampled = store.consumed(run)
         self._sender_ids: dict[str, int] = {}

@@ -7,6 +7,7 @@ transaction for whatever arrived while the last one committed.
 import contextlib
 import functools
 import json
+import os
 import shutil
 import sqlite3
 import time
@@ -26,8 +27,10 @@ from tba.common.durable import exclusive_lock
 from tba.common.errors import StorageError
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
-_SYNCHRONOUS = {"power": "FULL", "process": "NORMAL"}
 _CACHE_KIB = 64 << 10
+_ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
+_LONG_LOG_BYTES = 8 << 20
+_VERY_LONG_LOG_BYTES = 64 << 20
 _STORAGE_CODES = frozenset(
     {
         sqlite3.SQLITE_FULL,
@@ -119,19 +122,61 @@ class Store:
         self._new_rows: list[Sequence[Any]] = []  # of this transaction, not yet written
         self._new_payloads: list[Sequence[Any]] = []
         self._next_id: int | None = None
+        self._written = self._copied = 0  # bytes, roughly: into the log, and at the last checkpoint
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
         with _storage_errors(path):
             # Opened by one thread and used by another, never by two at a time.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
+            self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
             self._connection.execute("PRAGMA busy_timeout = 10000")
             self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `checkpoint` does it
             migrate(Database(self._connection))
+            self._checkpointer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._log = self._open_log()
+        self._durable = durability == "power"
+
+    def _open_log(self) -> int:
+        """The write-ahead log. It is there, and stays the same file, while we have the database open."""
+        self._connection.execute("PRAGMA user_version = 0")  # writes, and so makes the log
+        log = os.open(self.path.with_name(self.path.name + "-wal"), os.O_RDONLY)
+        self._resources.callback(os.close, log)
+        return log
+
+    def sync(self) -> None:
+        """Make all that is committed survive a power cut, unless `durability` asks for less.
+
+        SQLite itself syncs the log only before a checkpoint (synchronous=NORMAL); with this after a commit, and
+        before its acknowledgement, the guarantee is that of synchronous=FULL. It may be called by another thread
+        while the next transaction is written. Raises StorageError; what the disk holds is then unknown, and the
+        server must not go on.
+        """
+        if self._durable:
+            with _storage_errors(self.path):
+                os.fdatasync(self._log)
+
+    def checkpoint(self) -> None:
+        """Copy a long log into the database, by a connection of its own: another thread may write meanwhile.
+
+        SQLite writes the log from its beginning again once all of it is copied. Under load there is always a
+        little more; `restart_log` sees to it.
+        """
+        if (written := self._written) - self._copied > _LONG_LOG_BYTES:
+            self._copied = written
+            with _storage_errors(self.path):
+                self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def restart_log(self) -> None:
+        """Copy what is left of a very long log, between transactions, so that it does not grow for ever."""
+        if os.fstat(self._log).st_size > _VERY_LONG_LOG_BYTES:
+            with _storage_errors(self.path):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the file; what was committed stays."""
+        self._checkpointer.close()
         self._connection.close()
         self._resources.close()
 
@@ -255,6 +300,7 @@ class Store:
         """Write what was added, so that queries of this transaction see it."""
         self._insert("trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
         self._insert("payloads", _PAYLOAD_COLUMNS, self._new_payloads)
+        self._written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
         self._new_rows, self._new_payloads = [], []
 
     def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -277,14 +323,14 @@ class Store:
     def entries(self, run: Run, steps: dict[int, int]) -> Iterator[Entry]:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
         rows = self._connection.execute(
-            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, EXISTS ("
+            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, COALESCE(t.payload_bytes, 0), EXISTS ("
             "    SELECT 1 FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step"
             "    WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
             "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL ORDER BY t.id",
             (run.id,),
         )
-        for id_, prompt, version, reward, dedup_hash, trained in rows:
-            yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(trained))
+        for id_, prompt, version, reward, dedup_hash, size, trained in rows:
+            yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(trained), size)
 
     def counts(self, run: Run) -> tuple[int, int]:
         """(trajectories, of these with an error)."""

@@ -12,9 +12,10 @@ import zmq
 from tba.common.codec import MAX_FRAME_BYTES
 from tba.common.errors import ConfigError
 
-# Messages, not bytes: enough to keep everyone busy, small enough that a peer costs little memory when its requests
-# are not read, or when it does not read its replies.
-_HIGH_WATER_MARK = 16
+# Messages, not bytes. Replies are small, and what waits in a client is held there anyway until it is answered; but of
+# requests the server takes few from each peer: those that it does not read have to wait in the senders.
+_HIGH_WATER_MARK = 1024
+_UNREAD_REQUESTS = 16
 # A frame over the codec's limit gets an error reply; one over this is not even read: the peer is cut off.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
 _HEARTBEAT_MS = 2_000
@@ -34,6 +35,7 @@ class ServerChannel:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _set_limits(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.bind(address)

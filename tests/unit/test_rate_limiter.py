@@ -135,7 +135,6 @@ def test_searchers_are_not_held_back_while_the_trainer_lacks_prompts(harness, tr
     assert len(buffer.lease(2).visits) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="Store.entries does not give payload_bytes yet")
 def test_a_limit_on_bytes_holds_after_a_restart(harness, trajectory):
     buffer = harness(buffer={"max_payload_bytes": 200})
     buffer.fill(1, 0)

@@ -1,1 +1,0 @@
-"""Benchmarks: ratios in one run against a named peer or the physical limit. `make bench` runs them all."""

@@ -3,7 +3,7 @@
 Nothing is decoded and no array is copied: a payload is five views into the frames as they arrived.
 """
 
-import hashlib
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,12 @@ from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
+import xxhash
+from pydantic_core import to_json
 
 from tba.common.errors import WireError
 from tba.common.trajectory import ARRAY_KINDS, slices
-from tba.common.wire import PutTrajectories, Rows
+from tba.common.wire import PutTrajectories, Rows, Sampling
 
 Payload = tuple[memoryview, ...]
 
@@ -45,8 +47,8 @@ def put_columns(message: PutTrajectories, frames: Sequence[memoryview]) -> PutCo
         first_sequence=message.first_sequence,
         rows=rows,
         versions=_versions(rows.version_runs_count, frames[3]),
-        reward_parts=list(map(json.dumps, rows.reward_parts)),
-        sampling=[settings.model_dump_json() for settings in rows.sampling],
+        reward_parts=[to_json(parts).decode() for parts in rows.reward_parts],
+        sampling=[_sampling_json(settings) for settings in rows.sampling],
         metadata=list(map(_metadata_json, rows.metadata)),
         dedup_hash=[_hash(views[1]) for views in payload],
         payload=payload,
@@ -72,7 +74,12 @@ def _versions(counts: Sequence[int], frame: memoryview) -> list[list[int]]:
 
 def _hash(response: memoryview) -> int:
     """64 bits of the response tokens, as the signed integer that SQLite stores."""
-    return int.from_bytes(hashlib.blake2b(response, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(xxhash.xxh3_64_digest(response), "little", signed=True)
+
+
+@functools.lru_cache
+def _sampling_json(settings: Sampling) -> str:
+    return settings.model_dump_json()
 
 
 def _metadata_json(metadata: dict[str, Any]) -> str:

@@ -155,7 +155,7 @@ def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, faile
     """Raise WireError for what no model can have produced; rows of failed rollouts may be empty."""
     by_kind = dict(zip((kind.name for kind in ARRAY_KINDS), frames, strict=True))
     for name in ("prompt_ids", "response_ids"):
-        if (np.frombuffer(by_kind[name], "<i4") < 0).any():
+        if np.frombuffer(by_kind[name], "<i4").min(initial=0) < 0:
             raise WireError(f"negative token id in {name}")
         if any(not count and not bad for count, bad in zip(columns[f"{name}_count"], failed, strict=True)):
             raise WireError(f"a trajectory without an error has empty {name}")

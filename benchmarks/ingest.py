@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -148,26 +149,53 @@ class Server:
         self.process.terminate()
         self.process.wait(60)
 
-    def ingest(self, producers: int, count: int, row_bytes: int, rate: float = 0.0) -> float:
+    def ingest(self, producers: int, count: int, row_bytes: int) -> float:
         """Rows per second, from the first put to the last acknowledgement."""
-        processes = min(producers, PROCESSES)
+        return self._put(producers, count, row_bytes, rate=0.0)[0]
+
+    def latencies(self, producers: int, count: int, row_bytes: int, *, rate: float) -> list[float]:
+        """Seconds from each put to its acknowledgement, at so many rows per second in all."""
+        return self._put(producers, count, row_bytes, rate=rate)[1]
+
+    def _put(self, producers: int, count: int, row_bytes: int, *, rate: float) -> tuple[float, list[float]]:
+        load = Load(self.address, producers, count // producers, row_bytes, rate)
+        started = load.start()
+        latencies = load.wait()
+        return count // producers * producers / (time.perf_counter() - started), latencies
+
+
+class Load:
+    """Producer processes; `rows` of each producer, `rate` rows per second in all or 0 for as fast as it goes."""
+
+    def __init__(self, address: str, producers: int, rows: int, row_bytes: int, rate: float = 0.0) -> None:
+        count = min(producers, PROCESSES)
         context = multiprocessing.get_context("spawn")
-        barrier = context.Barrier(processes + 1)
-        share = count // producers
-        work = [
-            context.Process(
-                target=produce,
-                args=(self.address, n, producers // processes, share, row_bytes, barrier, rate / processes),
-            )
-            for n in range(processes)
-        ]
-        for process in work:
+        self._latencies = context.SimpleQueue()
+        self._barrier = context.Barrier(count + 1)
+        each = (producers // count, rows, row_bytes, rate / count, self._barrier, self._latencies)
+        self.processes = [context.Process(target=produce, args=(address, n, *each), daemon=True) for n in range(count)]
+
+    def start(self) -> float:
+        """Start, and wait until all are ready. Returns the time of the first put."""
+        for process in self.processes:
             process.start()
-        barrier.wait()
-        started = time.perf_counter()
-        for process in work:
+        self._barrier.wait()
+        return time.perf_counter()
+
+    def wait(self) -> list[float]:
+        """Wait until all is acknowledged. Returns the seconds that each put waited."""
+        waited = [seconds for _ in self.processes for seconds in self._latencies.get()]
+        for process in self.processes:
             process.join()
-        return share * producers / (time.perf_counter() - started)
+        return waited
+
+    def stop(self) -> bool:
+        """End the processes. Returns whether they were all at work still."""
+        at_work = all(process.is_alive() for process in self.processes)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return at_work
 
 
 def prepare(address: str) -> None:
@@ -200,7 +228,16 @@ def trajectory(row_bytes: int, number: int) -> Trajectory:
     )
 
 
-def produce(address: str, number: int, clients: int, rows: int, row_bytes: int, barrier: Barrier, rate: float) -> None:
+def produce(
+    address: str,
+    number: int,
+    clients: int,
+    rows: int,
+    row_bytes: int,
+    rate: float,
+    barrier: Barrier,
+    latencies: "SimpleQueue[list[float]]",
+) -> None:
     """Several clients, a thread each, that put groups, a few at a time, until `rows` of each are acknowledged.
 
     The groups are made before: a searcher makes them on another machine. `rate` is rows per second of this
@@ -214,6 +251,7 @@ def produce(address: str, number: int, clients: int, rows: int, row_bytes: int, 
         thread.start()
     for thread in threads:
         thread.join()
+    latencies.put([seconds for producer in producers for seconds in producer.latencies])
 
 
 def packed(row_bytes: int, number: int) -> tuple[wire.Rows, list[bytes]]:
@@ -226,7 +264,7 @@ class Producer:
     """One sender, with its puts under way."""
 
     def __init__(self, address: str, name: str, groups: Sequence[tuple[wire.Rows, list[bytes]]]) -> None:
-        self.client = BufferClient(address, role="searcher", name=name)
+        self.client = BufferClient(address, role="searcher", name=f"{name}-{os.getpid()}")
         self.client.call(wire.Hello(host="bench", pid=os.getpid(), software="bench"), wire.Welcome, deadline_seconds=20)
         self._groups = itertools.cycle(groups)
         self._sent_at: dict[int, float] = {}

@@ -15,7 +15,7 @@ from tba.common.codec import Request
 
 # One transaction: large enough that the sync is shared by many, small enough that nobody waits long for it.
 GROUP_ROWS = 256
-GROUP_BYTES = 4 << 20
+GROUP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

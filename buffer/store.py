@@ -31,6 +31,7 @@ _CACHE_KIB = 64 << 10
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 _LONG_LOG_BYTES = 8 << 20
 _VERY_LONG_LOG_BYTES = 64 << 20
+_CHECKPOINT_ROUNDS = 2
 _STORAGE_CODES = frozenset(
     {
         sqlite3.SQLITE_FULL,
@@ -124,6 +125,7 @@ class Store:
         self._next_id: int | None = None
         # Bytes that went into the log, roughly: in all, at the last checkpoint, and at the last restart.
         self._written = self._copied = self._restarted = 0
+        self._restart_due = False
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
         with _storage_errors(path):
@@ -162,20 +164,23 @@ class Store:
         """Copy a long log into the database, by a connection of its own: another thread may write meanwhile.
 
         SQLite writes the log from its beginning again once all of it is copied. Under load there is always a
-        little more; `restart_log` sees to it.
+        little more: when the log is very long and little is left, `restart_log` is told to copy that.
         """
-        if (written := self._written) - self._copied > _LONG_LOG_BYTES:
-            self._copied = written
-            with _storage_errors(self.path):
+        if (written := self._written) - self._copied <= _LONG_LOG_BYTES:
+            return
+        self._copied = written
+        with _storage_errors(self.path):
+            for _ in range(_CHECKPOINT_ROUNDS):  # each has only to copy what came during the one before
                 self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self._restart_due = written - self._restarted > _VERY_LONG_LOG_BYTES
 
     def restart_log(self) -> None:
-        """Copy what is left of a very long log, between transactions, and write it from its beginning again.
+        """If it is due, copy the rest of the log, between transactions, so that it does not grow for ever.
 
         The file keeps its length: blocks that are there already are synced faster than new ones.
         """
-        if self._written - self._restarted > _VERY_LONG_LOG_BYTES:
-            self._restarted = self._written
+        if self._restart_due:
+            self._restart_due, self._restarted = False, self._written
             with _storage_errors(self.path):
                 self._connection.execute("PRAGMA wal_checkpoint(RESTART)")
 

@@ -313,11 +313,13 @@ class Store:
         self._written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
         self._new_rows, self._new_payloads = [], []
 
-    def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def _insert(
+        self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, conflict: str = ""
+    ) -> None:
         start = 0
         for size in _INSERT_SIZES:
             while len(rows) - start >= size:
-                statement = _insert_statement(table, tuple(columns), size)
+                statement = _insert_statement(table, tuple(columns), size, conflict)
                 self._connection.execute(statement, list(chain.from_iterable(rows[start : start + size])))
                 start += size
 
@@ -387,13 +389,11 @@ class Store:
             "UPDATE batches SET trained_at = COALESCE(trained_at, ?), metrics = ? WHERE run = ? AND step = ?",
             (now, json.dumps(message.metrics), run.id, message.step),
         )
-        self._connection.executemany(
-            "INSERT INTO reference_logprobs (trajectory, reference, logprob) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-            [
-                (trajectory, message.reference, logprob)
-                for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
-            ],
-        )
+        rows = [
+            (trajectory, message.reference, logprob)
+            for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
+        ]
+        self._insert("reference_logprobs", ("trajectory", "reference", "logprob"), rows, conflict="OR IGNORE")
 
     def batch_trajectories(self, run: Run, step: int) -> list[int]:
         """Ids of the trajectories in a recorded batch."""
@@ -461,9 +461,9 @@ class Store:
 
 
 @functools.cache
-def _insert_statement(table: str, columns: tuple[str, ...], rows: int) -> str:
+def _insert_statement(table: str, columns: tuple[str, ...], rows: int, conflict: str) -> str:
     row = f"({', '.join('?' * len(columns))})"
-    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608
+    return f"INSERT {conflict} INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608
 
 
 @contextlib.contextmanager

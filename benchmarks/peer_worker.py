@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ TOKENS = 512  # 4 bytes of id and 4 of log-probability each: 4 KB
 GROUP = 64  # rows in one put
 PER_PROMPT = 16  # rows of one prompt
 ROWS = 16_384
-WARM_UP = 2048  # rows before the clock and the memory are looked at
+WARM_UP = 16_384  # rows before the clock and the memory are looked at: more than a page cache of 64 MiB holds
 BATCH = 512  # rows in one batch
 BATCHES = 30
 CAPACITY = 1 << 17  # rows that a buffer in a kill test can hold
@@ -117,23 +117,22 @@ def _measure(opener: Opener, folder: Path, *, save: bool) -> dict[str, Any]:
         _fill(buffer, 0, WARM_UP, save=save)
         buffer.sample()
         before = _footprint(buffer.pid, folder)
-        started = time.perf_counter()
-        _fill(buffer, WARM_UP, WARM_UP + ROWS, save=save)
-        seconds = time.perf_counter() - started
+        seconds = _fill(buffer, WARM_UP, WARM_UP + ROWS, save=save)
         after = _footprint(buffer.pid, folder)
-        growth = {f"{name}_bytes": (after[name] - before[name]) / ROWS for name in before}
         return {
             "rows_per_second": ROWS / seconds,
             "batch_ms": _batch_ms(buffer),
-            **growth,
+            **{f"{name}_bytes": (after[name] - before[name]) / ROWS for name in before},
+            "save_seconds": _seconds(buffer.save) if save else 0.0,
             "versions": _versions(buffer),
         }
     finally:
         buffer.close()
 
 
-def _fill(buffer: PeerBuffer, first: int, last: int, *, save: bool) -> None:
-    saved = time.monotonic()
+def _fill(buffer: PeerBuffer, first: int, last: int, *, save: bool) -> float:
+    """Put rows until all are confirmed, and saved if they are to be. Returns the seconds."""
+    started = saved = time.monotonic()
     for number in range(first, last, GROUP):
         buffer.put(number)
         if save and time.monotonic() - saved > SAVE_SECONDS:
@@ -142,6 +141,7 @@ def _fill(buffer: PeerBuffer, first: int, last: int, *, save: bool) -> None:
     buffer.drain()
     if save:
         buffer.save()
+    return time.monotonic() - started
 
 
 def _write(buffer: PeerBuffer, *, save: bool) -> None:
@@ -158,13 +158,14 @@ def _write(buffer: PeerBuffer, *, save: bool) -> None:
 
 def _batch_ms(buffer: PeerBuffer) -> float:
     """Median milliseconds until a batch is there in two arrays."""
-    times = []
-    for _ in range(BATCHES):
-        started = time.perf_counter()
-        ids, logprobs = buffer.sample()
-        times.append(time.perf_counter() - started)
-        assert tuple(ids.shape) == tuple(logprobs.shape) == (BATCH, TOKENS)
-    return statistics.median(times) * 1000
+    assert all(tuple(array.shape) == (BATCH, TOKENS) for array in buffer.sample())
+    return statistics.median(_seconds(buffer.sample) for _ in range(BATCHES)) * 1000
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
 
 
 def _footprint(pid: int, folder: Path) -> dict[str, int]:

@@ -27,9 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peer_worker import ROWS, WARM_UP
+
 ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 180
-KILL_AFTER = (1.5, 3.5)  # seconds after the first confirmation, drawn uniformly
+KILL_AFTER = (2.0, 6.0)  # seconds after the first confirmation, drawn uniformly
 # Without these a peer prints its own log over the table, or looks for an accelerator.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -161,7 +163,7 @@ def kill_while_writing(worker: list[str], seconds: float) -> int:
             if victim is None:
                 raise WorkerFailed(_last_line(errors))
             process.stdout.readline()  # the first confirmation
-            # The pipe holds what is said meanwhile: 64 KiB are more than four seconds at the writer's pace.
+            # The pipe holds what is said meanwhile: 64 KiB are twenty seconds at the writer's pace.
             time.sleep(seconds)
             os.kill(victim, signal.SIGKILL)
             time.sleep(0.3)  # confirmations that were under way to a producer that lives on
@@ -212,7 +214,8 @@ COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (
     ("to tba", 7, lambda row: f"{row['ratio']:.2f}" if row["ratio"] else "-"),
     ("min-max", 14, lambda row: "-".join(f"{rate:.0f}" for rate in row["spread"])),
     ("batch ms", 9, lambda row: f"{row['batch_ms']:.1f}"),
-    ("RSS B/row", 10, lambda row: f"{row['resident_bytes']:.0f}"),
+    # Below zero where a save has mapped files anew: their pages count from the next access on.
+    ("RSS B/row", 10, lambda row: f"{max(0, row['resident_bytes']):.0f}"),
     ("anon B/row", 11, lambda row: f"{row['anonymous_bytes']:.0f}"),
     ("file B/row", 11, lambda row: f"{row['file_bytes']:.0f}"),
     ("outlives SIGKILL", 17, lambda row: f"{_survived(row):.2%}"),
@@ -231,7 +234,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     print("\nSIGKILL: rows that came back whole / rows that the API had confirmed")
     for row in filter(lambda row: "kills" in row, rows):
         counts = ", ".join(f"{kill['rows']}/{kill['confirmed']}" for kill in row["kills"])
-        print(f"{row['peer'].name:22} {counts}; killed: {row['peer'].killed}{_by_hand(row)}")
+        print(f"{row['peer'].name:22} {counts}; killed: {row['peer'].killed}{_saving(row)}{_by_hand(row)}")
     print("\nversions")
     for module, versions in {row["peer"].module: row["versions"] for row in rows if "kills" in row}.items():
         print(f"{module:22} {', '.join(f'{name} {version}' for name, version in versions.items())}")
@@ -239,6 +242,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def _survived(row: dict[str, Any]) -> float:
     return sum(kill["rows"] for kill in row["kills"]) / max(1, sum(kill["confirmed"] for kill in row["kills"]))
+
+
+def _saving(row: dict[str, Any]) -> str:
+    return f"; one save of {WARM_UP + ROWS:,} rows takes {row['save_seconds']:.2f} s" if row["peer"].saves else ""
 
 
 def _by_hand(row: dict[str, Any]) -> str:

@@ -8,7 +8,8 @@ start from a cold disk also reads the file. `--keep` leaves the databases in a f
 
 - *start-up*: from the start of the process until it answers a status request; a process without rows, beside it,
   tells how much of that is Python and its imports.
-- *RSS*: of the server after start-up; the difference per row includes all that grows with rows or prompts.
+- *RSS*: of the server after start-up; the difference per row includes whatever is more with more rows, SQLite's
+  page cache among it.
 - *index*: bytes that Python allocates, by tracemalloc, to rebuild the service's memory from the file, per row.
 - *batch*: 64 prompts x 8 samples over the socket, one after the other, recorded with a synced commit each.
 """

@@ -7,14 +7,13 @@ processes, decoded and checked them, hashed the responses and entered them into 
 acknowledges them after the commit. Producers share the machine's cores with it.
 """
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import random
 import sqlite3
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import serving
 from benchmarks.table import print_table
 from tba.buffer.mailbox import GROUP_BYTES, GROUP_ROWS
 from tba.buffer.store import Store
@@ -37,7 +37,6 @@ IN_FLIGHT = 32  # puts that a producer has under way
 PROMPTS = 1024
 PROCESSES = 8  # at most; more producers than that share processes
 ROUNDS = 3  # bare loop and server take turns, so that both see the same weather
-WEIGHTS = wire.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
 
 
 def main() -> None:
@@ -136,18 +135,15 @@ class Server:
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory = directory
-        self.address = f"ipc://{directory}/socket"
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> "Server":
-        options = [f"run.dir={self.directory}", f"buffer.address={self.address}", "train.prompts_per_step=1"]
-        command = [sys.executable, "-m", "tba", "buffer", "serve", *(part for o in options for part in ("--set", o))]
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        prepare(self.address)
+        _, self.address = self._resources.enter_context(serving.serving(self.directory))
+        serving.prepare(self.address, PROMPTS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(60)
+        self._resources.close()
 
     def ingest(self, producers: int, count: int, row_bytes: int) -> float:
         """Rows per second, from the first put to the last acknowledgement."""
@@ -196,17 +192,6 @@ class Load:
             process.kill()
             process.join()
         return at_work
-
-
-def prepare(address: str) -> None:
-    """Register the prompts and the weights."""
-    client = BufferClient(address, role="publisher", name="bench")
-    client.call(wire.Hello(host="bench", pid=1, software="bench"), wire.Welcome, deadline_seconds=20)
-    keys = [f"p{n}" for n in range(PROMPTS)]
-    registration = wire.RegisterPrompts(task="bench", fingerprint="0" * 64, total=PROMPTS, offset=0, keys=keys)
-    client.call(registration, wire.Registered, deadline_seconds=20)
-    client.call(wire.AnnounceSnapshot(weights=WEIGHTS, bytes=0), wire.Done, deadline_seconds=20)
-    client.close()
 
 
 def trajectory(row_bytes: int, number: int) -> Trajectory:

@@ -14,7 +14,6 @@ prompt, the others rows. A kill takes the process, not the power: what sits in t
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import statistics
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_worker import ROWS, WARM_UP
+from benchmarks.table import machine
 
 ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 180
@@ -84,7 +84,7 @@ PEERS = (
 
 def main() -> None:
     options = _options()
-    print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(machine())
     rows = [line(peer, options) for peer in PEERS if options.only in peer.name]
     print_table(rows)
 

@@ -15,8 +15,6 @@ start from a cold disk also reads the file. `--keep` leaves the databases in a f
 """
 
 import argparse
-import os
-import platform
 import shutil
 import statistics
 import sys
@@ -30,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import serving
+from benchmarks.table import machine
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
 from tba.common import wire
@@ -50,7 +49,7 @@ _PATIENCE_SECONDS = 120.0
 
 def main() -> None:
     options = _options()
-    print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(machine())
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as scratch:
         folder = options.keep or Path(scratch)
         sizes = (0, options.small, options.large)

@@ -1,6 +1,6 @@
 """`tba buffer serve` in one process, one producer in another, over a local socket; durability=power.
 
-Every row is confirmed after a commit with synchronous=FULL. A batch is 32 prompts x 16 trajectories, chosen by the
+Every row is confirmed after its commit and the sync of it. A batch is 32 prompts x 16 trajectories, chosen by the
 server's sampling rules and recorded, with a commit of its own, before it is handed out.
 """
 

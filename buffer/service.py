@@ -242,9 +242,14 @@ class BufferService:
 
     def _put_trajectories(self, message: wire.PutTrajectories, sender: str, frames: list[memoryview]) -> Answer:
         rows = message.rows.model_dump()
-        if unknown := set(rows["prompt_key"]) - self._prompt_ids.keys():
+        if self._clients[sender].role == "importer":
+            prompt_ids = self._store.add_imported_prompts(self._run, sorted(set(rows["prompt_key"])))
+            versions = self._imported_versions(rows, frames)
+        else:
+            prompt_ids = self._prompt_ids
+            versions = [self._oldest(runs[:, 0].tolist()) for runs in version_runs_of(rows, frames)]
+        if unknown := set(rows["prompt_key"]) - prompt_ids.keys():
             raise Refused("unknown_prompt", f"prompt {min(unknown)!r} is not registered in run {self._run.name}")
-        versions = [self._oldest(runs[:, 0].tolist()) for runs in version_runs_of(rows, frames)]
         blobs = zip(
             *(
                 slices(rows[f"{kind.name}_count"], kind.unit_bytes, frame)
@@ -258,7 +263,7 @@ class BufferService:
                 {name: rows[name][i] for name in ROW_COLUMNS},
                 blob,
                 run=self._run.id,
-                prompt=self._prompt_ids[rows["prompt_key"][i]],
+                prompt=prompt_ids[rows["prompt_key"][i]],
                 sender=self._sender_id(sender),
                 sequence=message.first_sequence + i,
                 version=versions[i],
@@ -280,6 +285,15 @@ class BufferService:
             raise Refused("unknown_version", f"policy version {min(missing)} was never announced")
         return min(versions, key=lambda version: (self._versions[version].step, version))
 
+    def _imported_versions(self, rows: dict[str, Any], frames: list[memoryview]) -> list[int]:
+        """A version number of another run names another policy, even if this run has that number too."""
+        return [
+            wire.NO_POLICY
+            if "imported_version" in metadata or not self._versions.keys() >= set(runs[:, 0].tolist())
+            else self._oldest(runs[:, 0].tolist())
+            for metadata, runs in zip(rows["metadata"], version_runs_of(rows, frames), strict=True)
+        ]
+
     def _put_one(self, row: NewRow) -> bool:
         id_ = self._store.put(row.columns, row.payload)
         if id_ is None:
@@ -287,7 +301,8 @@ class BufferService:
         self._trajectories += 1
         self._errors += row.failed
         if not row.failed:
-            self._index.add(Entry(id_, row.prompt, self._versions[row.version].step, row.reward, row.dedup_hash))
+            step = self._versions[row.version].step if row.version != wire.NO_POLICY else 0
+            self._index.add(Entry(id_, row.prompt, step, row.reward, row.dedup_hash))
         return True
 
     def _close_visits(self, leases: set[int]) -> None:
@@ -364,6 +379,10 @@ class BufferService:
         return Answer(wire.Done())
 
     # ------------------------------------------------------------ status
+
+    def sampleable(self) -> set[int]:
+        """Ids of the trajectories that can be sampled."""
+        return {entry.id for prompt in self._index.prompts() for entry in self._index.entries(prompt)}
 
     def waiting_answer(self, request: Request) -> Answer:
         """What a request hears whose time to wait is over."""

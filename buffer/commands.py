@@ -300,6 +300,8 @@ def _print_line(row: dict[str, Any]) -> None:
 
 
 def _print_trajectory(known: dict[str, Any]) -> None:
+    import json
+
     tokens = {name: known.pop(name) for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask")}
     texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
     trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
@@ -307,7 +309,10 @@ def _print_trajectory(known: dict[str, Any]) -> None:
     fields = {name.replace("_", " "): value for name, value in known.items()}
     for name, value in known["reward_parts"].items():
         fields[f"reward part {name}"] = value
+    fields["metadata"] = json.dumps(known["metadata"])
     fields["versions"] = ", ".join(f"v{version} x {count} tokens" for version, count in runs)
+    if known["policy_version"] < 0:
+        fields["versions"] = "no policy of this run made it"
     fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)
     fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
     fields |= {f"reference {name}": value for name, value in references.items()}

@@ -76,7 +76,9 @@ def read_rows(source: Path, config: Config, format_: str | None) -> Iterator[Sou
     if not source.is_file():
         raise UsageError(f"{source} does not exist")
     if is_database(source):
-        return _database_rows(source, config)
+        if config.database.exists() and source.samefile(config.database):
+            raise UsageError(f"{source} is the database of this run: name another run's")
+        return _database_rows(source)
     return _file_rows(source, format_of(source, format_))
 
 
@@ -99,9 +101,7 @@ def _json_lines(source: Path) -> Iterator[tuple[int, Any]]:
                 raise UsageError(f"{source} line {number} is not JSON: {error}") from error
 
 
-def _database_rows(source: Path, config: Config) -> Iterator[SourceRow]:
-    if config.database.exists() and source.samefile(config.database):
-        raise UsageError(f"{source} is the database of this run: name another run's")
+def _database_rows(source: Path) -> Iterator[SourceRow]:
     with open_records(source) as (records, _):
         for record in records:
             # Named after the run and its ids: once more, when that run has gone on, imports only what is new.

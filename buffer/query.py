@@ -67,20 +67,25 @@ def _explained(refused: list[str]) -> Iterator[None]:
         yield
     except sqlite3.Warning as error:  # Python 3.11's word for several statements
         raise UsageError("one statement at a time") from error
-    except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.DatabaseError) as error:
+    except sqlite3.DatabaseError as error:
         if refused or "readonly" in str(error):
             raise UsageError(
                 "`tba buffer query` only reads: writing, ATTACH and most PRAGMAs are refused; to change a file, stop "
                 "its server and use another SQLite client on a copy"
             ) from error
+        if _code(error) == sqlite3.SQLITE_INTERRUPT:  # how SQLite hands on a Ctrl-C
+            raise KeyboardInterrupt from error
         if _is_of_the_statement(error):
             raise UsageError(f"SQL: {error}{_hint(str(error))}") from error
         raise
 
 
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+
+
 def _is_of_the_statement(error: sqlite3.Error) -> bool:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    return code in (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE)
+    return _code(error) in (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE)
 
 
 def _hint(said: str) -> str:

@@ -72,30 +72,26 @@ class LocalSink:
 
 
 class ServerSink:
-    """The server of the run, over its socket."""
+    """The server of the run, over its socket. Raises ConfigError if it serves another run."""
 
     def __init__(self, client: BufferClient, config: Config) -> None:
         self._client = client
-        self._config = config
-        self._greet()
+        status = self._ask(wire.GetStatus(), [])
+        if isinstance(status, wire.Status) and status.run_name != config.run.name:
+            raise ConfigError(
+                f"the server at {client.address} serves run {status.run_name} and not {config.run.name}: set run.name "
+                "and buffer.address to those of one run"
+            )
         self.run = client.run
 
     def put(self, sender: str, message: wire.PutTrajectories, frames: list[bytes]) -> wire.PutAck:
         """Send a put and wait for its commit. Raises Refused or BufferUnavailable."""
         if self._client.sender != sender:
             self._client.sender = sender
-            self._greet()
+            self._ask(hello(), [])
         answer = self._ask(message, frames)
         assert isinstance(answer, wire.PutAck)
         return answer
-
-    def _greet(self) -> None:
-        welcome = self._ask(hello(), [])
-        if isinstance(welcome, wire.Welcome) and welcome.run_name != self._config.run.name:
-            raise ConfigError(
-                f"the server at {self._client.address} serves run {welcome.run_name} and not "
-                f"{self._config.run.name}: set run.name and buffer.address to those of one run"
-            )
 
     def _ask(self, message: wire.Message, frames: list[bytes]) -> wire.Message:
         wanted = self._client.post(message, frames)

@@ -152,7 +152,9 @@ def test_groups_sum_up_the_rows_of_a_visit(harness, trajectory):
     visit = buffer.lease(1).visits[0]
     group = [trajectory("p0", visit.lease, tokens=[k], reward=float(k)) for k in (1, 3)]
     buffer.put([*group, trajectory("p0", visit.lease, tokens=[5], error="no", stop_reason="error")], 0)
-    columns = "prompt, epoch, trajectories, errors, mean_reward, min_reward, max_reward, reward_variance, policy_versions"
+    columns = (
+        "prompt, epoch, trajectories, errors, mean_reward, min_reward, max_reward, reward_variance, policy_versions"
+    )
     assert buffer.store._all(f"SELECT {columns} FROM groups") == [("p0", 0, 3, 1, 2.0, 1.0, 3.0, 1.0, "0")]
 
 

@@ -159,7 +159,7 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches(batch_size=_ROW_GROUP // 4):
                 for row in batch.to_pylist():
                     yield {name: _parsed(name, value) for name, value in row.items() if value is not None}
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # also a map that is no JSON
         raise UsageError(f"{path} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
 
 

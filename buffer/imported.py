@@ -153,7 +153,9 @@ def _check(trajectory: Trajectory) -> None:
     views = [memoryview(frame) for frame in frames]
     check_frames(columns, views)
     check_tokens(columns, views, failed=[rows.error[0] is not None])
-    json.dumps(trajectory.metadata, allow_nan=False)
+    # What JSON cannot hold, and text that is not Unicode (half of a surrogate pair), has no place in the database.
+    texts = [trajectory.prompt_key, trajectory.text, trajectory.error, trajectory.metadata, trajectory.reward_parts]
+    json.dumps(texts, allow_nan=False, ensure_ascii=False).encode()
 
 
 def _sentence(error: ValidationError) -> str:

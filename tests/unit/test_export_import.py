@@ -234,6 +234,7 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (GOOD | {"response_ids": []}, "line 2: a trajectory without an error has empty response_ids"),
         (GOOD | {"prompt_key": ""}, "line 2: prompt_key.0: String should have at least 1 character"),
         (GOOD | {"metadata": {"x": float("inf")}}, "line 2: Out of range float values are not JSON compliant"),
+        (GOOD | {"text": "\ud800"}, "line 2: 'utf-8' codec can't encode character"),
         (FULL | {"logprobs": [-1.0, -1.0]}, "line 2: logprobs and response_ids differ in length"),
         (FULL | {"version_runs": [[0, 2]]}, "line 2: version runs [[0, 2]] do not cover a response of 1 tokens"),
         (FULL | {"version_runs": []}, "line 2: version_runs must be pairs"),
@@ -258,6 +259,10 @@ def test_a_bad_parquet_row_says_which(tba_buffer, target, tmp_path):
 
     pq.write_table(pa.Table.from_pylist([GOOD, {"prompt_ids": [1]}]), tmp_path / "bad.parquet")
     assert "bad.parquet row 2: it has neither response" in tba_buffer("import", "bad.parquet", *target).said
+    pq.write_table(pa.Table.from_pylist([GOOD | {"metadata": "{"}]), tmp_path / "map.parquet")
+    assert "map.parquet is not a parquet file that can be read: Expecting" in (
+        tba_buffer("import", "map.parquet", *target).said
+    )
     (tmp_path / "none.parquet").write_text("no parquet")
     assert "none.parquet is not a parquet file" in tba_buffer("import", "none.parquet", *target).said
 

@@ -1,5 +1,6 @@
 """Databases of every released schema open, keep their content and go on; views are what the documentation says."""
 
+import json
 import re
 import sqlite3
 
@@ -180,3 +181,14 @@ def test_clients_count_what_each_sender_delivered(harness, trajectory):
         0,
         4,
     )
+
+
+def test_datasette_is_told_of_views_columns_and_queries_that_exist(harness):
+    buffer = harness()
+    metadata = json.loads((ROOT / "deploy/datasette/metadata.json").read_text())["databases"]["buffer"]
+    for table, about in metadata["tables"].items():
+        columns = {row[0] for row in buffer.store._all("SELECT name FROM pragma_table_info(?)", table)}
+        assert columns >= set(about.get("columns", {}))
+        assert columns
+    for query in metadata["queries"].values():
+        buffer.store._all(query["sql"].replace(":run", "?"), *["test"] * query["sql"].count(":run"))

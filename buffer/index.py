@@ -1,19 +1,38 @@
 """The sampling index: what can be sampled, in memory, rebuilt from the database at start.
 
-    put ──► live ──► trained ──► (over the prompt's cap, or an identical newer one) out of sampling
+    put ──► live ──► trained ──► (over a cap of `Limits`, or an identical newer one) out of sampling
                                   the row stays in the database for ever
 
-Invariant: after any sequence of puts and trainings, the index equals one rebuilt from the database.
+Invariant: the index is a function of the history in the order of its ids and of the limits alone. So after
+any sequence of puts and trainings it equals one rebuilt from the database.
+
+Entries are rows of flat typed columns (`slots.py`), 41 bytes each, linked to the next one of their prompt;
+a prompt is a number in the order of first appearance, its *place*. Whoever keeps something derived per
+prompt follows the index and learns which places changed; it is brought up to date when it is asked.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tba.buffer.changes import Changes
+from tba.buffer.fresh import FreshPrompts
+from tba.buffer.remover import Limits, keyed_hash, surplus
+from tba.buffer.slots import GONE, NONE, TRAINED, Slots, moved
+
+if TYPE_CHECKING:
+    from tba.buffer.prompt_board import PromptBoard
+
+_PAGE_BITS = 8
 
 
 @dataclass(slots=True)
 class Entry:
-    """One sampleable trajectory. `step` is the optimiser step of the policy that generated it."""
+    """One sampleable trajectory. `step` is the optimiser step of the policy that generated it.
+
+    `payload_bytes` counts only where the limits have a `max_bytes`; elsewhere the index forgets it.
+    """
 
     id: int
     prompt: int
@@ -21,56 +40,191 @@ class Entry:
     reward: float
     dedup_hash: int
     trained: bool = False
-
-
-@dataclass(slots=True)
-class _Prompt:
-    entries: OrderedDict[int, Entry] = field(default_factory=OrderedDict)  # by dedup hash or id, oldest first
+    payload_bytes: int = 0
 
 
 class SamplingIndex:
-    """Entries grouped by prompt, at most `cap` each, identical responses once if `dedup`."""
+    """Entries grouped by prompt, within the limits. Ids are added in growing order."""
 
-    def __init__(self, *, cap: int, dedup: bool) -> None:
-        self._cap = cap
-        self._dedup = dedup
-        self._prompts: dict[int, _Prompt] = {}
-        self._by_id: dict[int, Entry] = {}
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.slots = Slots(with_keys=limits.keep == "reservoir")
+        self.prompt_of = array("i")  # by place, as the next three
+        self._head = array("i")  # slot of the oldest entry
+        self._tail = array("i")
+        self._count = array("i")
+        self._pages: dict[int, array[int]] = {}  # prompt id -> place, in pages: ids are dense but start anywhere
+        self._rows = 0
+        self._bytes = 0
+        self._oldest = 0  # no live slot is before this one
+        self._followers: dict[str, Changes] = {}
+        self._fresh: FreshPrompts | None = None
+        self.board: PromptBoard | None = None  # the sampler's view, kept here between batches
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return self._rows
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload of all that can be sampled, in bytes; 0 if there is no limit to it."""
+        return self._bytes
+
+    # ------------------------------------------------------------ changes
 
     def add(self, entry: Entry) -> None:
-        """Insert an entry; the oldest, or its identical twin, leaves sampling if there are too many."""
-        entries = self._prompts.setdefault(entry.prompt, _Prompt()).entries
-        key = entry.dedup_hash if self._dedup else entry.id
-        twin = entries.pop(key, None)
-        if twin is not None:
-            del self._by_id[twin.id]
-        entries[key] = entry
-        self._by_id[entry.id] = entry
-        if len(entries) > self._cap:
-            _, oldest = entries.popitem(last=False)
-            del self._by_id[oldest.id]
+        """Insert an entry; its identical twin, and what is then over the limits, leaves sampling."""
+        place = self._place(entry.prompt)
+        if self.limits.dedup:
+            self._remove_twin(place, entry.dedup_hash)
+        self._append(place, entry)
+        if self._count[place] > self.limits.prompt_cap:
+            self._remove(place, surplus(self.slots, self._head[place], self.limits.keep))
+        while self._rows and self._over_totals():
+            self._remove_oldest()
+        for follower in self._followers.values():
+            follower.note(place)
+        if self.slots.wants_squeeze(self._rows):
+            self.squeeze()
 
-    def mark_trained(self, ids: Iterator[int] | list[int]) -> None:
+    def mark_trained(self, ids: Iterable[int]) -> None:
         """Remember that these were trained on. Ids that left sampling are ignored."""
         for id_ in ids:
-            if (entry := self._by_id.get(id_)) is not None:
-                entry.trained = True
+            slot = self.slots.find(id_)
+            if slot == NONE or self.slots.state[slot] == GONE:
+                continue
+            self.slots.state[slot] = TRAINED
+            for follower in self._followers.values():
+                follower.note(self.slots.place[slot])
+
+    def squeeze(self) -> None:
+        """Drop the slots of entries that left. It changes no answer."""
+        new_slots = self.slots.squeeze()
+        self._head, self._tail = moved(self._head, new_slots), moved(self._tail, new_slots)
+        self._oldest = 0
+
+    def follow(self, name: str) -> Changes:
+        """A queue that hears of every changed place from now on. One per name: a new one ends the old one."""
+        self._followers[name] = Changes(self.places)
+        return self._followers[name]
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def places(self) -> int:
+        """Number of prompts seen, those with nothing left to sample included."""
+        return len(self.prompt_of)
+
+    def group(self, place: int) -> list[int]:
+        """Slots of a prompt's entries, oldest first."""
+        links, slot, found = self.slots.next, self._head[place], []
+        while slot != NONE:
+            found.append(slot)
+            slot = links[slot]
+        return found
+
+    def entry(self, slot: int) -> Entry:
+        """The entry in a live slot."""
+        slots = self.slots
+        return Entry(
+            slots.id[slot],
+            self.prompt_of[slots.place[slot]],
+            slots.step[slot],
+            slots.reward[slot],
+            slots.dedup[slot],
+            slots.state[slot] == TRAINED,
+            slots.size[slot],
+        )
 
     def prompts(self) -> list[int]:
         """Prompts with at least one entry, in the order of their first."""
-        return list(self._prompts)
+        return [prompt for prompt, count in zip(self.prompt_of, self._count, strict=True) if count]
 
     def entries(self, prompt: int) -> list[Entry]:
         """The entries of a prompt, oldest first."""
-        return list(self._prompts[prompt].entries.values())
+        return [self.entry(slot) for slot in self.group(self._place(prompt))]
 
-    def fresh_prompts(self, min_step: int) -> set[int]:
-        """Prompts that have an entry of at least this policy step that was never trained on."""
-        return {
-            prompt
-            for prompt, group in self._prompts.items()
-            if any(not entry.trained and entry.step >= min_step for entry in reversed(group.entries.values()))
-        }
+    def fresh_prompts(self, min_step: int, need: int = 1) -> frozenset[int]:
+        """Prompts with `need` entries of at least this policy step, one of them never trained on.
+
+        Costs what changed since the last call, and as many prompts as it returns when `min_step` moved.
+        """
+        if self._fresh is None or self._fresh.need != need:
+            self._fresh = FreshPrompts(self, need)
+        return self._fresh.at(min_step)
+
+    def buffer_bytes(self) -> int:
+        """Memory of the flat arrays, growth slack included: what a trajectory costs, but for a few objects."""
+        arrays = [self.prompt_of, self._head, self._tail, self._count, *self._pages.values()]
+        return self.slots.buffer_bytes() + sum(column.__sizeof__() for column in arrays)
+
+    # ------------------------------------------------------------ parts
+
+    def _place(self, prompt: int) -> int:
+        number, offset = prompt >> _PAGE_BITS, prompt & ((1 << _PAGE_BITS) - 1)
+        page = self._pages.get(number)
+        if page is None:
+            page = self._pages[number] = array("i", [NONE]) * (1 << _PAGE_BITS)
+        if page[offset] == NONE:
+            page[offset] = self.places
+            self.prompt_of.append(prompt)
+            self._head.append(NONE)
+            self._tail.append(NONE)
+            self._count.append(0)
+        return page[offset]
+
+    def _append(self, place: int, entry: Entry) -> None:
+        slots = self.slots
+        size = 0 if self.limits.max_bytes is None else entry.payload_bytes
+        slot = slots.append(entry.id, place, entry.step, entry.reward, entry.dedup_hash, size)
+        if entry.trained:
+            slots.state[slot] = TRAINED
+        if slots.key is not None:
+            slots.key.append(keyed_hash(self.limits.seed, entry.id))
+        if self._count[place]:
+            slots.next[self._tail[place]] = slot
+        else:
+            self._head[place] = slot
+        self._tail[place] = slot
+        self._count[place] += 1
+        self._rows += 1
+        self._bytes += size
+
+    def _remove_twin(self, place: int, dedup_hash: int) -> None:
+        if not self.slots.may_hold(place, dedup_hash):
+            return
+        hashes, links = self.slots.dedup, self.slots.next
+        previous, slot = NONE, self._head[place]
+        while slot != NONE:
+            if hashes[slot] == dedup_hash:
+                self._remove(place, (previous, slot))
+                return
+            previous, slot = slot, links[slot]
+
+    def _over_totals(self) -> bool:
+        rows, size = self.limits.max_rows, self.limits.max_bytes
+        return (rows is not None and self._rows > rows) or (size is not None and self._bytes > size)
+
+    def _remove_oldest(self) -> None:
+        state = self.slots.state
+        while state[self._oldest] == GONE:
+            self._oldest += 1
+        # Slots and groups are both in the order of ids: the oldest of all is the head of its prompt.
+        place = self.slots.place[self._oldest]
+        self._remove(place, (NONE, self._oldest))
+        for follower in self._followers.values():
+            follower.note(place)
+
+    def _remove(self, place: int, where: tuple[int, int]) -> None:
+        """Take a slot out of its prompt's list; `where` is (the slot before it or NONE, the slot)."""
+        previous, slot = where
+        after = self.slots.next[slot]
+        if previous == NONE:
+            self._head[place] = after
+        else:
+            self.slots.next[previous] = after
+        if after == NONE:
+            self._tail[place] = previous
+        self.slots.state[slot] = GONE
+        self._count[place] -= 1
+        self._rows -= 1
+        self._bytes -= self.slots.size[slot]

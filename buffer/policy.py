@@ -1,15 +1,34 @@
 """Which trajectories to train on: pure functions of the sampling index and a random generator.
 
-Sampling is per group, as in the paper (section 4.2): with probability m the group comes from the most
-recent data, otherwise it is chosen by reward; the K trajectories of a prompt always stay together.
+Sampling is per group, as in the paper (section 4.2): with probability m the group comes from the most recent
+data, otherwise it is chosen by priority; the K trajectories of a prompt always stay together.
+
+A rule is a pair: how the prompt is drawn among all that are eligible, how the trajectories within it. Both use
+the same words.
+
+    word       across prompts                                    within the prompt
+    uniform    every prompt alike                                every trajectory alike
+    recency    recent data never trained on, then recent data,   the recent ones alike; if there are none, all
+               then any; in each part every prompt alike
+    softmax    exp(inverse_temperature x mean reward)            exp(inverse_temperature x reward)
+    rank       i^-rank_exponent for the i-th highest mean        i^-rank_exponent for the i-th highest reward,
+               reward, of equal ones the older prompt            of equal ones the newer trajectory
+
+The recency rule is (recency, recency). The priority rule is (prompt_priority, trajectory_priority).
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tba.buffer.index import Entry, SamplingIndex
+from tba.buffer.prompt_board import PromptBoard
+
+Priority = Literal["uniform", "recency", "softmax", "rank"]
+Replacement = Literal["if_needed", "never", "always"]
+Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +40,15 @@ class SamplingRules:
     inverse_temperature: float
     max_staleness: int | None
     min_fill: int
+    prompt_priority: Priority = "uniform"
+    trajectory_priority: Priority = "softmax"
+    rank_exponent: float = 1.0
+    flat_group_weight: float = 1.0
+    replacement: Replacement = "if_needed"
+
+    def need(self, samples: int) -> int:
+        """How many entries make a prompt eligible for a group of so many samples."""
+        return samples if self.replacement == "never" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,81 +67,82 @@ def sample_groups(
     samples: int,
     rng: np.random.Generator,
 ) -> list[list[Entry]] | Shortage:
-    """`groups` prompts with `samples` entries each, for the given optimiser step.
+    """`groups` different prompts with `samples` entries each, for the given optimiser step.
 
-    Prompts are drawn uniformly without replacement. The recency rule takes prompts with recent data that
-    was never trained on, then those with recent data, then any; the reward rule takes any prompt.
+    The same index, step and generator give the same batch, also from an index that was rebuilt: what is kept
+    between calls (`index.board`) saves time and has no say.
     """
-    eligible = _eligible(index, rules, step)
     if len(index) < rules.min_fill:
         return Shortage(f"{len(index)} of {rules.min_fill} trajectories for the first fill")
-    if len(eligible) < groups:
+    board = _board(index, rules, step, samples)
+    if board.eligible < groups:
         fresh = "" if rules.max_staleness is None else f" at staleness <= {rules.max_staleness}"
-        return Shortage(f"{len(eligible)} of {groups} prompts have trajectories{fresh}")
+        what = "trajectories" if board.need == 1 else f"{board.need} different trajectories"
+        return Shortage(f"{board.eligible} of {groups} prompts have {what}{fresh}")
+    by_recency = rng.random(groups) < rules.recency_fraction
+    chances = rng.random(groups)
+    drawn = board.draw(by_recency.tolist(), chances.tolist())
     return [
-        _draw_recent(entries, rules, step, samples, rng) if recent else _draw_by_reward(entries, rules, samples, rng)
-        for entries, recent in _choose_prompts(eligible, rules, step, groups, rng)
+        _draw_group(index, place, rules, recent, step, samples, rng)
+        for place, recent in zip(drawn, by_recency, strict=True)
     ]
 
 
-def _eligible(index: SamplingIndex, rules: SamplingRules, step: int) -> dict[int, list[Entry]]:
-    limit = rules.max_staleness
-    found = {}
-    for prompt in index.prompts():
-        entries = [entry for entry in index.entries(prompt) if limit is None or step - entry.step <= limit]
-        if entries:
-            found[prompt] = entries
-    return found
+def warm_up(index: SamplingIndex, rules: SamplingRules, *, step: int, samples: int) -> None:
+    """Build what is kept between batches, so that the first batch need not wait for it."""
+    _board(index, rules, step, samples)
 
 
-def _choose_prompts(
-    eligible: dict[int, list[Entry]], rules: SamplingRules, step: int, groups: int, rng: np.random.Generator
-) -> list[tuple[list[Entry], bool]]:
-    by_recency = [eligible[prompt] for prompt in _recency_order(eligible, rules, step, rng)]
-    by_reward = [eligible[prompt] for prompt in rng.permutation(list(eligible))]
-    chosen: list[tuple[list[Entry], bool]] = []
-    taken: set[int] = set()
-    for recent in rng.random(groups) < rules.recency_fraction:
-        queue = by_recency if recent else by_reward
-        entries = next(entries for entries in queue if entries[0].prompt not in taken)
-        taken.add(entries[0].prompt)
-        chosen.append((entries, bool(recent)))
-    return chosen
+def _board(index: SamplingIndex, rules: SamplingRules, step: int, samples: int) -> PromptBoard:
+    board, need = index.board, rules.need(samples)
+    if board is None or (board.rules, board.need) != (rules, need):
+        board = index.board = PromptBoard(index, rules, need)
+    board.advance(step)
+    return board
 
 
-def _recency_order(
-    eligible: dict[int, list[Entry]], rules: SamplingRules, step: int, rng: np.random.Generator
-) -> list[int]:
-    """All prompts: those with recent untrained data first, then recent, then the rest; each part shuffled."""
-
-    def rank(prompt: int) -> int:
-        recent = _recent(eligible[prompt], rules, step)
-        return 2 if not recent else 1 if all(entry.trained for entry in recent) else 0
-
-    return sorted((int(prompt) for prompt in rng.permutation(list(eligible))), key=rank)
-
-
-def _recent(entries: list[Entry], rules: SamplingRules, step: int) -> list[Entry]:
-    return [entry for entry in entries if step - entry.step <= rules.recency_window]
-
-
-def _draw_recent(
-    entries: list[Entry], rules: SamplingRules, step: int, samples: int, rng: np.random.Generator
+def _draw_group(
+    index: SamplingIndex,
+    place: int,
+    rules: SamplingRules,
+    recent: bool,
+    step: int,
+    samples: int,
+    rng: np.random.Generator,
 ) -> list[Entry]:
-    pool = _recent(entries, rules, step) or entries
-    return _draw(pool, np.full(len(pool), 1 / len(pool)), samples, rng)
+    steps, priority = index.slots.step, "recency" if recent else rules.trajectory_priority
+    oldest = -np.inf if rules.max_staleness is None else step - rules.max_staleness
+    pool = [slot for slot in index.group(place) if steps[slot] >= oldest]
+    if priority == "recency":
+        young = [slot for slot in pool if step - steps[slot] <= rules.recency_window]
+        pool = young if len(young) >= rules.need(samples) else pool
+    rewards = np.array([index.slots.reward[slot] for slot in pool])
+    replace = rules.replacement == "always" or len(pool) < samples
+    picks = draw(log_weights(rewards, priority, rules), samples, replace=replace, rng=rng)
+    return [index.entry(pool[pick]) for pick in picks]
 
 
-def _draw_by_reward(entries: list[Entry], rules: SamplingRules, samples: int, rng: np.random.Generator) -> list[Entry]:
-    scores = rules.inverse_temperature * np.array([entry.reward for entry in entries])
-    weights = np.exp(scores - scores.max())
-    return _draw(entries, weights / weights.sum(), samples, rng)
+def log_weights(rewards: Vector, priority: str, rules: SamplingRules) -> Vector:
+    """Logarithms of the chances of a prompt's trajectories (oldest first), up to a constant."""
+    if priority == "softmax":
+        return rules.inverse_temperature * rewards
+    if priority == "rank":
+        count = len(rewards)
+        ranks = np.empty(count)
+        ranks[np.lexsort((-np.arange(count), -rewards))] = np.arange(1, count + 1)
+        return -rules.rank_exponent * np.log(ranks)
+    return np.zeros(len(rewards))
 
 
-def _draw(
-    pool: list[Entry], probabilities: npt.NDArray[np.float64], samples: int, rng: np.random.Generator
-) -> list[Entry]:
-    """Without replacement if the pool is large enough, else with, as in the paper."""
-    enough = np.count_nonzero(probabilities) >= samples
-    picks = rng.choice(len(pool), size=samples, replace=not enough, p=probabilities)
-    return [pool[pick] for pick in picks]
+def draw(log_weights: Vector, samples: int, *, replace: bool, rng: np.random.Generator) -> list[int]:
+    """Places drawn one after the other with chances proportional to exp(log_weights).
+
+    Without replacement by the Gumbel trick: the largest of log weight plus Gumbel noise are such draws. It
+    stays right where the weights themselves would be 0.
+    """
+    relative = log_weights - log_weights.max()
+    if replace:
+        sums = np.exp(relative).cumsum()
+        return [int(pick) for pick in np.searchsorted(sums, rng.random(samples) * sums[-1], side="right")]
+    noisy = relative + rng.gumbel(size=len(relative))
+    return [int(pick) for pick in np.argsort(-noisy, kind="stable")[:samples]]

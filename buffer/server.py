@@ -1,141 +1,171 @@
-"""The buffer process: receive all that has arrived, commit it in one transaction, answer, repeat.
+"""The buffer process: a pipeline of three threads, of which this is the middle one, the writer.
 
-    receive ──► decode ──► handle within one transaction ──► commit ──► send the answers
+    network ──► mailbox ──► handle a group in one transaction, commit ──► syncer ──► network
 
-While a transaction commits, ZeroMQ's own thread keeps receiving: that is the next group.
+While one group is synced to the disk, the next is being written and the one after it received and checked.
+The service, its memory and the database belong to the writer alone.
 """
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tba.buffer.mailbox import Arrival, Mailbox
+from tba.buffer.network import Network
 from tba.buffer.service import Answer, BufferService
 from tba.buffer.store import Store
+from tba.buffer.syncer import Checkpointer, Syncer
 from tba.common.channels import Peer, ServerChannel
 from tba.common.clock import Clock
-from tba.common.codec import Request, decode_request, encode_reply, request_id_of
-from tba.common.errors import Refused, StorageError, WireError
+from tba.common.codec import Frames, encode_reply
+from tba.common.errors import Refused, StorageError
 from tba.common.log import get_logger
-from tba.common.wire import Failure
+from tba.common.wire import Failure, RunState, SampleBatch
 
 log = get_logger(__name__)
 
 _TURN_SECONDS = 0.1
-_GROUP_LIMIT = 256  # requests in one transaction
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A request, and until when (monotonic) it may wait for an answer."""
-
+@dataclass(frozen=True, slots=True)
+class _Reply:
     peer: Peer
-    request: Request
-    deadline: float
+    id: int
+    answer: Answer
 
 
 class BufferServer:
-    """Joins a channel, a store and a service. Runs in one thread."""
+    """Joins a channel, a store and a service. `run` is the writer's thread."""
 
-    def __init__(self, channel: ServerChannel, store: Store, service: BufferService, clock: Clock) -> None:
-        self._channel = channel
+    def __init__(
+        self, channel: ServerChannel, store: Store, service: BufferService, clock: Clock, *, queue_bytes: int
+    ) -> None:
         self._store = store
         self._service = service
         self._clock = clock
-        self._parked: list[_Waiting] = []
+        self._mailbox = Mailbox(queue_bytes)
+        self._network = Network(channel, self._mailbox, clock)
+        self._syncer = Syncer(store.sync, self._network.send)
+        self._checkpointer = Checkpointer(store.checkpoint)
+        self._parked: list[Arrival] = []
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Serve until `stop()`."""
-        while not stop():
-            self.turn(_TURN_SECONDS)
+        """Serve until `stop()`. Raises what ended another thread, if anything did."""
+        self._network.start()
+        self._syncer.start()
+        self._checkpointer.start()
+        try:
+            while not stop() and self._failure is None:
+                self.turn(_TURN_SECONDS)
+        finally:
+            self._checkpointer.stop()
+            self._syncer.stop()
+            self._network.stop()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def _failure(self) -> BaseException | None:
+        return self._network.failure or self._syncer.failure
 
     def turn(self, timeout_seconds: float) -> None:
-        """One group: receive, commit, answer."""
-        received = self._receive(timeout_seconds)
-        self._service.expire_leases()
-        if received:
-            self._forget_repeated(received)
-            waiting, self._parked = [*received, *self._parked], []
-        else:
-            # Nothing has changed, so only those whose time is over have anything to hear.
-            now = self._clock.monotonic()
-            waiting = [parked for parked in self._parked if parked.deadline <= now]
-            self._parked = [parked for parked in self._parked if parked.deadline > now]
-        if waiting:
-            self._answer(waiting)
+        """One group: take, commit, answer."""
+        was_full = self._mailbox.full
+        arrived = self._mailbox.take(timeout_seconds)
+        if was_full:
+            self._network.resume()
+        self._service.queued_bytes = self._mailbox.bytes
+        for arrival in arrived:
+            self._service.hear(arrival.request.header, arrival.at)
+        if self._mailbox.empty:  # else a sign of life may be among what waits
+            self._service.expire_leases()
+        self._forget_repeated(arrived)
+        replies = [*self._rejections(), *self._answer(self._due(arrived))]
+        if replies:
+            state = self._service.state()
+            self._syncer.add([(reply.peer, self._encode(reply, state)) for reply in replies])
 
-    def _receive(self, timeout_seconds: float) -> list[_Waiting]:
-        received = []
-        for peer, frames in self._channel.receive(timeout_seconds, _GROUP_LIMIT):
-            try:
-                request = decode_request(frames)
-            except WireError as error:
-                self._reject(peer, request_id_of(frames), error.code, str(error))
-                continue
-            self._service.hear(request.header)
-            wait = getattr(request.message, "wait_seconds", 0.0)
-            received.append(_Waiting(peer, request, self._clock.monotonic() + wait))
-        return received
+    def _due(self, arrived: list[Arrival]) -> list[Arrival]:
+        """What to try now: if something has changed, all that waits; else only those whose time is over."""
+        now = self._clock.monotonic()
+        due = [*arrived, *(parked for parked in self._parked if arrived or parked.deadline <= now)]
+        self._parked = [] if arrived else [parked for parked in self._parked if parked.deadline > now]
+        return due
 
-    def _forget_repeated(self, received: Sequence[_Waiting]) -> None:
+    def _forget_repeated(self, arrived: Sequence[Arrival]) -> None:
         """A sender waits for one answer of a kind: a newer request replaces the one that waits."""
-        again = {(new.request.header.sender, new.request.header.type) for new in received}
+        again = {(new.request.header.sender, new.request.header.type) for new in arrived}
         self._parked = [
             old for old in self._parked if (old.request.header.sender, old.request.header.type) not in again
         ]
 
-    def _answer(self, waiting: list[_Waiting]) -> None:
-        """Commit a group and answer it. If one request breaks it, the others are done one by one."""
+    def _answer(self, group: list[Arrival]) -> list[_Reply]:
+        """Commit a group; the replies to it. If one request breaks it, the others are done one by one."""
+        if not group:
+            return []
         try:
-            with self._store.transaction():
-                outcomes = [self._outcome(item) for item in waiting]
+            outcomes = self._commit(group)
         except StorageError as error:
-            log.error("commit failed", reason=str(error), requests=len(waiting))
+            log.error("commit failed", reason=str(error), requests=len(group))
             self._rebuild()
-            for item in waiting:
-                self._reject(item.peer, item.request.header.id, error.code, str(error))
+            return [self._rejection(item.peer, item.request.header.id, error.code, str(error)) for item in group]
         except Exception:
-            log.exception("a request failed", requests=len(waiting))
+            log.exception("a request failed", requests=len(group))
             self._rebuild()
-            self._answer_one_by_one(waiting)
-        else:
-            for item, outcome in zip(waiting, outcomes, strict=True):
-                self._send(item, outcome)
+            return self._answer_one_by_one(group)
+        replies = [self._reply_to(item, outcome) for item, outcome in zip(group, outcomes, strict=True)]
+        return [reply for reply in replies if reply is not None]
 
-    def _answer_one_by_one(self, waiting: list[_Waiting]) -> None:
-        if len(waiting) == 1:
-            item = waiting[0]
-            message = f"the buffer failed on {item.request.header.type}: its log has the details"
-            self._reject(item.peer, item.request.header.id, "internal", message)
-            return
-        for item in waiting:
-            self._answer([item])
+    def _commit(self, group: list[Arrival]) -> list[Answer | Refused | None]:
+        started = time.perf_counter()
+        reads_batch = any(isinstance(item.request.message, SampleBatch) for item in group)
+        with self._network.decoding if reads_batch else contextlib.nullcontext(), self._store.transaction():
+            outcomes = [self._outcome(item) for item in group]
+        self._store.restart_log()
+        self._service.note_commit(time.perf_counter() - started)
+        return outcomes
 
-    def _outcome(self, item: _Waiting) -> Answer | Refused | None:
+    def _answer_one_by_one(self, group: list[Arrival]) -> list[_Reply]:
+        if len(group) == 1:
+            header = group[0].request.header
+            message = f"the buffer failed on {header.type}: its log has the details"
+            return [self._rejection(group[0].peer, header.id, "internal", message)]
+        return [reply for item in group for reply in self._answer([item])]
+
+    def _outcome(self, item: Arrival) -> Answer | Refused | None:
         try:
-            answer = self._service.handle(item.request)
+            answer = self._service.handle(item.request, item.put)
         except Refused as refusal:
             return refusal
         if answer is None and item.deadline <= self._clock.monotonic():
             return self._service.waiting_answer(item.request)
         return answer
 
-    def _send(self, item: _Waiting, outcome: Answer | Refused | None) -> None:
-        header = item.request.header
+    def _reply_to(self, item: Arrival, outcome: Answer | Refused | None) -> _Reply | None:
         if outcome is None:
             self._parked.append(item)
-        elif isinstance(outcome, Refused):
-            self._reject(item.peer, header.id, outcome.code, str(outcome))
-        else:
-            self._reply(item.peer, header.id, outcome)
+            return None
+        id_ = item.request.header.id
+        if isinstance(outcome, Refused):
+            return self._rejection(item.peer, id_, outcome.code, str(outcome))
+        return _Reply(item.peer, id_, outcome)
 
-    def _reject(self, peer: Peer, id_: int, code: str, message: str) -> None:
+    def _rejections(self) -> list[_Reply]:
+        """What the network refused."""
+        refused = self._network.rejections
+        self._service.rejected.update(self._network.undeliverable)
+        self._network.undeliverable.clear()
+        found = [refused.popleft() for _ in range(len(refused))]
+        return [self._rejection(peer, id_, error.code, str(error)) for peer, id_, error in found]
+
+    def _rejection(self, peer: Peer, id_: int, code: str, message: str) -> _Reply:
         self._service.rejected[code] += 1
-        self._reply(peer, id_, Answer(Failure(code=code, message=message[:4000])))
+        return _Reply(peer, id_, Answer(Failure(code=code, message=message[:4000])))
 
-    def _reply(self, peer: Peer, id_: int, answer: Answer) -> None:
-        run, state = self._service.run.uuid, self._service.state()
-        reply = encode_reply(answer.message, id=id_, run=run, state=state, frames=answer.frames)
-        if not self._channel.send(peer, reply):
-            self._service.rejected["undeliverable"] += 1
+    def _encode(self, reply: _Reply, state: RunState) -> Frames:
+        answer, run = reply.answer, self._service.run.uuid
+        return encode_reply(answer.message, id=reply.id, run=run, state=state, frames=answer.frames)
 
     def _rebuild(self) -> None:
         try:

@@ -6,8 +6,9 @@ transaction fails, the memory is rebuilt from the file: it never says more than 
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,11 @@ import numpy as np
 from tba.buffer.clients import GONE, Clients
 from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.leases import LeaseBook, OpenVisit
-from tba.buffer.policy import SamplingRules, Shortage, sample_groups
-from tba.buffer.rows import NewRow, make_row
+from tba.buffer.policy import SamplingRules, Shortage, sample_groups, warm_up
+from tba.buffer.rate_limiter import RateLimiter
+from tba.buffer.received import SequenceRanges
+from tba.buffer.remover import Limits
+from tba.buffer.rows import PutColumns, RunColumns, database_rows, put_columns
 from tba.buffer.store import Run, Store
 from tba.common import wire
 from tba.common.clock import Clock
@@ -25,9 +29,12 @@ from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
 from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
-from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS, slices, version_runs_of
+from tba.common.trajectory import ARRAY_KINDS
 
 log = get_logger(__name__)
+
+_FREE_SPACE_SECONDS = 1.0
+_COMMITS = 100  # transactions that the status takes the mean of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +59,35 @@ class BufferService:
             inverse_temperature=config.buffer.inverse_temperature,
             max_staleness=config.max_staleness,
             min_fill=config.buffer.min_fill,
+            prompt_priority=config.buffer.prompt_priority,
+            trajectory_priority=config.buffer.trajectory_priority,
+            rank_exponent=config.buffer.rank_exponent,
+            flat_group_weight=config.buffer.flat_group_weight,
+            replacement=config.buffer.replacement,
         )
+        self._limits = Limits(
+            prompt_cap=config.buffer.prompt_cap,
+            dedup=config.buffer.dedup,
+            keep=config.buffer.prompt_keep,
+            max_rows=config.max_trajectories,
+            max_bytes=config.max_payload_bytes,
+            seed=run.seed,
+        )
+        self._rate = RateLimiter(config.samples_per_insert, config.samples_per_insert_slack)
         self._started = clock.monotonic()
         self._clients = Clients(clock, config.buffer.lease_seconds)
         self.rejected: Counter[str] = Counter()  # messages that got an error reply, by code
         self._duplicates = 0
         self._put_times: list[tuple[float, int]] = []
+        self.queued_bytes = 0  # told by the server, for the status
+        self._commit_seconds: deque[float] = deque(maxlen=_COMMITS)
+        self._free = (-math.inf, 0)  # when the free space was looked at, and what it was
         self._trainer_waits_for = ""
-        self._handlers: dict[type[wire.Message], Callable[[Any, str, list[memoryview]], Answer | None]] = {
+        self._too_little_data = False  # the last batch that was asked for could not be sampled
+        self._handlers: dict[type[wire.Message], Callable[[Any, str], Answer | None]] = {
             wire.Hello: self._hello,
             wire.RegisterPrompts: self._register_prompts,
             wire.LeasePrompts: self._lease_prompts,
-            wire.PutTrajectories: self._put_trajectories,
             wire.SampleBatch: self._sample_batch,
             wire.ReportStep: self._report_step,
             wire.AnnounceSnapshot: self._announce_snapshot,
@@ -85,11 +109,14 @@ class BufferService:
         epoch, place = store.newest_place(run)
         self._leases = LeaseBook(run.seed, list(self._prompt_keys), epoch, place)
         self._leases.open = {visit.id: visit for visit in store.open_visits(run)}
-        self._index = SamplingIndex(cap=self._config.buffer.prompt_cap, dedup=self._config.buffer.dedup)
+        self._index = SamplingIndex(self._limits)
         for entry in store.entries(run, {version: ref.step for version, ref in self._versions.items()}):
             self._index.add(entry)
+        warm_up(self._index, self._rules, step=self._steps_done, samples=self._config.train.samples_per_prompt)
         self._trajectories, self._errors = store.counts(run)
+        self._sampled = store.consumed(run)
         self._sender_ids: dict[str, int] = {}
+        self._received: dict[str, SequenceRanges] = {}
 
     @property
     def run(self) -> Run:
@@ -100,21 +127,27 @@ class BufferService:
         """What every reply carries."""
         return wire.RunState(weights=self._newest, step=self._steps_done, finished=self._finished)
 
-    def hear(self, header: RequestHeader) -> None:
-        """A sender is alive. Said once for each message that arrives, not when a waiting one is tried again."""
-        self._clients.hear(header.sender, header.role)
+    def hear(self, header: RequestHeader, at: float | None = None) -> None:
+        """A sender was alive at this monotonic time. Said once for each message, not when a waiting one is retried."""
+        self._clients.hear(header.sender, header.role, self._clock.monotonic() if at is None else at)
 
-    def handle(self, request: Request) -> Answer | None:
+    def handle(self, request: Request, put: PutColumns | None = None) -> Answer | None:
         """Answer a request, or None if it should be asked again when something has changed.
 
-        Raises Refused with a code and a sentence for the sender.
+        `put` are the columns of a put, if they are made already. Raises Refused with a code and a sentence.
         """
         header = request.header
         if header.run not in ("", self._run.uuid):
             raise Refused("wrong_run", f"this buffer serves run {self._run.name}; the sender belongs to another one")
         if isinstance(request.message, wire.GetStatus):
             return Answer(self.status())
-        return self._handlers[type(request.message)](request.message, header.sender, request.frames)
+        if isinstance(request.message, wire.PutTrajectories):
+            return self._put_trajectories(put or put_columns(request.message, request.frames), header.sender)
+        return self._handlers[type(request.message)](request.message, header.sender)
+
+    def note_commit(self, seconds: float) -> None:
+        """A transaction, with what was done in it, took so long."""
+        self._commit_seconds.append(seconds)
 
     def expire_leases(self) -> None:
         """Take the leases of senders that fell silent, and forget senders that are long gone."""
@@ -125,7 +158,7 @@ class BufferService:
 
     # ------------------------------------------------------------ any role
 
-    def _hello(self, message: wire.Hello, sender: str, _: list[memoryview]) -> Answer:
+    def _hello(self, message: wire.Hello, sender: str) -> Answer:
         client = self._clients[sender]
         if client.role == "trainer" and (other := self._clients.other_trainer(sender)) is not None:
             raise Refused(
@@ -144,13 +177,13 @@ class BufferService:
         recorded = self._store.recorded_steps(self._run)
         return Answer(wire.Welcome(run_name=self._run.name, next_version=newest, recorded_steps=recorded))
 
-    def _heartbeat(self, message: wire.Heartbeat, sender: str, _: list[memoryview]) -> Answer:
+    def _heartbeat(self, message: wire.Heartbeat, sender: str) -> Answer:
         client = self._clients[sender]
         client.activity, client.reason = message.activity, message.reason
         client.weights_version, client.metrics = message.weights_version, message.metrics
         return Answer(wire.Done())
 
-    def _goodbye(self, _: wire.Goodbye, sender: str, __: list[memoryview]) -> Answer:
+    def _goodbye(self, _: wire.Goodbye, sender: str) -> Answer:
         self._leases.release(sender)
         client = self._clients[sender]
         client.activity, client.reason = GONE, "it said goodbye"
@@ -158,7 +191,7 @@ class BufferService:
 
     # ------------------------------------------------------------ searchers
 
-    def _register_prompts(self, message: wire.RegisterPrompts, _: str, __: list[memoryview]) -> Answer:
+    def _register_prompts(self, message: wire.RegisterPrompts, _: str) -> Answer:
         task, fingerprint, total = self._store.task_of(self._run)
         if message.total < self._config.train.prompts_per_step:
             raise Refused(
@@ -183,7 +216,7 @@ class BufferService:
         known = len(self._prompt_ids)
         return Answer(wire.Registered(known=known, complete=known == total))
 
-    def _lease_prompts(self, message: wire.LeasePrompts, sender: str, _: list[memoryview]) -> Answer | None:
+    def _lease_prompts(self, message: wire.LeasePrompts, sender: str) -> Answer | None:
         if not self._prompt_ids or len(self._prompt_ids) < self._store.task_of(self._run)[2]:
             raise Refused("no_prompts", "the prompts of the run are not registered yet")
         if self._clients[sender].activity == GONE:
@@ -221,17 +254,32 @@ class BufferService:
         limit = self._rules.max_staleness
         if self._finished:
             return 0, "the run is finished"
-        if limit is None or len(self._index) < self._rules.min_fill:
+        if len(self._index) < self._rules.min_fill:
             return message.want, ""
+        if (room := self._room_by_rate()) == 0:
+            return 0, "searchers are ahead of buffer.samples_per_insert"
+        if limit is None:
+            return min(message.want, room), ""
         oldest_useful = self._steps_done - limit
         version = self._versions.get(message.weights_version)
         if version is None or version.step < oldest_useful:
             return 0, f"weights v{message.weights_version} are too old for max_staleness {limit}"
         target = (limit + 1) * self._config.train.prompts_per_step
-        underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful))
+        need = self._rules.need(self._config.train.samples_per_prompt)
+        underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful, need))
         share = math.ceil(target / max(1, self._clients.live_searchers())) - self._leases.held_by(sender)
-        room = max(0, min(message.want, target - underway, share))
+        room = max(0, min(message.want, room, target - underway, share))
         return room, f"{underway} of {target} prompts under way"
+
+    def _room_by_rate(self) -> int:
+        """How many prompts the ratio of samples to inserts leaves room for.
+
+        Nobody is held back while the trainer lacks prompts, not trajectories: what was inserted may be too few
+        prompts, or too much alike, for a batch.
+        """
+        each = self._config.search.samples_per_prompt
+        room = self._rate.room(self._trajectories, len(self._leases.leased_prompts()) * each, self._sampled)
+        return sys.maxsize if room is None or self._too_little_data else room // each
 
     def _new_visit(self, sender: str) -> OpenVisit:
         epoch, place, prompt = self._leases.next_place()
@@ -240,100 +288,144 @@ class BufferService:
         self._leases.open[id_] = visit
         return visit
 
-    def _put_trajectories(self, message: wire.PutTrajectories, sender: str, frames: list[memoryview]) -> Answer:
-        rows = message.rows.model_dump()
+    def _put_trajectories(self, put: PutColumns, sender: str) -> Answer:
+        """Every row is checked before the first is added: a put is refused whole or not at all."""
+        self._refuse_without_space()
         if self._clients[sender].role == "importer":
-            prompt_ids = self._store.add_imported_prompts(self._run, sorted(set(rows["prompt_key"])))
-            versions = self._imported_versions(rows, frames)
+            prompts, versions = self._imported_prompts(put), self._imported_versions(put)
         else:
-            prompt_ids = self._prompt_ids
-            versions = [self._oldest(runs[:, 0].tolist()) for runs in version_runs_of(rows, frames)]
-        if unknown := set(rows["prompt_key"]) - prompt_ids.keys():
-            raise Refused("unknown_prompt", f"prompt {min(unknown)!r} is not registered in run {self._run.name}")
-        blobs = zip(
-            *(
-                slices(rows[f"{kind.name}_count"], kind.unit_bytes, frame)
-                for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
-            ),
-            strict=True,
+            prompts, versions = self._prompts_of(put), [self._oldest(versions) for versions in put.versions]
+        number, received = self._sender_id(sender), self._ranges_of(sender)
+        missing = received.missing(put.first_sequence, len(put))
+        if missing:
+            ids = self._store.new_ids(len(missing))
+            known = RunColumns(self._run.id, number, self._clock.wall(), range(len(put)), prompts, versions)
+            self._add(put, known, ids, [sequence - put.first_sequence for sequence in missing])
+            received.add(put.first_sequence, len(put))
+        self._close_visits(set(put.rows.lease))
+        return self._count_put(put, sender, stored=len(missing))
+
+    def _add(self, put: PutColumns, known: RunColumns, ids: Sequence[int], places: Sequence[int]) -> None:
+        """Write the rows at `places` of a put, under these ids, and have them sampled."""
+        rows = database_rows(put, known)
+        self._store.add_trajectories(
+            [(id_, *rows[place][1:]) for id_, place in zip(ids, places, strict=True)],
+            [put.payload[place] for place in places],
         )
-        # Every row is made before the first is written: a put is refused whole or not at all.
-        prepared = [
-            make_row(
-                {name: rows[name][i] for name in ROW_COLUMNS},
-                blob,
-                run=self._run.id,
-                prompt=prompt_ids[rows["prompt_key"][i]],
-                sender=self._sender_id(sender),
-                sequence=message.first_sequence + i,
-                version=versions[i],
-                received_at=self._clock.wall(),
+        self._trajectories += len(places)
+        for id_, place in zip(ids, places, strict=True):
+            if put.rows.error[place] is not None:
+                self._errors += 1
+                continue
+            version = known.versions[place]
+            step = self._versions[version].step if version != wire.NO_POLICY else 0
+            self._index.add(
+                Entry(
+                    id_,
+                    known.prompts[place],
+                    step,
+                    put.rows.reward[place],
+                    put.dedup_hash[place],
+                    payload_bytes=put.payload_bytes[place],
+                )
             )
-            for i, blob in enumerate(blobs)
-        ]
-        stored = sum(map(self._put_one, prepared))
-        self._close_visits(set(rows["lease"]))
-        duplicates = len(prepared) - stored
+
+    def _count_put(self, put: PutColumns, sender: str, *, stored: int) -> Answer:
+        client, duplicates = self._clients[sender], len(put) - stored
+        client.trajectories += stored
+        client.duplicates += duplicates
         self._duplicates += duplicates
-        self._clients[sender].trajectories += stored
         self._put_times.append((self._clock.monotonic(), stored))
-        return Answer(wire.PutAck(first_sequence=message.first_sequence, stored=stored, duplicates=duplicates))
+        return Answer(wire.PutAck(first_sequence=put.first_sequence, stored=stored, duplicates=duplicates))
+
+    def _refuse_without_space(self) -> None:
+        """A full disk is a state to come out of: what is on it must stay readable, and the log needs room."""
+        floor = self._config.buffer.min_free_mib << 20
+        if floor and (free := self._free_bytes()) < floor:
+            raise Refused(
+                "storage",
+                f"{free >> 20} MiB are free on the disk of {self._store.path}, buffer.min_free_mib is {floor >> 20}: "
+                "make room, or run `tba buffer compact`",
+            )
+
+    def _free_bytes(self) -> int:
+        at, free = self._free
+        if (now := self._clock.monotonic()) - at > _FREE_SPACE_SECONDS:
+            at, free = self._free = (now, self._store.free_bytes())
+        return free
+
+    def _prompts_of(self, put: PutColumns) -> list[int]:
+        try:
+            return [self._prompt_ids[key] for key in put.rows.prompt_key]
+        except KeyError as error:
+            raise Refused(
+                "unknown_prompt", f"prompt {error.args[0]!r} is not registered in run {self._run.name}"
+            ) from error
 
     def _oldest(self, versions: list[int]) -> int:
         """The version of the earliest step: after a resume that need not be the smallest."""
-        if missing := set(versions) - self._versions.keys():
-            raise Refused("unknown_version", f"policy version {min(missing)} was never announced")
-        return min(versions, key=lambda version: (self._versions[version].step, version))
+        try:
+            if len(versions) == 1:
+                return self._versions[versions[0]].version
+            return min(versions, key=lambda version: (self._versions[version].step, version))
+        except KeyError as error:
+            raise Refused("unknown_version", f"policy version {error.args[0]} was never announced") from error
 
-    def _imported_versions(self, rows: dict[str, Any], frames: list[memoryview]) -> list[int]:
+    def _imported_prompts(self, put: PutColumns) -> list[int]:
+        ids = self._store.add_imported_prompts(self._run, sorted(set(put.rows.prompt_key)))
+        return [ids[key] for key in put.rows.prompt_key]
+
+    def _imported_versions(self, put: PutColumns) -> list[int]:
         """A version number of another run names another policy, even if this run has that number too."""
         return [
             wire.NO_POLICY
-            if "imported_version" in metadata or not self._versions.keys() >= set(runs[:, 0].tolist())
-            else self._oldest(runs[:, 0].tolist())
-            for metadata, runs in zip(rows["metadata"], version_runs_of(rows, frames), strict=True)
+            if "imported_version" in metadata or not self._versions.keys() >= set(versions)
+            else self._oldest(versions)
+            for metadata, versions in zip(put.rows.metadata, put.versions, strict=True)
         ]
 
-    def _put_one(self, row: NewRow) -> bool:
-        id_ = self._store.put(row.columns, row.payload)
-        if id_ is None:
-            return False
-        self._trajectories += 1
-        self._errors += row.failed
-        if not row.failed:
-            step = self._versions[row.version].step if row.version != wire.NO_POLICY else 0
-            self._index.add(Entry(id_, row.prompt, step, row.reward, row.dedup_hash))
-        return True
+    def _ranges_of(self, sender: str) -> SequenceRanges:
+        if sender not in self._received:
+            self._received[sender] = SequenceRanges(self._store.sequence_ranges(self._sender_id(sender)))
+        return self._received[sender]
 
     def _close_visits(self, leases: set[int]) -> None:
-        mine = [lease for lease in leases if self._leases.open.pop(lease, None) is not None]
-        self._store.close_visits(mine, self._clock.wall())
+        if mine := [lease for lease in leases if self._leases.open.pop(lease, None) is not None]:
+            self._store.close_visits(mine, self._clock.wall())
 
     # ------------------------------------------------------------ trainer
 
-    def _sample_batch(self, message: wire.SampleBatch, _: str, __: list[memoryview]) -> Answer | None:
+    def _sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
         if not self._store.has_batch(self._run, message.step):
-            rng = np.random.default_rng([self._run.seed, message.step])
-            groups = sample_groups(
-                self._index, self._rules, step=message.step, groups=message.prompts, samples=message.samples, rng=rng
-            )
+            groups = self._draw_batch(message)
             if isinstance(groups, Shortage):
                 self._trainer_waits_for = groups.reason
                 return None
             self._check_size([entry.id for group in groups for entry in group])
             self._store.record_batch(self._run, message.step, groups, self._clock.wall())
+            self._sampled += message.prompts * message.samples
         self._trainer_waits_for = ""
         return self._recorded_batch(message)
 
+    def _draw_batch(self, message: wire.SampleBatch) -> list[list[Entry]] | Shortage:
+        if reason := self._rate.shortage(self._trajectories, self._sampled, message.prompts * message.samples):
+            return Shortage(reason)
+        rng = np.random.default_rng([self._run.seed, message.step])
+        groups = sample_groups(
+            self._index, self._rules, step=message.step, groups=message.prompts, samples=message.samples, rng=rng
+        )
+        self._too_little_data = isinstance(groups, Shortage)
+        return groups
+
     def _check_size(self, trajectories: list[int]) -> None:
         """A batch that fits no message must not be recorded: it could never be handed out."""
-        for place, blobs in enumerate(zip(*self._store.payloads(trajectories), strict=True)):
-            if (size := sum(map(len, blobs))) > MAX_FRAME_BYTES:
-                raise Refused(
-                    "oversize",
-                    f"a batch with {size} bytes of {ARRAY_KINDS[place].name}, at most {MAX_FRAME_BYTES} fit a "
-                    "message: lower train.prompts_per_step or search.max_tokens",
-                )
+        size = 4 * max(self._store.tokens(trajectories))
+        if size > MAX_FRAME_BYTES:
+            raise Refused(
+                "oversize",
+                f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
+                "lower train.prompts_per_step or search.max_tokens",
+            )
 
     def _recorded_batch(self, message: wire.SampleBatch) -> Answer:
         rows = self._store.batch_rows(self._run, message.step, message.reference)
@@ -356,7 +448,7 @@ class BufferService:
         )
         return Answer(batch, [b"".join(column) for column in blobs])
 
-    def _report_step(self, message: wire.ReportStep, _: str, __: list[memoryview]) -> Answer:
+    def _report_step(self, message: wire.ReportStep, _: str) -> Answer:
         if not self._store.has_batch(self._run, message.step):
             raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
         self._store.report(self._run, message, self._clock.wall())
@@ -364,7 +456,7 @@ class BufferService:
         self._steps_done = max(self._steps_done, message.step + 1)
         return Answer(wire.Done())
 
-    def _announce_snapshot(self, message: wire.AnnounceSnapshot, _: str, __: list[memoryview]) -> Answer:
+    def _announce_snapshot(self, message: wire.AnnounceSnapshot, _: str) -> Answer:
         known = self._versions.get(message.weights.version)
         if known is not None and known != message.weights:
             raise Refused("version_taken", f"snapshot v{known.version} was announced before, with other content")
@@ -373,7 +465,7 @@ class BufferService:
         self._newest = self._versions[max(self._versions)]
         return Answer(wire.Done())
 
-    def _finish_run(self, message: wire.FinishRun, _: str, __: list[memoryview]) -> Answer:
+    def _finish_run(self, message: wire.FinishRun, _: str) -> Answer:
         self._store.finish(self._run, message.step)
         self._finished = True
         return Answer(wire.Done())
@@ -407,6 +499,8 @@ class BufferService:
             sampleable=len(self._index),
             puts_per_second=sum(rows for _, rows in self._put_times) / 10,
             database_bytes=self._store.database_bytes(),
+            queued_bytes=self.queued_bytes,
+            commit_seconds=sum(self._commit_seconds) / max(1, len(self._commit_seconds)),
             rejected=dict(self.rejected),
             trainer_waits_for=self._trainer_waits_for,
             clients=self._clients.status(self._leases.held_by),

@@ -67,6 +67,9 @@ class LocalSink:
         self._service.hear(request.header)
         with self._store.transaction():
             answer = self._service.handle(request)
+        self._store.sync()
+        self._store.checkpoint()
+        self._store.restart_log()
         assert answer is not None
         return answer.message
 

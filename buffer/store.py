@@ -5,12 +5,16 @@ transaction for whatever arrived while the last one committed.
 """
 
 import contextlib
+import functools
 import json
+import os
+import shutil
 import sqlite3
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,11 @@ from tba.common.errors import Refused, StorageError
 from tba.common.trajectory import ARRAY_KINDS
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
-_SYNCHRONOUS = {"power": "FULL", "process": "NORMAL"}
+_CACHE_KIB = 64 << 10
+_ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
+_LONG_LOG_BYTES = 8 << 20
+_VERY_LONG_LOG_BYTES = 64 << 20
+_CHECKPOINT_ROUNDS = 2
 _STORAGE_CODES = frozenset(
     {
         sqlite3.SQLITE_FULL,
@@ -39,19 +47,38 @@ _STORAGE_CODES = frozenset(
         sqlite3.SQLITE_NOMEM,
     }
 )
-_INSERT_TRAJECTORY = """
-INSERT INTO trajectory_rows (run, prompt, visit, sender, sequence, policy_version, reward, reward_parts, stop_reason,
-    prompt_tokens, response_tokens, dedup_hash, sampling, created_at, received_at, generation_seconds, text, error,
-    metadata)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (sender, sequence) DO NOTHING
-"""
-_INSERT_PAYLOAD = """
-INSERT INTO payloads (trajectory, prompt_ids, response_ids, logprobs, version_runs, loss_mask)
-VALUES (?, ?, ?, ?, ?, ?)
-"""
-_SELECT_PAYLOAD = """
-SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask FROM payloads WHERE trajectory = ?
+TRAJECTORY_COLUMNS = (
+    "id",
+    "run",
+    "prompt",
+    "visit",
+    "sender",
+    "sequence",
+    "policy_version",
+    "reward",
+    "reward_parts",
+    "stop_reason",
+    "prompt_tokens",
+    "response_tokens",
+    "dedup_hash",
+    "sampling",
+    "created_at",
+    "received_at",
+    "generation_seconds",
+    "text",
+    "error",
+    "metadata",
+    "payload_bytes",
+)
+_PAYLOAD_COLUMNS = ("trajectory", "prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
+_CONSUMPTION_COLUMNS = ("run", "step", "slot", "trajectory", "staleness")
+# Rows in one INSERT: Python hands the interpreter lock to SQLite once for all of them, not once for each. Few
+# sizes, so that the prepared statements stay in the cache.
+_INSERT_SIZES = (256, 64, 16, 4, 1)
+_SELECT_PAYLOADS = """
+SELECT p.prompt_ids, p.response_ids, p.logprobs, p.version_runs, p.loss_mask
+FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
+ORDER BY asked.key
 """
 _BATCH_COLUMNS = (
     "id",
@@ -96,18 +123,73 @@ class Store:
     def __init__(self, path: Path, *, durability: str) -> None:
         self.path = path
         taken = f"another buffer server has {path} open: stop it, or set buffer.database"
+        self._new_rows: list[Sequence[Any]] = []  # of this transaction, not yet written
+        self._new_payloads: list[Sequence[Any]] = []
+        self._next_id: int | None = None
+        # Bytes that went into the log, roughly: in all, at the last checkpoint, and at the last restart.
+        self._written = self._copied = self._restarted = 0
+        self._restart_due = False
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
         with _storage_errors(path):
-            self._connection = sqlite3.connect(path, isolation_level=None)
+            # Opened by one thread and used by another, never by two at a time.
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
+            self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
             self._connection.execute("PRAGMA busy_timeout = 10000")
-            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `checkpoint` does it
             migrate(Database(self._connection))
+            self._checkpointer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._log = self._open_log()
+        self._durable = durability == "power"
+
+    def _open_log(self) -> int:
+        """The write-ahead log. It is there, and stays the same file, while we have the database open."""
+        self._connection.execute("PRAGMA user_version = 0")  # writes, and so makes the log
+        log = os.open(self.path.with_name(self.path.name + "-wal"), os.O_RDONLY)
+        self._resources.callback(os.close, log)
+        return log
+
+    def sync(self) -> None:
+        """Make all that is committed survive a power cut, unless `durability` asks for less.
+
+        SQLite itself syncs the log only before a checkpoint (synchronous=NORMAL); with this after a commit, and
+        before its acknowledgement, the guarantee is that of synchronous=FULL. It may be called by another thread
+        while the next transaction is written. Raises StorageError; what the disk holds is then unknown, and the
+        server must not go on.
+        """
+        if self._durable:
+            with _storage_errors(self.path):
+                os.fdatasync(self._log)
+
+    def checkpoint(self) -> None:
+        """Copy a long log into the database, by a connection of its own: another thread may write meanwhile.
+
+        SQLite writes the log from its beginning again once all of it is copied. Under load there is always a
+        little more: when the log is very long and little is left, `restart_log` is told to copy that.
+        """
+        if (written := self._written) - self._copied <= _LONG_LOG_BYTES:
+            return
+        self._copied = written
+        with _storage_errors(self.path):
+            for _ in range(_CHECKPOINT_ROUNDS):  # each has only to copy what came during the one before
+                self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self._restart_due = written - self._restarted > _VERY_LONG_LOG_BYTES
+
+    def restart_log(self) -> None:
+        """If it is due, copy the rest of the log, between transactions, so that it does not grow for ever.
+
+        The file keeps its length: blocks that are there already are synced faster than new ones.
+        """
+        if self._restart_due:
+            self._restart_due, self._restarted = False, self._written
+            with _storage_errors(self.path):
+                self._connection.execute("PRAGMA wal_checkpoint(RESTART)")
 
     def close(self) -> None:
         """Close the file; what was committed stays."""
+        self._checkpointer.close()
         self._connection.close()
         self._resources.close()
 
@@ -118,8 +200,10 @@ class Store:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self.flush()
                 self._connection.execute("COMMIT")
             except BaseException:
+                self._new_rows, self._new_payloads, self._next_id = [], [], None
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -219,31 +303,60 @@ class Store:
 
     def close_visits(self, visits: Sequence[int], now: float) -> None:
         """The trajectories of these visits are in this transaction."""
-        self._connection.executemany(
-            "UPDATE visits SET done_at = ? WHERE id = ? AND done_at IS NULL", [(now, visit) for visit in visits]
+        self._connection.execute(
+            "UPDATE visits SET done_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND done_at IS NULL",
+            (now, json.dumps(visits)),
         )
 
     # ------------------------------------------------------------ trajectories
 
-    def put(self, row: tuple[Any, ...], payload: Sequence[memoryview]) -> int | None:
-        """Insert a trajectory with its payload. Returns its id, None if (sender, sequence) is there already."""
-        cursor = self._connection.execute(_INSERT_TRAJECTORY, row)
-        if cursor.rowcount == 0:
-            return None
-        self._connection.execute(_INSERT_PAYLOAD, (cursor.lastrowid, *payload))
-        return cursor.lastrowid
+    def new_ids(self, count: int) -> range:
+        """Ids for so many new trajectories. They only grow: nothing is ever deleted."""
+        if self._next_id is None:
+            self._next_id = int(self._one("SELECT COALESCE(MAX(id), 0) + 1 FROM trajectory_rows")[0])
+        first, self._next_id = self._next_id, self._next_id + count
+        return range(first, self._next_id)
+
+    def add_trajectories(self, rows: Sequence[Sequence[Any]], payloads: Sequence[Sequence[memoryview]]) -> None:
+        """Add rows (see `TRAJECTORY_COLUMNS`) with their payloads; they are written with the transaction's end."""
+        self._new_rows.extend(rows)
+        self._new_payloads.extend((row[0], *payload) for row, payload in zip(rows, payloads, strict=True))
+
+    def flush(self) -> None:
+        """Write what was added, so that queries of this transaction see it."""
+        self._insert("trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
+        self._insert("payloads", _PAYLOAD_COLUMNS, self._new_payloads)
+        self._written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
+        self._new_rows, self._new_payloads = [], []
+
+    def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, conflict: str = "") -> None:
+        start = 0
+        for size in _INSERT_SIZES:
+            while len(rows) - start >= size:
+                statement = _insert_statement(table, tuple(columns), size, conflict)
+                self._connection.execute(statement, list(chain.from_iterable(rows[start : start + size])))
+                start += size
+
+    def sequence_ranges(self, sender: int) -> list[tuple[int, int]]:
+        """The half-open ranges of sequence numbers that are there from a sender."""
+        query = """
+        SELECT MIN(sequence), MAX(sequence) + 1
+        FROM (SELECT sequence, sequence - ROW_NUMBER() OVER (ORDER BY sequence) AS island
+              FROM trajectory_rows WHERE sender = ?)
+        GROUP BY island"""
+        return self._all(query, sender)
 
     def entries(self, run: Run, steps: dict[int, int]) -> Iterator[Entry]:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
         rows = self._connection.execute(
-            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, EXISTS ("
+            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, COALESCE(t.payload_bytes, 0), EXISTS ("
             "    SELECT 1 FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step"
             "    WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
             "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id",
             (run.id,),
         )
-        for id_, prompt, version, reward, dedup_hash, trained in rows:
-            yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(trained))
+        for id_, prompt, version, reward, dedup_hash, size, trained in rows:
+            yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(trained), size)
 
     def counts(self, run: Run) -> tuple[int, int]:
         """(trajectories, of these with an error)."""
@@ -257,15 +370,15 @@ class Store:
 
     def record_batch(self, run: Run, step: int, groups: Sequence[Sequence[Entry]], now: float) -> None:
         """Record what a step trains on, before it is handed out."""
+        self.flush()
         self._connection.execute(
-            "INSERT INTO batches (run, step, prompts, samples, handed_out_at) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory) "
+            "VALUES (?, ?, ?, ?, ?, (SELECT MAX(id) FROM trajectory_rows))",
             (run.id, step, len(groups), len(groups[0]), now),
         )
         slots = [entry for group in groups for entry in group]
-        self._connection.executemany(
-            "INSERT INTO consumption_rows (run, step, slot, trajectory, staleness) VALUES (?, ?, ?, ?, ?)",
-            [(run.id, step, slot, entry.id, step - entry.step) for slot, entry in enumerate(slots)],
-        )
+        rows = [(run.id, step, slot, entry.id, step - entry.step) for slot, entry in enumerate(slots)]
+        self._insert("consumption_rows", _CONSUMPTION_COLUMNS, rows)
 
     def batch_rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
         """The recorded batch of a step as columns, in slot order."""
@@ -274,17 +387,22 @@ class Store:
 
     def payloads(self, trajectories: Sequence[int]) -> list[tuple[bytes, ...]]:
         """The blobs of trajectories, in the order asked, one per array kind. Raises Refused if one was compacted."""
-        return [self._payload(id_) for id_ in trajectories]
-
-    def _payload(self, trajectory: int) -> tuple[bytes, ...]:
-        blobs: tuple[bytes, ...] | None = self._connection.execute(_SELECT_PAYLOAD, (trajectory,)).fetchone()
-        if blobs is None:
+        self.flush()
+        found = self._all(_SELECT_PAYLOADS, json.dumps(trajectories))
+        if len(found) < len(trajectories):
             raise Refused(
                 "compacted",
-                f"the tokens of trajectory {trajectory} are gone: `tba buffer compact` dropped them, so the batches "
-                "that used it cannot be repeated; resume from a newer checkpoint",
+                f"the tokens of {len(trajectories) - len(found)} trajectories of this batch are gone: `tba buffer "
+                "compact` dropped them, so it cannot be repeated; resume from a newer checkpoint",
             )
-        return blobs
+        return found
+
+    def tokens(self, trajectories: Sequence[int]) -> tuple[int, int]:
+        """(prompt tokens, response tokens) of these trajectories, each counted as often as it is named."""
+        self.flush()
+        query = """SELECT COALESCE(SUM(t.prompt_tokens), 0), COALESCE(SUM(t.response_tokens), 0)
+                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value"""
+        return self._one(query, json.dumps(trajectories))
 
     def report(self, run: Run, message: ReportStep, now: float) -> None:
         """The optimiser step was made. A second report of a step changes nothing but the metrics."""
@@ -292,13 +410,11 @@ class Store:
             "UPDATE batches SET trained_at = COALESCE(trained_at, ?), metrics = ? WHERE run = ? AND step = ?",
             (now, json.dumps(message.metrics), run.id, message.step),
         )
-        self._connection.executemany(
-            "INSERT INTO reference_logprobs (trajectory, reference, logprob) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-            [
-                (trajectory, message.reference, logprob)
-                for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
-            ],
-        )
+        rows = [
+            (trajectory, message.reference, logprob)
+            for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
+        ]
+        self._insert("reference_logprobs", ("trajectory", "reference", "logprob"), rows, conflict="OR IGNORE")
 
     def batch_trajectories(self, run: Run, step: int) -> list[int]:
         """Ids of the trajectories in a recorded batch."""
@@ -388,12 +504,23 @@ class Store:
         wal = self.path.with_name(self.path.name + "-wal")
         return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
 
+    def free_bytes(self) -> int:
+        """Free space of the disk that holds the database."""
+        with _storage_errors(self.path):
+            return shutil.disk_usage(self.path.parent).free
+
     def _one(self, query: str, *values: Any) -> tuple[Any, ...]:
         row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
         return row
 
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
+
+
+@functools.cache
+def _insert_statement(table: str, columns: tuple[str, ...], rows: int, conflict: str) -> str:
+    row = f"({', '.join('?' * len(columns))})"
+    return f"INSERT {conflict} INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608
 
 
 @contextlib.contextmanager

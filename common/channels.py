@@ -12,8 +12,10 @@ import zmq
 from tba.common.codec import MAX_FRAME_BYTES
 from tba.common.errors import ConfigError
 
-# Messages, not bytes: enough to keep everyone busy, small enough that a stuck peer costs little memory.
-_HIGH_WATER_MARK = 256
+# Messages, not bytes. Replies are small, and what waits in a client is held there anyway until it is answered; but of
+# requests the server takes few from each peer: those that it does not read have to wait in the senders.
+_HIGH_WATER_MARK = 1024
+_UNREAD_REQUESTS = 16
 # A frame over the codec's limit gets an error reply; one over this is not even read: the peer is cut off.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
 _HEARTBEAT_MS = 2_000
@@ -33,6 +35,7 @@ class ServerChannel:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _set_limits(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.bind(address)
@@ -40,17 +43,30 @@ class ServerChannel:
             self.close()
             raise ConfigError(_bind_sentence(address, error)) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://wake")
+        self._waker.connect("inproc://wake")
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
 
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the address."""
         return self.address.startswith(("ipc://", "tcp://127.", "tcp://[::1]"))
 
+    def wake(self) -> None:
+        """Let `receive` return now. The one method that another thread may call."""
+        with contextlib.suppress(zmq.Again):  # it has been told often enough
+            self._waker.send(b"", zmq.NOBLOCK)
+
     def receive(self, timeout_seconds: float, limit: int) -> list[tuple[Peer, list[memoryview]]]:
-        """All that has arrived, up to `limit` multiparts; waits for the first one at most the timeout."""
+        """All that has arrived, up to `limit` multiparts; waits for the first one, or `wake`, at most the timeout."""
         received: list[tuple[Peer, list[memoryview]]] = []
-        if not self._socket.poll(max(0, round(timeout_seconds * 1000))):
-            return received
+        self._poller.register(self._socket, zmq.POLLIN if limit else 0)
+        self._poller.poll(max(0, round(timeout_seconds * 1000)))
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._woken.recv(zmq.NOBLOCK)
         with contextlib.suppress(zmq.Again):
             while len(received) < limit:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -67,8 +83,7 @@ class ServerChannel:
 
     def close(self) -> None:
         """Send what is queued for at most half a second, then close."""
-        self._socket.close(_LINGER_MS)
-        self._context.term()
+        self._context.destroy(_LINGER_MS)
 
 
 class ClientChannel:

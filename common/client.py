@@ -24,6 +24,7 @@ log = get_logger(__name__)
 # Failures that pass by themselves, such as a full disk: the request is sent again.
 TRANSIENT = frozenset({"storage"})
 _RESEND_SECONDS = 3.0
+_LONGEST_PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _CONNECT_POLL_SECONDS = 0.05
 _WARN_SECONDS = 15.0
@@ -144,6 +145,8 @@ class BufferClient:
                 continue
             if not self._channel.send(pending.frames):
                 return False
+            if pending.sent_at is not None:  # it may be waiting behind others: asking ever more often does not help
+                pending.patience = min(2 * pending.patience, _LONGEST_PATIENCE_SECONDS)
             pending.sent_at = now
         return True
 

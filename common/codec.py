@@ -156,7 +156,7 @@ def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
             raise WireError(f"{message.TYPE} carries no arrays, {len(frames)} frames came with it")
         return
     columns = message.rows if isinstance(message, PutTrajectories) else message
-    counts = columns.model_dump(include=_COUNT_COLUMNS)
+    counts = {name: getattr(columns, name) for name in _COUNT_COLUMNS}
     check_frames(counts, frames)
     if isinstance(message, PutTrajectories):
         check_tokens(counts, frames, failed=[error is not None for error in message.rows.error])

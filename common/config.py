@@ -4,8 +4,9 @@ Relative paths are relative to the directory the command runs in. The docstring 
 documentation: `docs/configuration.md` and the comments of `tba config show` are made from it.
 """
 
+import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -71,20 +72,52 @@ class BufferSection(Section):
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
     """What an acknowledged write survives: a power cut (synchronous=FULL) or the death of the process."""
+    queue_mib: Positive = 256
+    """Requests that wait for a transaction, in MiB; at this limit the server reads no more, and producers wait."""
+    min_free_mib: NonNegative = 128
+    """Free disk space, in MiB, below which new trajectories are refused until there is more; 0 never refuses."""
     lease_seconds: PositiveFloat = 120.0
     """A searcher that is silent for so long, in seconds, loses its prompts to others."""
     recency_fraction: Fraction = 0.95
-    """m: the probability that a group comes from the most recent data, else it is chosen by reward."""
+    """m: the probability that a group comes from the most recent data, else it is chosen by priority."""
     recency_window: NonNegative = 3
     """Data of at most so many optimiser steps of staleness counts as recent (the paper: 2k - 1)."""
+    prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
+    """The priority rule across prompts. uniform: all alike; recency: those with recent data that was never trained on,
+    then those with recent data, then any; softmax: by inverse_temperature x score; rank: by rank_exponent and the
+    rank of the score. The score of a prompt is the mean reward of its sampleable trajectories."""
+    trajectory_priority: Literal["uniform", "recency", "softmax", "rank"] = "softmax"
+    """The priority rule within a prompt. uniform: all alike; recency: the recent ones alike, or all if none is recent;
+    softmax: by inverse_temperature x reward; rank: by rank_exponent and the rank of the reward."""
     inverse_temperature: NonNegativeFloat = 0.0
-    """Within a prompt, the reward rule draws with probability softmax(this x reward); 0 is uniform."""
+    """softmax draws with probability proportional to exp(this x reward); 0 is uniform."""
+    rank_exponent: NonNegativeFloat = 1.0
+    """rank draws the i-th best with probability proportional to 1 / i^this; 0 is uniform."""
+    flat_group_weight: Fraction = 1.0
+    """A factor on the chance of a prompt whose sampleable rewards are all equal (or whose only one it is): 1 is no
+    preference, 0 takes such a prompt only when there is nothing else of the same recency. Under
+    `prompt_priority = "rank"` anything below 1 ranks them behind all others."""
+    replacement: Literal["if_needed", "never", "always"] = "if_needed"
+    """Whether a group may hold a trajectory twice. if_needed: where a prompt has fewer than train.samples_per_prompt;
+    never: such a prompt is not sampled. A prompt is at most once in a batch in any case."""
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
     """Most optimiser steps between the policy that generated and the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0
     """Trajectories that must be sampleable before the first step."""
+    samples_per_insert: PositiveFloat | Literal["unbounded"] = "unbounded"
+    """How often a trajectory is trained on, on average: the trainer waits while it would be more often, and searchers
+    wait while it is less often by more than `samples_per_insert_slack`."""
+    samples_per_insert_slack: Positive | Literal["auto"] = "auto"
+    """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the least that works."""
     prompt_cap: Positive = 100
-    """Newest trajectories kept for sampling per prompt; older ones stay in history."""
+    """Trajectories kept for sampling per prompt; the others stay in history."""
+    prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
+    """Which of a prompt's trajectories are kept: the newest; those with the highest reward, of equal ones the newer;
+    or a uniform sample of all that came, drawn by run.seed."""
+    max_trajectories: Positive | Literal["unbounded"] = "unbounded"
+    """Trajectories kept for sampling in all; the oldest leave, and stay in history."""
+    max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
+    """Bytes of token ids, log-probabilities and masks kept for sampling in all; the oldest leave sampling."""
     dedup: bool = True
     """Sample only the newest of identical responses to a prompt; all of them stay in history."""
 
@@ -218,7 +251,35 @@ class Config(Section):
     @property
     def max_staleness(self) -> int | None:
         """The staleness limit in optimiser steps, None for unbounded."""
-        return None if self.buffer.max_staleness == "unbounded" else self.buffer.max_staleness
+        return _bound(self.buffer.max_staleness)
+
+    @property
+    def samples_per_insert(self) -> float | None:
+        """How often a trajectory is trained on, on average; None for unbounded."""
+        return _bound(self.buffer.samples_per_insert)
+
+    @property
+    def least_slack(self) -> int:
+        """The smallest `samples_per_insert_slack`: one batch, and one lease, so that never both sides wait."""
+        ratio = self.samples_per_insert or math.inf
+        batch = self.train.prompts_per_step * self.train.samples_per_prompt
+        return math.floor(batch / ratio) + 1 + self.search.samples_per_prompt
+
+    @property
+    def samples_per_insert_slack(self) -> int:
+        """How many trajectories searchers may be ahead."""
+        slack = self.buffer.samples_per_insert_slack
+        return 2 * self.least_slack if slack == "auto" else slack
+
+    @property
+    def max_trajectories(self) -> int | None:
+        """Most sampleable trajectories, None for unbounded."""
+        return _bound(self.buffer.max_trajectories)
+
+    @property
+    def max_payload_bytes(self) -> int | None:
+        """Most sampleable bytes, None for unbounded."""
+        return _bound(self.buffer.max_payload_bytes)
 
     @property
     def canary_tolerance(self) -> float:
@@ -236,3 +297,47 @@ class Config(Section):
         if self.task.name == "gsm8k" and not self.task.train:
             raise ValueError("task.train is needed for gsm8k: a jsonl file or a hub id")
         return self
+
+    @model_validator(mode="after")
+    def _batches_can_be_had(self) -> Self:
+        """A batch that the remover or the replacement rule makes impossible would be waited for without end."""
+        buffer, group = self.buffer, self.train.samples_per_prompt if self.buffer.replacement == "never" else 1
+        if group > buffer.prompt_cap:
+            raise ValueError(
+                f'buffer.replacement = "never" needs buffer.prompt_cap >= train.samples_per_prompt = {group}'
+            )
+        if self.max_staleness is not None and group > self.search.samples_per_prompt:
+            raise ValueError(
+                f'buffer.replacement = "never" with a bounded buffer.max_staleness needs search.samples_per_prompt >= '
+                f"train.samples_per_prompt = {group}: one visit must give a whole group"
+            )
+        least = max(buffer.min_fill, group * self.train.prompts_per_step)
+        if self.max_trajectories is not None and self.max_trajectories < least:
+            raise ValueError(f"buffer.max_trajectories = {self.max_trajectories} is less than the {least} of a batch")
+        return self
+
+    @model_validator(mode="after")
+    def _rates_agree(self) -> Self:
+        """The rate limiter must never hold back both sides at once; `tba.buffer.rate_limiter` has the reasons."""
+        if self.samples_per_insert is None:
+            return self
+        if self.samples_per_insert_slack < self.least_slack:
+            raise ValueError(
+                f"buffer.samples_per_insert_slack = {self.samples_per_insert_slack} must be at least "
+                f"{self.least_slack}: what a batch uses up and one visit of a prompt, or both sides would wait"
+            )
+        samples, responses = self.train.samples_per_prompt, self.search.samples_per_prompt
+        if self.max_staleness is not None and self.samples_per_insert * responses < samples:
+            raise ValueError(
+                f"buffer.samples_per_insert = {self.samples_per_insert:g} with a bounded buffer.max_staleness must be "
+                f"at least train.samples_per_prompt / search.samples_per_prompt = {samples / responses:g}: fresh data "
+                "is limited to what the batches need"
+            )
+        return self
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _bound(value: _Number | Literal["unbounded"]) -> _Number | None:
+    return None if value == "unbounded" else value

@@ -123,19 +123,39 @@ def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
             raise WireError(f"frame {kind.name} has {frame.nbytes} bytes, its counts add up to {expected}")
     if columns["logprobs_count"] != columns["response_ids_count"]:
         raise WireError("logprobs and response_ids differ in length: one log-probability belongs to each token")
-    for runs, tokens in zip(version_runs_of(columns, frames), columns["response_ids_count"], strict=True):
-        if runs.min() < 0 or int(runs[:, 1].sum()) != tokens:
-            raise WireError(f"version runs {runs.tolist()!r:.100} do not cover a response of {tokens} tokens")
+    _check_version_runs(columns, frames)
+    if any(columns["loss_mask_count"]):
+        _check_loss_mask(columns)
+
+
+def _check_loss_mask(columns: dict[str, Any]) -> None:
     for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
         if masked not in (0, tokens):
             raise WireError(f"a loss mask has {masked} entries for {tokens} response tokens")
+
+
+def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
+    """Every response token has one version: the lengths of the runs add up to the response."""
+    if not columns["version_runs_count"]:
+        return
+    runs = np.frombuffer(frames[_place_of("version_runs")], "<i4").reshape(-1, 2)
+    starts = np.cumsum([0, *columns["version_runs_count"][:-1]])
+    covered = np.add.reduceat(runs[:, 1], starts, dtype=np.int64)
+    wrong = np.flatnonzero(covered != columns["response_ids_count"])
+    if len(wrong):
+        tokens = columns["response_ids_count"][wrong[0]]
+        raise WireError(f"the version runs of row {wrong[0]} do not cover its {tokens} response tokens")
+    # Only an empty response has an empty run: otherwise a row could have more runs than tokens.
+    in_row = np.repeat(covered > 0, columns["version_runs_count"])
+    if (runs < 0).any() or (runs[in_row, 1] == 0).any():
+        raise WireError("version runs hold a negative number or an empty run")
 
 
 def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, failed: Sequence[bool]) -> None:
     """Raise WireError for what no model can have produced; rows of failed rollouts may be empty."""
     by_kind = dict(zip((kind.name for kind in ARRAY_KINDS), frames, strict=True))
     for name in ("prompt_ids", "response_ids"):
-        if (np.frombuffer(by_kind[name], "<i4") < 0).any():
+        if np.frombuffer(by_kind[name], "<i4").min(initial=0) < 0:
             raise WireError(f"negative token id in {name}")
         if any(not count and not bad for count, bad in zip(columns[f"{name}_count"], failed, strict=True)):
             raise WireError(f"a trajectory without an error has empty {name}")
@@ -145,8 +165,12 @@ def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, faile
 
 def version_runs_of(columns: dict[str, Any], frames: Sequence[memoryview]) -> list[npt.NDArray[Any]]:
     """The version runs of each trajectory, [V, 2]."""
-    place = next(i for i, kind in enumerate(ARRAY_KINDS) if kind.name == "version_runs")
+    place = _place_of("version_runs")
     return arrays_of(columns["version_runs_count"], ARRAY_KINDS[place], frames[place])
+
+
+def _place_of(name: str) -> int:
+    return next(i for i, kind in enumerate(ARRAY_KINDS) if kind.name == name)
 
 
 def arrays_of(counts: Sequence[int], kind: ArrayKind, frame: memoryview) -> list[npt.NDArray[Any]]:

@@ -330,7 +330,8 @@ class ClientStatus(Message):
     reason: str
     weights_version: Id | None
     metrics: dict[str, float]
-    trajectories: Id
+    trajectories: Id  # stored since the server started
+    duplicates: Id  # rows that came again
     leases: Id
 
 
@@ -350,6 +351,8 @@ class Status(Message):
     sampleable: Id
     puts_per_second: Seconds
     database_bytes: Id
+    queued_bytes: Id  # received, and waiting for a transaction
+    commit_seconds: Seconds  # mean of the last transactions, with what was done in them
     rejected: dict[str, int]
     trainer_waits_for: str
     clients: list[ClientStatus]

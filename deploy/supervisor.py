@@ -146,7 +146,8 @@ class Supervisor:
             return
         delay = self._restart_delay * 2 ** max(child.failures - 1, 0)
         child.start_at = time.monotonic() + delay
-        log.warning("child ended, and starts again", child=child.name, exit_code=code, in_seconds=delay)
+        say = log.warning if code else log.info  # a searcher that leaves a finished run is no trouble
+        say("child ended, and starts again", child=child.name, exit_code=code, in_seconds=delay)
 
 
 def _output_of(child: Child) -> contextlib.AbstractContextManager[IO[bytes] | None]:

@@ -116,7 +116,7 @@ class BufferThread:
         run = store.open_run(self.config.run.name, seed=0, config={}, software={})
         channel = ServerChannel(self.address)
         self.address = channel.address
-        server = BufferServer(channel, store, BufferService(store, run, self.config, clock), clock)
+        server = BufferServer(channel, store, BufferService(store, run, self.config, clock), clock, queue_bytes=1 << 28)
         self._ready.set()
         server.run(self._stopped.is_set)
         channel.close()

@@ -5,6 +5,7 @@ import pytest
 
 from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.policy import SamplingRules, Shortage, sample_groups
+from tba.buffer.remover import Limits
 
 
 def rules(**changes: object) -> SamplingRules:
@@ -20,7 +21,7 @@ def rules(**changes: object) -> SamplingRules:
 
 def index_of(rows: list[tuple[int, int, float]], *, cap: int = 100, dedup: bool = False) -> SamplingIndex:
     """Rows are (prompt, step, reward); ids count from 0."""
-    index = SamplingIndex(cap=cap, dedup=dedup)
+    index = SamplingIndex(Limits(prompt_cap=cap, dedup=dedup))
     for id_, (prompt, step, reward) in enumerate(rows):
         index.add(Entry(id_, prompt, step, reward, dedup_hash=id_))
     return index
@@ -70,6 +71,42 @@ def test_the_recency_rule_prefers_prompts_that_were_never_trained_on():
     for seed in range(20):
         groups = draw(index, rules(), seed, step=10, groups=3)
         assert {group[0].prompt for group in groups} == {7, 8, 9}
+
+
+def test_without_replacement_recent_means_a_whole_recent_group():
+    # Prompt 0 has one recent entry, never trained on; prompt 1 has two that were.
+    index = index_of([(0, 10, 0.0), (0, 0, 0.0), (1, 10, 0.0), (1, 9, 0.0)])
+    index.mark_trained([1, 2, 3])
+    for seed in range(20):
+        (group,) = draw(index, rules(recency_window=1, replacement="never"), seed, step=10)
+        assert group[0].prompt == 1
+
+
+def test_a_prompt_with_fewer_than_a_group_is_never_sampled_without_replacement():
+    index = index_of([(0, 0, 0.0), (0, 0, 0.0), (1, 0, 0.0)])
+    shortage = draw(index, rules(replacement="never"), groups=2)
+    assert isinstance(shortage, Shortage)
+    assert shortage.reason == "1 of 2 prompts have 2 different trajectories"
+
+
+@pytest.mark.parametrize("replacement", ["if_needed", "never"])
+@pytest.mark.parametrize("max_staleness", [None, 2, 5])
+@pytest.mark.parametrize("window", [0, 3])
+def test_prompts_grow_old_as_in_an_index_that_is_looked_at_for_the_first_time(window, max_staleness, replacement):
+    """All prompts in the order of recency, step by step, and one step back."""
+    rows = [(n % 12, n // 6 + n % 3, float(n % 2)) for n in range(60)]
+    settings = rules(recency_window=window, max_staleness=max_staleness, replacement=replacement)
+    warm = index_of(rows)
+    warm.mark_trained(range(0, 60, 7))
+    compared = 0
+    for step in [*range(16), 14, 9]:
+        cold = index_of(rows)
+        cold.mark_trained(range(0, 60, 7))
+        for groups in range(1, 13):
+            first, second = (draw(index, settings, step, step=step, groups=groups) for index in (warm, cold))
+            assert first == second
+            compared += isinstance(first, list)
+    assert compared > 50
 
 
 def test_staleness_over_the_limit_is_never_sampled():
@@ -125,7 +162,7 @@ def test_the_index_keeps_the_newest_of_a_prompt_up_to_its_cap():
 
 
 def test_dedup_keeps_the_newest_of_identical_responses():
-    index = SamplingIndex(cap=10, dedup=True)
+    index = SamplingIndex(Limits(prompt_cap=10, dedup=True))
     for id_, dedup_hash in enumerate([7, 8, 7]):
         index.add(Entry(id_, 0, id_, 0.0, dedup_hash))
     assert [entry.id for entry in index.entries(0)] == [1, 2]

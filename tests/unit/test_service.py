@@ -6,7 +6,7 @@ import pytest
 
 from tba.buffer.store import Store
 from tba.common import wire
-from tba.common.errors import ConfigError, Refused
+from tba.common.errors import ConfigError, Refused, WireError
 
 
 def test_a_put_is_stored_and_a_repeated_put_is_not(harness, trajectory):
@@ -271,8 +271,10 @@ def test_every_version_of_a_response_must_be_known(harness, trajectory):
 def test_a_put_is_refused_whole_or_not_at_all(harness, trajectory):
     buffer = harness()
     buffer.fill(1, 0)
-    with pytest.raises(Refused, match="JSON cannot hold"):
+    with pytest.raises(WireError, match="JSON cannot hold"):
         buffer.put([trajectory(), trajectory(tokens=[9], metadata={"x": b"bytes"})], 0)
+    with pytest.raises(Refused, match="was never announced"):
+        buffer.put([trajectory(), trajectory(tokens=[9], version=7)], 0)
     assert buffer.ask(wire.GetStatus()).message.trajectories == 0
 
 

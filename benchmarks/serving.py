@@ -1,0 +1,74 @@
+"""A real buffer server process for benchmarks: start it, wait until it answers, register what a run needs."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba.common import wire
+from tba.common.client import BufferClient
+
+WEIGHTS = wire.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
+_PATIENCE_SECONDS = 120.0
+
+
+def start(directory: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
+    """A server of a run in `directory`, power-durable, over a socket there. Returns it at once, with its address."""
+    address = f"ipc://{directory}/socket"
+    settings = [
+        f"run.dir={directory}",
+        f"buffer.address={address}",
+        "buffer.durability=power",
+        "train.prompts_per_step=1",
+        *options,
+    ]
+    command = [sys.executable, "-m", "tba", "buffer", "serve", *(part for s in settings for part in ("--set", s))]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL), address
+
+
+@contextlib.contextmanager
+def serving(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The same, ended when the block ends."""
+    process, address = start(directory, *options)
+    try:
+        yield process, address
+    finally:
+        process.terminate()
+        process.wait(_PATIENCE_SECONDS)
+
+
+def status(address: str) -> wire.Status:
+    """What the server says of itself; waits until it answers."""
+    client = BufferClient(address, role="monitor", name="bench")
+    try:
+        return client.call(wire.GetStatus(), wire.Status, deadline_seconds=_PATIENCE_SECONDS)[0]
+    finally:
+        client.close()
+
+
+def seconds_until_answer(address: str, started: float) -> float:
+    """Seconds from `started` (monotonic) until the server has answered a status request."""
+    status(address)
+    return time.monotonic() - started
+
+
+def prepare(address: str, prompts: int) -> None:
+    """Register `prompts` prompts, p0, p1 and so on, and announce the first weights."""
+    client = BufferClient(address, role="publisher", name="bench")
+    for request, reply in preparation(prompts):
+        client.call(request, reply, deadline_seconds=_PATIENCE_SECONDS)
+    client.close()
+
+
+def preparation(prompts: int) -> Iterator[tuple[wire.Message, type[wire.Message]]]:
+    """The requests of `prepare`, each with the reply that is due."""
+    yield wire.Hello(host="bench", pid=1, software="bench"), wire.Welcome
+    for first in range(0, prompts, wire.MAX_ROWS):
+        keys = [f"p{number}" for number in range(first, min(prompts, first + wire.MAX_ROWS))]
+        yield (
+            wire.RegisterPrompts(task="bench", fingerprint="0" * 64, total=prompts, offset=first, keys=keys),
+            wire.Registered,
+        )
+    yield wire.AnnounceSnapshot(weights=WEIGHTS, bytes=0), wire.Done

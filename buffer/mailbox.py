@@ -1,0 +1,99 @@
+"""What has arrived and waits for a transaction: the only thing that the two threads of the server share.
+
+Invariant: whoever adds looks at `full` first, so that no more than the limit and one reading of the socket
+is ever held; what does not fit waits in the senders.
+"""
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from tba.buffer.rows import PutColumns
+from tba.common import wire
+from tba.common.channels import Peer
+from tba.common.codec import Request
+
+# One transaction: large enough that the sync is shared by many, small enough that nobody waits long for it.
+GROUP_ROWS = 256
+GROUP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that passed all checks. Times are monotonic; `deadline` is until when it may wait for an answer."""
+
+    peer: Peer
+    request: Request
+    put: PutColumns | None
+    bytes: int
+    at: float
+    deadline: float
+
+    @property
+    def is_urgent(self) -> bool:
+        """It overtakes puts: somebody waits for the answer. Of a searcher's requests only the sign of life does."""
+        return self.request.header.role != "searcher" or isinstance(self.request.message, wire.Heartbeat)
+
+
+class Mailbox:
+    """Two queues of arrivals, the urgent and the others. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._changed = threading.Condition()
+        self._urgent: deque[Arrival] = deque()
+        self._others: deque[Arrival] = deque()
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that waits."""
+        return self._bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether to stop reading from the socket."""
+        return self._bytes >= self._limit
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing waits."""
+        return not (self._urgent or self._others)
+
+    def add(self, arrivals: list[Arrival]) -> None:
+        """Add in the order of arrival."""
+        with self._changed:
+            for arrival in arrivals:
+                (self._urgent if arrival.is_urgent else self._others).append(arrival)
+                self._bytes += arrival.bytes
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Let `take` return now."""
+        with self._changed:
+            self._changed.notify()
+
+    def take(self, timeout_seconds: float) -> list[Arrival]:
+        """What goes into the next transaction: the urgent ones, and others up to the size of a group.
+
+        A request for a batch goes without the others. Waits for the first arrival at most the timeout.
+        """
+        with self._changed:
+            if self.empty:
+                self._changed.wait(timeout_seconds)
+            taken = list(self._urgent)
+            self._urgent.clear()
+            if not any(isinstance(arrival.request.message, wire.SampleBatch) for arrival in taken):
+                taken += self._take_group()
+            self._bytes -= sum(arrival.bytes for arrival in taken)
+            return taken
+
+    def _take_group(self) -> list[Arrival]:
+        group: list[Arrival] = []
+        rows = size = 0
+        while self._others and rows < GROUP_ROWS and size < GROUP_BYTES:
+            arrival = self._others.popleft()
+            group.append(arrival)
+            rows += len(arrival.put) if arrival.put else 1
+            size += arrival.bytes
+        return group

@@ -1,0 +1,102 @@
+"""The server's side of the wire, in a thread of its own: receive, check, queue; and send what is answered.
+
+    socket ──► decode, check, cut into columns ──► mailbox ──► (the writer)
+    socket ◄── outbox ◄── (the writer)
+
+It knows nothing of the run, so that it can work while the writer is in a transaction.
+"""
+
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from tba.buffer.mailbox import Arrival, Mailbox
+from tba.buffer.rows import put_columns
+from tba.common.channels import Peer, ServerChannel
+from tba.common.clock import Clock
+from tba.common.codec import Frames, decode_request, request_id_of
+from tba.common.errors import WireError
+from tba.common.log import get_logger
+from tba.common.wire import PutTrajectories
+
+log = get_logger(__name__)
+
+_TURN_SECONDS = 0.1
+_READ_LIMIT = 64  # multiparts in one reading of the socket
+
+
+class Network:
+    """Owns the channel while it runs. Malformed messages are handed to `rejections` to be answered."""
+
+    def __init__(self, channel: ServerChannel, mailbox: Mailbox, clock: Clock) -> None:
+        self._channel = channel
+        self._mailbox = mailbox
+        self._clock = clock
+        self._outbox: deque[tuple[Peer, Frames]] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="network", daemon=True)
+        # Held while Python decodes. Who holds it has the interpreter to himself: two busy threads hand it over
+        # at every row that SQLite steps to, which makes reading a batch some twenty times as slow.
+        self.decoding = threading.Lock()
+        self.rejections: deque[tuple[Peer, int, WireError]] = deque()
+        self.undeliverable: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is answered, and end the thread."""
+        self._stopping = True
+        self._channel.wake()
+        self._thread.join()
+
+    def send(self, replies: Sequence[tuple[Peer, Frames]]) -> None:
+        """Queue replies. Called by the writer."""
+        self._outbox.extend(replies)
+        self._channel.wake()
+
+    def resume(self) -> None:
+        """There is room in the mailbox again. Called by the writer."""
+        self._channel.wake()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._send_outbox()
+        except BaseException as error:  # noqa: BLE001  # raised by the writer, which must not wait for us for ever
+            self.failure = error
+            self._mailbox.wake()
+
+    def _turn(self) -> None:
+        reading = not self._mailbox.full
+        received = self._channel.receive(_TURN_SECONDS, _READ_LIMIT if reading else 0)
+        self._send_outbox()
+        for peer, frames in received:
+            with self.decoding:
+                self._queue(peer, frames)
+
+    def _queue(self, peer: Peer, frames: list[memoryview]) -> None:
+        try:
+            self._mailbox.add([self._arrival(peer, frames)])
+        except WireError as error:
+            self.rejections.append((peer, request_id_of(frames), error))
+            self._mailbox.wake()
+
+    def _arrival(self, peer: Peer, frames: list[memoryview]) -> Arrival:
+        request = decode_request(frames)
+        message = request.message
+        put = put_columns(message, request.frames) if isinstance(message, PutTrajectories) else None
+        now = self._clock.monotonic()
+        deadline = now + getattr(message, "wait_seconds", 0.0)
+        return Arrival(peer, request, put, sum(frame.nbytes for frame in frames), now, deadline)
+
+    def _send_outbox(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                peer, frames = self._outbox.popleft()
+                if not self._channel.send(peer, frames):
+                    self.undeliverable["undeliverable"] += 1

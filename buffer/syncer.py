@@ -1,0 +1,89 @@
+"""The third stage: replies wait here until what they acknowledge is on the disk.
+
+    writer ──► (replies of a transaction) ──► one sync for all that were committed before it began ──► network
+
+Invariant: no reply leaves before a sync that began after its transaction's commit has ended. While the disk
+syncs, the writer is in the next transaction.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from tba.common.channels import Peer
+from tba.common.codec import Frames
+from tba.common.errors import StorageError
+from tba.common.log import get_logger
+
+log = get_logger(__name__)
+
+Replies = Sequence[tuple[Peer, Frames]]
+_CHECKPOINT_SECONDS = 0.1
+_FAILURE_POLL_SECONDS = 0.1
+_AHEAD = 8  # transactions that the writer may be ahead of the disk
+
+
+class Syncer:
+    """Calls `sync`, then `send` with the replies of one or more transactions."""
+
+    def __init__(self, sync: Callable[[], None], send: Callable[[Replies], None]) -> None:
+        self._sync = sync
+        self._send = send
+        self._waiting: queue.Queue[Replies | None] = queue.Queue(_AHEAD)
+        self._thread = threading.Thread(target=self._run, name="syncer", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Sync and send what waits, and end the thread."""
+        self.add(None)
+        self._thread.join()
+
+    def add(self, replies: Replies | None) -> None:
+        """The replies of a committed transaction. Waits while the disk is too far behind."""
+        while self.failure is None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(replies, timeout=_FAILURE_POLL_SECONDS)
+                return
+
+    def _run(self) -> None:
+        try:
+            while True:
+                taken = [self._waiting.get()]
+                while not self._waiting.empty():
+                    taken.append(self._waiting.get_nowait())
+                self._sync()
+                self._send([reply for replies in taken if replies is not None for reply in replies])
+                if taken[-1] is None:
+                    return
+        except BaseException as error:  # noqa: BLE001  # the writer raises it: nothing more can be acknowledged
+            self.failure = error
+
+
+class Checkpointer:
+    """Calls `checkpoint` now and then, so that neither the writer nor the acknowledgements wait for it."""
+
+    def __init__(self, checkpoint: Callable[[], None]) -> None:
+        self._checkpoint = checkpoint
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_CHECKPOINT_SECONDS):
+            try:
+                self._checkpoint()
+            except StorageError as error:  # the log keeps what could not be copied, and there is a next time
+                log.warning("checkpoint failed", reason=str(error))

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import tba
-from tba.common.errors import EXIT_FAILED, ConfigError, TbaError, UsageError
+from tba.buffer.commands import app as buffer_app
+from tba.common.errors import EXIT_FAILED, ConfigError, TbaError
+from tba.common.terminal import Assignments, ConfigFile, Json, discard_output
+from tba.common.terminal import console as _console
+from tba.common.terminal import need as _need
+from tba.common.terminal import not_both as _not_both
+from tba.common.terminal import print_json as _print_json
+from tba.common.terminal import print_table as _print_table
+from tba.common.terminal import resolve as _resolve
+from tba.common.terminal import start_process as _start_process
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tba.common.config_layers import Resolved
 
 app = typer.Typer(
@@ -22,19 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement-learning post-training of language models.",
 )
-buffer_app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve it, ask it.")
 config_app = typer.Typer(no_args_is_help=True, help="The configuration: show it with origins, check it.")
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
-
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", envvar="TBA_CONFIG", help="TOML file; by default ./tba.toml if it is there."),
-]
-Assignments = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-DEFAULT_FILE = Path("tba.toml")
-_PIPE_WIDTH = 1000
 
 
 def main() -> None:
@@ -50,7 +47,7 @@ def main() -> None:
         print(f"{mark} {error}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
     except BrokenPipeError:  # `tba status | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         sys.exit(EXIT_FAILED)
 
 
@@ -72,15 +69,6 @@ def _root(
 
 
 # ---------------------------------------------------------------- the three roles
-
-
-@buffer_app.command("serve")
-def buffer_serve(config: ConfigFile = None, sets: Assignments = None) -> None:
-    """Serve the replay buffer of a run until SIGTERM."""
-    resolved = _resolve(config, sets)
-    from tba.buffer.run import serve
-
-    serve(resolved.config, _start_process("buffer"))
 
 
 @app.command()
@@ -268,21 +256,6 @@ def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
     return None
 
 
-@buffer_app.command("stats")
-def buffer_stats(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
-    """Counts, sizes and rewards, read from the database file; works while the server runs."""
-    resolved = _resolve(config, sets)
-    from tba.buffer.stats import read_stats
-
-    stats = read_stats(resolved.config.database)
-    if as_json:
-        return _print_json(stats)
-    for run_stats in stats:
-        rows = [{"": name.replace("_", " "), "value": value} for name, value in run_stats.items()]
-        _print_table(["", "value"], rows)
-    return None
-
-
 @config_app.command("show")
 def config_show(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Every value with its origin."""
@@ -323,14 +296,6 @@ def doctor(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
 # ---------------------------------------------------------------- helpers
 
 
-def _resolve(file: Path | None, sets: Sequence[str] | None, overrides: dict[str, Any] | None = None) -> "Resolved":
-    from tba.common.config_layers import resolve
-
-    if file is None and DEFAULT_FILE.exists():
-        file = DEFAULT_FILE
-    return resolve(file, overrides=overrides, assignments=sets or [])
-
-
 def _pass_on(file: Path | None, sets: Sequence[str] | None) -> list[str]:
     """The options that make a child resolve the same configuration."""
     return [*(["--config", str(file)] if file else []), *_assignments(sets)]
@@ -338,56 +303,3 @@ def _pass_on(file: Path | None, sets: Sequence[str] | None) -> list[str]:
 
 def _assignments(sets: Sequence[str] | None) -> list[str]:
     return [part for assignment in sets or [] for part in ("--set", assignment)]
-
-
-def _not_both(first: bool, second: bool, *names: str) -> None:
-    if first and second:
-        raise UsageError(f"{' and '.join(names)} exclude each other")
-
-
-def _start_process(role: str, *, level: str = "INFO", drains: bool = True) -> Callable[[], bool]:
-    """What every long-running command does first. Returns the stop signal.
-
-    A command that does not drain ends at the first signal, as programs do.
-    """
-    from tba.common.log import configure
-    from tba.common.process import StopSignal, die_with_parent
-
-    die_with_parent()
-    configure(role, level=level)
-    return StopSignal() if drains else lambda: False
-
-
-def _need(module: str, extra: str) -> None:
-    from importlib.util import find_spec
-
-    from tba.common.errors import MissingExtra
-
-    if find_spec(module) is None:
-        raise MissingExtra(module, extra)
-
-
-def _print_json(value: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(value, default=str))
-
-
-def _print_table(headings: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(f"{row[h]:.4g}" if isinstance(row[h], float) else str(row[h])) for h in headings))
-    _console().print(table)
-
-
-def _console() -> "Console":
-    """Standard output; lines are not folded where they go into a pipe or a file."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)

@@ -7,6 +7,7 @@ Column by column, the tables are described in `docs/database.md`.
 from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
+from tba.buffer.views import VIEWS
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
@@ -160,9 +161,24 @@ def _names_and_history(db: Database) -> None:
     db.table("batches").add_column("newest_trajectory", int)
 
 
+@migrations(name="0006_views")
+def _views(db: Database) -> None:
+    for view in VIEWS:
+        db.execute(view)
+
+
 def migrate(db: Database) -> None:
     """Bring a database to this release's schema. Raises StorageError if a newer release wrote it."""
-    ours = {migration.name for migration in migrations.pending(Database(memory=True))}
-    if newer := sorted({migration.name for migration in migrations.applied(db)} - ours):
-        raise StorageError(f"the database has schema {newer[-1]}, which this release does not know: upgrade tba")
+    check_not_newer({migration.name for migration in migrations.applied(db)})
     migrations.apply(db)
+
+
+def schema_names() -> list[str]:
+    """The migrations of this release, oldest first; the last one names its schema."""
+    return [migration.name for migration in migrations.pending(Database(memory=True))]
+
+
+def check_not_newer(applied: set[str]) -> None:
+    """Raise StorageError if a newer release has migrated the database."""
+    if newer := sorted(applied - set(schema_names())):
+        raise StorageError(f"the database has schema {newer[-1]}, which this release does not know: upgrade tba")

@@ -291,7 +291,10 @@ class BufferService:
     def _put_trajectories(self, put: PutColumns, sender: str) -> Answer:
         """Every row is checked before the first is added: a put is refused whole or not at all."""
         self._refuse_without_space()
-        prompts, versions = self._prompts_of(put), [self._oldest(versions) for versions in put.versions]
+        if self._clients[sender].role == "importer":
+            prompts, versions = self._imported_prompts(put), self._imported_versions(put)
+        else:
+            prompts, versions = self._prompts_of(put), [self._oldest(versions) for versions in put.versions]
         number, received = self._sender_id(sender), self._ranges_of(sender)
         missing = received.missing(put.first_sequence, len(put))
         if missing:
@@ -314,7 +317,8 @@ class BufferService:
             if put.rows.error[place] is not None:
                 self._errors += 1
                 continue
-            step = self._versions[known.versions[place]].step
+            version = known.versions[place]
+            step = self._versions[version].step if version != wire.NO_POLICY else 0
             self._index.add(
                 Entry(
                     id_,
@@ -366,6 +370,19 @@ class BufferService:
             return min(versions, key=lambda version: (self._versions[version].step, version))
         except KeyError as error:
             raise Refused("unknown_version", f"policy version {error.args[0]} was never announced") from error
+
+    def _imported_prompts(self, put: PutColumns) -> list[int]:
+        ids = self._store.add_imported_prompts(self._run, sorted(set(put.rows.prompt_key)))
+        return [ids[key] for key in put.rows.prompt_key]
+
+    def _imported_versions(self, put: PutColumns) -> list[int]:
+        """A version number of another run names another policy, even if this run has that number too."""
+        return [
+            wire.NO_POLICY
+            if "imported_version" in metadata or not self._versions.keys() >= set(versions)
+            else self._oldest(versions)
+            for metadata, versions in zip(put.rows.metadata, put.versions, strict=True)
+        ]
 
     def _ranges_of(self, sender: str) -> SequenceRanges:
         if sender not in self._received:
@@ -454,6 +471,10 @@ class BufferService:
         return Answer(wire.Done())
 
     # ------------------------------------------------------------ status
+
+    def sampleable(self) -> set[int]:
+        """Ids of the trajectories that can be sampled."""
+        return {entry.id for prompt in self._index.prompts() for entry in self._index.entries(prompt)}
 
     def waiting_answer(self, request: Request) -> Answer:
         """What a request hears whose time to wait is over."""

@@ -4,10 +4,11 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from tba.common.errors import StorageError, UsageError
+from tba.buffer.reader import open_reader
 
 _QUERIES = {
     "trajectories": "SELECT COUNT(*) FROM trajectory_rows WHERE run = ?",
+    "compacted": "SELECT COUNT(compacted_at) FROM trajectory_rows WHERE run = ?",
     "with_error": "SELECT COUNT(error) FROM trajectory_rows WHERE run = ?",
     "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectory_rows WHERE run = ?",
     "mean_reward": "SELECT AVG(reward) FROM trajectory_rows WHERE run = ? AND error IS NULL",
@@ -24,21 +25,10 @@ _QUERIES = {
 
 
 def read_stats(path: Path) -> list[dict[str, Any]]:
-    """One map of named numbers per run in the file.
-
-    Raises UsageError if there is no file, StorageError if it is no buffer database.
-    """
-    if not path.exists():
-        raise UsageError(f"{path} does not exist: start `tba buffer serve`, or set buffer.database")
-    try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        try:
-            runs = connection.execute("SELECT id, name FROM runs ORDER BY id").fetchall()
-            return [_run_stats(connection, path, run, name) for run, name in runs]
-        finally:
-            connection.close()
-    except sqlite3.DatabaseError as error:
-        raise StorageError(f"{path} is not a readable buffer database: {error}") from error
+    """One map of named numbers per run in the file. Raises UsageError or StorageError if it cannot be read."""
+    with open_reader(path) as connection:
+        runs = connection.execute("SELECT id, name FROM runs ORDER BY id").fetchall()
+        return [_run_stats(connection, path, run, name) for run, name in runs]
 
 
 def _run_stats(connection: sqlite3.Connection, path: Path, run: int, name: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from tba.buffer.index import Entry
 from tba.buffer.leases import OpenVisit
 from tba.buffer.schema import migrate
 from tba.common.durable import exclusive_lock
-from tba.common.errors import StorageError
+from tba.common.errors import Refused, StorageError
+from tba.common.trajectory import ARRAY_KINDS
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
 _CACHE_KIB = 64 << 10
@@ -91,7 +92,9 @@ _BATCH_COLUMNS = (
 )
 _SELECT_BATCH = """
 SELECT t.id, p.key, t.reward, t.reward_parts, t.policy_version, c.staleness,
-       json_extract(t.sampling, '$.temperature') = 1 AND json_extract(t.sampling, '$.top_p') = 1, r.logprob
+       t.policy_version >= 0 AND json_extract(t.sampling, '$.temperature') = 1
+           AND json_extract(t.sampling, '$.top_p') = 1,
+       r.logprob
 FROM consumption_rows c
 JOIN trajectory_rows t ON t.id = c.trajectory
 JOIN prompts p ON p.id = t.prompt
@@ -249,15 +252,28 @@ class Store:
         )
 
     def add_prompts(self, run: Run, offset: int, keys: Sequence[str]) -> None:
-        """Prompt keys at positions from `offset` on; those that are there stay."""
+        """Prompt keys at positions from `offset` on; those that are there stay, an imported one gets its position."""
         self._connection.executemany(
-            "INSERT INTO prompts (run, position, key) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+            "INSERT INTO prompts (run, position, key) VALUES (?, ?, ?) "
+            "ON CONFLICT (run, key) DO UPDATE SET position = excluded.position WHERE prompts.position IS NULL "
+            "ON CONFLICT DO NOTHING",
             [(run.id, offset + place, key) for place, key in enumerate(keys)],
         )
 
+    def add_imported_prompts(self, run: Run, keys: Sequence[str]) -> dict[str, int]:
+        """Ids of prompts by key. Those that the task does not have are made without a position: never leased."""
+        ids = {}
+        for key in keys:
+            self._connection.execute(
+                "INSERT INTO prompts (run, key) VALUES (?, ?) ON CONFLICT DO NOTHING", (run.id, key)
+            )
+            ids[key] = int(self._one("SELECT id FROM prompts WHERE run = ? AND key = ?", run.id, key)[0])
+        return ids
+
     def prompt_ids(self, run: Run) -> dict[str, int]:
-        """Prompt ids by key, in the order of the data set."""
-        return dict(self._all("SELECT key, id FROM prompts WHERE run = ? ORDER BY position", run.id))
+        """Ids of the task's prompts by key, in the order of the data set. Imported ones have no place in it."""
+        query = "SELECT key, id FROM prompts WHERE run = ? AND position IS NOT NULL ORDER BY position"
+        return dict(self._all(query, run.id))
 
     # ------------------------------------------------------------ visits
 
@@ -313,9 +329,7 @@ class Store:
         self._written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
         self._new_rows, self._new_payloads = [], []
 
-    def _insert(
-        self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, conflict: str = ""
-    ) -> None:
+    def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, conflict: str = "") -> None:
         start = 0
         for size in _INSERT_SIZES:
             while len(rows) - start >= size:
@@ -338,7 +352,7 @@ class Store:
             "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, COALESCE(t.payload_bytes, 0), EXISTS ("
             "    SELECT 1 FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step"
             "    WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
-            "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL ORDER BY t.id",
+            "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id",
             (run.id,),
         )
         for id_, prompt, version, reward, dedup_hash, size, trained in rows:
@@ -372,9 +386,16 @@ class Store:
         return dict(zip(_BATCH_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
 
     def payloads(self, trajectories: Sequence[int]) -> list[tuple[bytes, ...]]:
-        """The blobs of trajectories, in the order asked, one per array kind."""
+        """The blobs of trajectories, in the order asked, one per array kind. Raises Refused if one was compacted."""
         self.flush()
-        return self._all(_SELECT_PAYLOADS, json.dumps(trajectories))
+        found = self._all(_SELECT_PAYLOADS, json.dumps(trajectories))
+        if len(found) < len(trajectories):
+            raise Refused(
+                "compacted",
+                f"the tokens of {len(trajectories) - len(found)} trajectories of this batch are gone: `tba buffer "
+                "compact` dropped them, so it cannot be repeated; resume from a newer checkpoint",
+            )
+        return found
 
     def tokens(self, trajectories: Sequence[int]) -> tuple[int, int]:
         """(prompt tokens, response tokens) of these trajectories, each counted as often as it is named."""
@@ -441,6 +462,42 @@ class Store:
             "SELECT version, step, path, manifest_sha256 FROM snapshots WHERE run = ? ORDER BY version", run.id
         )
         return [WeightsRef(version=v, step=s, path=p, manifest_sha256=h) for v, s, p, h in rows]
+
+    # ------------------------------------------------------------ compaction
+
+    def runs(self) -> list[Run]:
+        """All runs in the file."""
+        return [Run(*row) for row in self._all("SELECT id, uuid, name, seed FROM runs ORDER BY id")]
+
+    def payload_sizes(self, run: Run) -> Iterator[tuple[int, int]]:
+        """(trajectory, bytes of its payload) for all that have one, oldest first."""
+        size = " + ".join(f"LENGTH(y.{kind.name})" for kind in ARRAY_KINDS)
+        tables = "FROM trajectory_rows t JOIN payloads y ON y.trajectory = t.id"
+        yield from self._connection.execute(
+            f"SELECT t.id, {size} {tables} WHERE t.run = ? ORDER BY t.id",
+            (run.id,),
+        )
+
+    def trajectories_of_batches(self, run: Run, *, since_step: int) -> set[int]:
+        """Trajectories of batches that are not trained on yet, and of those from a step on."""
+        query = (
+            "SELECT DISTINCT c.trajectory FROM batches b JOIN consumption_rows c ON c.run = b.run AND c.step = b.step"
+            " WHERE b.run = ? AND (b.step >= ? OR b.trained_at IS NULL)"
+        )
+        return {row[0] for row in self._all(query, run.id, since_step)}
+
+    def drop_payloads(self, trajectories: Sequence[int], now: float) -> None:
+        """Delete tokens; the rows say when."""
+        ids = [(id_,) for id_ in trajectories]
+        self._connection.executemany("DELETE FROM payloads WHERE trajectory = ?", ids)
+        dropped = [(now, id_) for id_ in trajectories]
+        self._connection.executemany("UPDATE trajectory_rows SET compacted_at = ? WHERE id = ?", dropped)
+
+    def shrink(self) -> None:
+        """Give free pages back to the file system. Raises StorageError if the disk refuses."""
+        with _storage_errors(self.path):
+            self._connection.execute("VACUUM")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def database_bytes(self) -> int:
         """Size of the database with its write-ahead log."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, LockTaken
 
 _HASH_CHUNK_BYTES = 4 << 20
 
@@ -64,7 +64,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
 def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
     """Hold a lock file while the block runs, or for as long as the process lives.
 
-    Raises ConfigError with the sentence if another process holds it, or if it cannot be made.
+    Raises LockTaken with the sentence if another process holds it, ConfigError if it cannot be made.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(sentence) from None
+            raise LockTaken(sentence) from None
         yield
 
 

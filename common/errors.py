@@ -2,7 +2,8 @@
 
     TbaError                 exit 1
     ├── ConfigError          exit 78  a value, a file or an address in the configuration is wrong
-    │   └── MissingExtra     exit 78  an optional dependency is not installed
+    │   ├── MissingExtra     exit 78  an optional dependency is not installed
+    │   └── LockTaken        exit 78  another process has what can be had once
     ├── UsageError           exit 2   the command line asks for something that cannot be
     ├── WireError                     a message is malformed
     │   ├── VersionMismatch           the peer speaks another protocol version
@@ -44,6 +45,10 @@ class MissingExtra(ConfigError):
 
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(f"{module} is not installed: install tba with the extra {extra}, see docs/install.md")
+
+
+class LockTaken(ConfigError):
+    """Another process holds the lock of a database or a directory."""
 
 
 class UsageError(TbaError):

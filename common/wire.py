@@ -28,7 +28,10 @@ Sentence = Annotated[str, Field(max_length=4000)]
 Seconds = Annotated[float, Field(ge=0)]
 LONGEST_WAIT_SECONDS = 60
 Wait = Annotated[float, Field(ge=0, le=LONGEST_WAIT_SECONDS)]
-Role = Literal["searcher", "trainer", "publisher", "monitor"]
+Role = Literal["searcher", "trainer", "publisher", "monitor", "importer"]
+# A trajectory that no policy of this run made, such as an imported one, has version -1.
+NO_POLICY = -1
+PolicyVersion = Annotated[int, Field(ge=NO_POLICY, lt=1 << 63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 StopReason = Literal["eos", "length", "error"]
 
@@ -152,10 +155,11 @@ class LeasePrompts(Message):
 
 
 class PutTrajectories(Message):
-    """Searcher -> buffer, when a group is complete. Reply: PutAck, after the commit.
+    """Searcher or importer -> buffer, when a group is complete. Reply: PutAck, after the commit.
 
     Row i has sequence number `first_sequence + i` of this sender; rows that are there already are
-    counted as duplicates. Array frames follow.
+    counted as duplicates. Array frames follow. An importer's prompts need not be registered, and its
+    versions need not be announced: those, and rows whose metadata has `imported_version`, become NO_POLICY.
     """
 
     TYPE = "put_trajectories"
@@ -296,7 +300,7 @@ class Batch(ArrayCounts):
     prompt_key: list[Name]
     reward: list[float]
     reward_parts: list[dict[str, float]]
-    policy_version: list[Id]
+    policy_version: list[PolicyVersion]
     staleness: list[int]
     plain_sampling: list[bool]  # sampled at temperature 1 and top_p 1, as the trainer computes
     reference_logprobs: list[float | None]

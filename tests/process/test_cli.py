@@ -38,6 +38,29 @@ def test_every_command_has_help(tba, command):
     assert "Usage" in result.stdout
 
 
+@pytest.mark.parametrize(
+    "command", ["serve", "stats", "query", "show", "tail", "export", "import", "compact", "check", "backup", "migrate"]
+)
+def test_every_buffer_command_has_help_and_takes_a_file(tba, command):
+    result = tba("buffer", command, "--help")
+    assert result.returncode == 0
+    assert "--buffer" in result.stdout
+
+
+def test_output_into_a_closed_pipe_is_no_traceback(tba, run_config, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
+    assert tba("buffer", "import", "one.jsonl", "--config", run_config.file).returncode == 0
+    many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 200000) SELECT i FROM n"
+    for option in ("--csv", "--json"):
+        command = [sys.executable, "-m", "tba", "buffer", "query", many, option, "--config", run_config.file]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.readline()
+            process.stdout.close()
+            errors = process.stderr.read()
+        assert process.returncode == 1
+        assert errors == b""
+
+
 def test_version(tba):
     assert tba("--version").stdout.startswith("tba ")
 

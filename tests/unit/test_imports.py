@@ -9,7 +9,15 @@ HEAVY = {"torch", "transformers", "vllm", "safetensors", "matplotlib"}
 
 
 @pytest.mark.parametrize(
-    "module", ["tba.cli", "tba.buffer.run", "tba.buffer.stats", "tba.common.client", "tba.deploy.launcher"]
+    "module",
+    [
+        "tba.cli",
+        "tba.buffer.run",
+        "tba.buffer.stats",
+        "tba.buffer.importing",
+        "tba.common.client",
+        "tba.deploy.launcher",
+    ],
 )
 def test_importing_the_core_loads_nothing_heavy(module):
     code = f"import sys, {module}; print(*sys.modules)"
@@ -23,4 +31,6 @@ def test_importing_the_core_loads_nothing_heavy(module):
 def test_the_command_line_loads_no_role_before_a_command_runs():
     code = "import sys, tba.cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer"))]
+    roles = [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer"))]
+    assert roles == ["tba.buffer", "tba.buffer.commands"]  # it declares `tba buffer ...` and imports nothing more
+    assert not {"sqlite3", "pydantic", "numpy", "zmq"} & set(loaded)

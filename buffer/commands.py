@@ -1,0 +1,332 @@
+"""`tba buffer ...`: declared here, done elsewhere. Every import that costs time stands in a command."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tba.common.errors import EXIT_FAILED, EXIT_OK
+from tba.common.terminal import (
+    Assignments,
+    ConfigFile,
+    Csv,
+    Json,
+    cell,
+    not_both,
+    note,
+    print_columns,
+    print_csv,
+    print_json,
+    print_json_rows,
+    print_table,
+    resolve,
+    start_process,
+)
+
+if TYPE_CHECKING:
+    from tba.common.config import Config
+
+app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve it, ask it, move it.")
+
+Database = Annotated[
+    Path | None, typer.Option("--buffer", "-b", help="The database file; by default that of the configuration.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")]
+Format = Annotated[str | None, typer.Option("--format", help="jsonl or parquet; by default the file's suffix.")]
+_TABLE_ROWS = 100
+
+
+@app.command()
+def serve(config: ConfigFile = None, sets: Assignments = None, buffer: Database = None) -> None:
+    """Serve the replay buffer of a run until SIGTERM."""
+    settings = _config(config, sets, buffer)
+    from tba.buffer.run import serve as run_server
+
+    run_server(settings, start_process("buffer"))
+
+
+@app.command()
+def stats(config: ConfigFile = None, sets: Assignments = None, buffer: Database = None, as_json: Json = False) -> None:
+    """Counts, sizes and rewards, read from the database file; works while the server runs."""
+    path = _config(config, sets, buffer).database
+    from tba.buffer.stats import read_stats
+
+    runs = read_stats(path)
+    if as_json:
+        return print_json(runs)
+    for numbers in runs:
+        _print_fields({name.replace("_", " "): value for name, value in numbers.items()})
+    return None
+
+
+@app.command()
+def query(
+    sql: Annotated[str, typer.Argument(help="One SELECT over the views and tables of docs/database.md.")],
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    as_json: Json = False,
+    as_csv: Csv = False,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Most rows; 0 is all. By default 100 in a table, all for machines.")
+    ] = None,
+) -> None:
+    """Ask the database in SQL. Reads only, and works while the server runs."""
+    not_both(as_json, as_csv, "--json", "--csv")
+    path = _config(config, sets, buffer).database
+    from itertools import islice
+
+    from tba.buffer.query import query as run_query
+
+    if limit is None:
+        limit = 0 if as_json or as_csv else _TABLE_ROWS
+    with run_query(path, sql) as result:
+        rows = islice(result.rows, limit) if limit else result.rows
+        if as_json:
+            print_json_rows(_jsonable(result.headings, row) for row in rows)
+        elif as_csv:
+            print_csv(result.headings, (list(map(_csv_value, row)) for row in rows))
+        else:
+            print_columns(result.headings, rows)
+        if limit and next(result.rows, None) is not None:
+            note(f"the first {limit} rows: --limit 0 shows all")
+
+
+@app.command()
+def show(
+    trajectory: Annotated[int, typer.Argument(min=1, help="The id of a trajectory.")],
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    as_json: Json = False,
+) -> None:
+    """One trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
+    settings = _config(config, sets, buffer)
+    from tba.buffer.show import describe
+    from tba.buffer.texts import decoder_of
+
+    known = describe(settings.database, trajectory, decoder_of(settings.model.path))
+    if as_json:
+        return print_json(known)
+    return _print_trajectory(known)
+
+
+@app.command()
+def tail(
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the newest to begin with.")] = 10,
+    following: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, for machines.")] = False,
+) -> None:
+    """The newest trajectories, one per line, and with --follow each new one as it is committed."""
+    path = _config(config, sets, buffer).database
+    from tba.buffer.show import follow, newest
+
+    write = print_json if as_json else _print_line
+    rows = newest(path, max(1, lines))
+    for row in rows[len(rows) - min(lines, len(rows)) :]:
+        write(row)
+    if not following:
+        return
+    try:
+        for row in follow(path, after=rows[-1]["id"] if rows else 0):
+            write(row)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_OK) from None
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="The file to write: .jsonl or .parquet.")],
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    format_: Format = None,
+    where: Annotated[
+        str, typer.Option(help="SQL expression over the view trajectories, such as 'reward > 0.5 AND error IS NULL'.")
+    ] = "1",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write trajectories to a file, with all that an import needs; works while the server runs."""
+    path = _config(config, sets, buffer).database
+    from tba.buffer.export import export as run_export
+
+    done = run_export(path, file, where=where, format_=format_, force=force)
+    if as_json:
+        return print_json(done)
+    if done["without_tokens"]:
+        note(f"{done['without_tokens']} more trajectories have no tokens left (compacted) and were left out")
+    return typer.echo(f"{done['trajectories']} trajectories, {done['bytes']} bytes in {file}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="jsonl, parquet, or the buffer database of another run.")],
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    format_: Format = None,
+    as_json: Json = False,
+) -> None:
+    """Add exported trajectories or demonstrations to the run; once more adds nothing. The server may run or not."""
+    settings = _config(config, sets, buffer)
+    from tba.buffer.importing import import_file, read_rows
+    from tba.common.log import configure
+
+    read_rows(file, settings, format_)  # a file that is not there makes no database
+    configure("", level="WARNING")
+    from tba.buffer.sinks import open_sink
+
+    with open_sink(settings) as sink:
+        counts = import_file(file, sink, settings, format_)
+    if as_json:
+        return print_json({"file": str(file), "run": settings.run.name, **counts})
+    return typer.echo(
+        f"{counts['rows']} rows in {file}: {counts['new']} new in run {settings.run.name}, "
+        f"{counts['there_already']} were there already"
+    )
+
+
+@app.command()
+def compact(
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    keep_steps: Annotated[
+        int, typer.Option(min=0, help="Keep the tokens of the batches of so many newest steps, for resume.")
+    ] = 1000,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Drop the tokens of what has left sampling; rewards, texts and history stay. Needs the server stopped."""
+    settings = _config(config, sets, buffer)
+    from tba.buffer.compact import compact as run_compact
+    from tba.common.clock import SystemClock
+
+    done = run_compact(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
+    if as_json:
+        return print_json(done)
+    return _print_fields({name.replace("_", " "): value for name, value in done.items()})
+
+
+@app.command()
+def check(
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not compare indexes with their tables.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Examine the database, also while the server runs. Exit 1 if something is wrong."""
+    path = _config(config, sets, buffer).database
+    from tba.buffer.check import check as run_check
+
+    findings = run_check(path, quick=quick)
+    if as_json:
+        print_json(findings)
+    else:
+        print_table(["check", "result", "detail"], findings)
+    if any(finding["result"] == "fail" for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="The copy to write.")],
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the database as it is now, while the server runs; the copy is one checked file."""
+    path = _config(config, sets, buffer).database
+    from tba.buffer.backup import backup as run_backup
+    from tba.common.terminal import byte_progress
+
+    with byte_progress("copying", quiet=as_json) as progress:
+        done = run_backup(path, file, force=force, progress=progress)
+    if as_json:
+        return print_json(done)
+    return typer.echo(f"{done['bytes']} bytes in {file}, integrity {done['integrity']}")
+
+
+@app.command()
+def migrate(config: ConfigFile = None, sets: Assignments = None, buffer: Database = None) -> None:
+    """Bring the database of an older release up to date, as starting its server does."""
+    settings = _config(config, sets, buffer)
+    from tba.buffer.schema import schema_names
+    from tba.buffer.store import Store
+    from tba.common.errors import UsageError
+
+    if not settings.database.exists():
+        raise UsageError(f"{settings.database} does not exist")
+    Store(settings.database, durability="power").close()
+    typer.echo(f"{settings.database} has schema {schema_names()[-1]}")
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _config(file: Path | None, sets: Sequence[str] | None, buffer: Path | None) -> "Config":
+    return resolve(file, sets, {"buffer.database": None if buffer is None else str(buffer)}).config
+
+
+def _print_fields(fields: dict[str, Any]) -> None:
+    print_table(["", "value"], [{"": name, "value": value} for name, value in fields.items()])
+
+
+def _jsonable(headings: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
+    """A row as JSON holds it: blobs in hexadecimal."""
+    values = (value.hex() if isinstance(value, bytes) else value for value in row)
+    return dict(zip(headings, values, strict=True))
+
+
+def _csv_value(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _print_line(row: dict[str, Any]) -> None:
+    said = row["error"] or (row["text"] or "").replace("\n", "\\n")
+    tokens = f"{row['response_tokens']} tokens"
+    typer.echo(
+        f"{row['received_at_text']}  #{row['id']:<8} reward {cell(row['reward']):<8} v{row['policy_version']:<6} "
+        f"{row['stop_reason']:<6} {tokens:>12}  {row['searcher']}  {row['prompt']:.40}: {said:.80}"
+    )
+
+
+def _print_trajectory(known: dict[str, Any]) -> None:
+    import json
+
+    tokens = {name: known.pop(name) for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask")}
+    texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
+    trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
+    runs = known.pop("version_runs") or []
+    fields = {name.replace("_", " "): value for name, value in known.items()}
+    for name, value in known["reward_parts"].items():
+        fields[f"reward part {name}"] = value
+    fields["metadata"] = json.dumps(known["metadata"])
+    fields["versions"] = ", ".join(f"v{version} x {count} tokens" for version, count in runs)
+    if known["policy_version"] < 0:
+        fields["versions"] = "no policy of this run made it"
+    fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)
+    fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
+    fields |= {f"reference {name}": value for name, value in references.items()}
+    _print_fields({name: value for name, value in fields.items() if value is not None and name != "reward parts"})
+    _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"])
+    _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
+    typer.echo()
+    if trained_by:
+        print_table(["step", "slot", "staleness", "trained_at"], trained_by)
+    else:
+        typer.echo("no step has trained on it")
+
+
+def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:
+    missing = "its tokens were compacted away"
+    typer.echo(f"\n{heading}:")
+    typer.echo(text if text is not None else f"token ids {ids}" if ids is not None else missing)

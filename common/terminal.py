@@ -1,0 +1,151 @@
+"""What the commands of `tba` share: options, the configuration, tables for people and JSON for machines.
+
+Imported by everything that declares a command, so it imports nothing heavy itself.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tba.common.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tba.common.config_layers import Resolved
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="TBA_CONFIG", help="TOML file; by default ./tba.toml if it is there."),
+]
+Assignments = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
+DEFAULT_FILE = Path("tba.toml")
+_PIPE_WIDTH = 1000
+
+
+def resolve(file: Path | None, sets: Sequence[str] | None, overrides: dict[str, Any] | None = None) -> "Resolved":
+    """The configuration of a command. Raises ConfigError with one sentence."""
+    from tba.common.config_layers import resolve as resolve_layers
+
+    if file is None and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    return resolve_layers(file, overrides=overrides, assignments=sets or [])
+
+
+def not_both(first: bool, second: bool, *names: str) -> None:
+    """Raise UsageError if two flags were given that exclude each other."""
+    if first and second:
+        raise UsageError(f"{' and '.join(names)} exclude each other")
+
+
+def start_process(role: str, *, level: str = "INFO", drains: bool = True) -> Callable[[], bool]:
+    """What every long-running command does first. Returns the stop signal.
+
+    A command that does not drain ends at the first signal, as programs do.
+    """
+    from tba.common.log import configure
+    from tba.common.process import StopSignal, die_with_parent
+
+    die_with_parent()
+    configure(role, level=level)
+    return StopSignal() if drains else lambda: False
+
+
+def need(module: str, extra: str) -> None:
+    """Raise MissingExtra unless a module can be imported."""
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise MissingExtra(module, extra)
+
+
+def note(sentence: str) -> None:
+    """Say something beside the output: on standard error."""
+    typer.echo(sentence, err=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on one line."""
+    import json
+
+    typer.echo(json.dumps(value, default=str))
+
+
+def print_json_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """A JSON list, one row on a line, written as the rows come."""
+    import json
+
+    separator = "["
+    for row in rows:
+        typer.echo(f"{separator}{json.dumps(row, default=str)}", nl=False)
+        separator = ",\n "
+    typer.echo("[]" if separator == "[" else "]")
+
+
+def print_csv(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """CSV with a line of headings, written as the rows come."""
+    import csv
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(headings)
+    writer.writerows(rows)
+
+
+def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """A table for people."""
+    print_columns(headings, ([row[heading] for heading in headings] for row in rows))
+
+
+def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table for people from rows whose headings may repeat."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell(value)) for value in row))
+    console().print(table)
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it: short numbers, blobs by their size, nothing for None."""
+    if isinstance(value, float):
+        return f"{value:.10g}" if abs(value) >= 1e6 else f"{value:.4g}"
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    return "" if value is None else str(value)
+
+
+def console() -> "Console":
+    """Standard output; lines are not folded where they go into a pipe or a file."""
+    from rich.console import Console
+
+    standard = Console()
+    return standard if standard.is_terminal else Console(width=_PIPE_WIDTH)
+
+
+def discard_output() -> None:
+    """After a broken pipe: what Python flushes at its end goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def byte_progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar with its rate on standard error, if that is a terminal: hears (bytes done, bytes in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, disable=quiet or not errors.is_terminal, transient=True) as progress:
+        task = progress.add_task(doing, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

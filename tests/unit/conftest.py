@@ -1,0 +1,63 @@
+"""Running `tba` inside the test's process."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tba.cli import app
+from tba.common.errors import TbaError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code, its output, and its sentence if it failed."""
+
+    exit_code: int
+    output: str
+    said: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.output)
+
+
+@pytest.fixture
+def tba_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Runs `tba buffer ...` as main() does, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Outcome:
+        result = CliRunner().invoke(app, ["buffer", *map(str, arguments)])
+        if isinstance(result.exception, TbaError):
+            return Outcome(result.exception.exit_code, result.stdout, str(result.exception))
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Outcome(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture
+def filled(harness: Callable[..., Any], trajectory: Callable[..., Any]) -> Path:
+    """A closed database: two prompts with three trajectories each, a failed one, and one step trained on."""
+    buffer = harness(train={"prompts_per_step": 2})
+    buffer.register(2)
+    buffer.announce(0, 0)
+    for n, visit in enumerate(buffer.lease(2).visits):
+        group = [
+            trajectory(visit.prompt_key, visit.lease, tokens=[n, k, 9], reward=k / 4, text=f"answer {n}{k}")
+            for k in range(3)
+        ]
+        buffer.put(group, first_sequence=3 * n)
+    failed = trajectory(tokens=[], lease=0, error="reward: no number", stop_reason="error", reward=0.0)
+    buffer.put([failed], first_sequence=6)
+    ids = buffer.sample(0, prompts=2, samples=3).message.trajectory_ids
+    buffer.report(0, ids, [-1.5] * len(ids))
+    buffer.store.close()
+    path: Path = buffer.store.path
+    return path

@@ -1,0 +1,324 @@
+"""Trajectories out of one run and into another: nothing is lost on the way, and nothing is added twice."""
+
+import json
+import sqlite3
+import sys
+
+import pytest
+
+from tba.buffer.imported import Line
+from tba.buffer.store import Store
+
+FILES = ["rows.jsonl", "rows.parquet"]
+
+
+@pytest.fixture(autouse=True)
+def _parquet_needs_its_extra(request):
+    if "parquet" in request.node.name and "extra" not in request.node.name:
+        pytest.importorskip("pyarrow")
+
+
+@pytest.fixture
+def target(tmp_path, example_model):
+    """Options of a run that has no database yet."""
+    settings = [f"run.dir={tmp_path / 'other'}", "run.name=other", f"model.path={example_model}"]
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Runs SQL on the target's database."""
+
+    def run(sql, path=None):
+        connection = sqlite3.connect(path or tmp_path / "other/buffer.sqlite")
+        try:
+            return connection.execute(sql).fetchall()
+        finally:
+            connection.close()
+
+    return run
+
+
+PAYLOADS = "SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask FROM payloads ORDER BY trajectory"
+KEPT = (
+    "SELECT prompt, reward, reward_parts, stop_reason, temperature, top_p, created_at, generation_seconds, text, error"
+    " FROM trajectories ORDER BY id"
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_exported_is_imported_as_it_was(name, tba_buffer, harness, trajectory, target, ask, tmp_path):
+    import numpy as np
+
+    buffer = harness()
+    buffer.fill(2, 2)
+    logprobs = np.array([-0.1, -1e-7, -3.3333333], np.float32)
+    odd = {"text": 'a "b"\n\u2028é', "metadata": {"deep": [{"x": 1.5}]}, "loss_mask": np.array([1, 0, 1], np.uint8)}
+    runs = np.array([[0, 1], [0, 2]], np.int32)
+    buffer.put([trajectory("p1", tokens=[7, 8, 2**31 - 1], logprobs=logprobs, version_runs=runs, **odd)], 100)
+    buffer.put([trajectory("p0", tokens=[], error="no", stop_reason="error")], 200)
+    path = buffer.store.path
+    assert tba_buffer("export", name, "-b", path, "--json").json["trajectories"] == 6
+    assert tba_buffer("import", name, *target, "--json").json == {
+        "file": name,
+        "run": "other",
+        "rows": 6,
+        "new": 6,
+        "there_already": 0,
+    }
+    assert ask(PAYLOADS) == ask(PAYLOADS, path)
+    assert ask(KEPT) == ask(KEPT, path)
+    metadata = json.loads(ask("SELECT metadata FROM trajectories WHERE text IS NOT NULL")[0][0])
+    assert metadata == {"deep": [{"x": 1.5}], "imported_version": 0, "imported_run": buffer.run.uuid}
+
+
+@pytest.mark.parametrize("name", [*FILES, "database"])
+def test_importing_again_adds_nothing(name, tba_buffer, filled, target):
+    source = filled if name == "database" else name
+    if name != "database":
+        tba_buffer("export", name, "-b", filled)
+    assert tba_buffer("import", source, *target, "--json").json["new"] == 7
+    again = tba_buffer("import", source, *target)
+    assert again.output == f"7 rows in {source}: 0 new in run other, 7 were there already\n"
+
+
+def test_importing_a_database_that_has_grown_adds_what_is_new(tba_buffer, filled, harness, trajectory, target):
+    tba_buffer("import", filled, *target)
+    buffer = harness(filled)
+    buffer.put([trajectory(tokens=[99])], first_sequence=50)
+    buffer.store.close()
+    counts = tba_buffer("import", filled, *target, "--json").json
+    assert (counts["new"], counts["there_already"]) == (1, 7)
+
+
+def test_imports_are_no_policy_of_the_run_and_never_on_policy(tba_buffer, filled, target, harness, tmp_path, ask):
+    tba_buffer("import", filled, *target)
+    assert set(ask("SELECT policy_version, policy_step, epoch, searcher LIKE 'import.%' FROM trajectories")) == {
+        (-1, None, None, 1)
+    }
+    buffer = harness(tmp_path / "other/buffer.sqlite")
+    buffer.service = _serve_run(buffer, "other")
+    batch = buffer.sample(0, prompts=2, samples=3).message
+    assert set(batch.policy_version) == {-1}
+    assert set(batch.staleness) == {0}
+    assert not any(batch.plain_sampling)
+
+
+def _serve_run(buffer, name):
+    from tba.buffer.service import BufferService
+
+    buffer.run = buffer.store.open_run(name, seed=0, config={}, software={})
+    return BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+
+
+def test_an_export_of_the_same_run_keeps_its_versions(tba_buffer, filled, tmp_path, ask):
+    tba_buffer("export", "rows.jsonl", "-b", filled)
+    assert tba_buffer("import", "rows.jsonl", "-b", filled, "--set", "run.name=test", "--json").json["new"] == 7
+    assert ask("SELECT policy_version, COUNT(*) FROM trajectories GROUP BY 1", filled) == [(0, 14)]
+
+
+def test_imported_prompts_are_trained_on_and_not_leased_until_the_task_has_them(tba_buffer, filled, target, harness):
+    tba_buffer("import", filled, *target)
+    buffer = harness(filled.parent / "other/buffer.sqlite")
+    buffer.service = _serve_run(buffer, "other")
+    assert buffer.service.status().prompts == 0
+    assert buffer.service.status().sampleable == 6
+    buffer.register(1)  # p0, which the import has brought too
+    assert buffer.service.status().prompts == 1
+    buffer.announce(0, 0)
+    assert {visit.prompt_key for visit in buffer.lease(3).visits} == {"p0"}
+    assert len(buffer.sample(0, prompts=2, samples=3).message.trajectory_ids) == 6
+
+
+def test_the_memory_after_an_import_equals_one_rebuilt_from_the_file(tba_buffer, filled, target, harness):
+    tba_buffer("import", filled, *target)
+    buffer = harness(filled.parent / "other/buffer.sqlite")
+    buffer.service = _serve_run(buffer, "other")
+    before = buffer.service.sampleable()
+    buffer.service.rebuild()
+    assert buffer.service.sampleable() == before
+    assert len(before) == 6
+
+
+# ---------------------------------------------------------------- export
+
+
+def test_where_selects(tba_buffer, filled, tmp_path):
+    tba_buffer("export", "good.jsonl", "-b", filled, "--where", "reward > 0.3 AND error IS NULL")
+    rows = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["x.jsonl", "--where", "rewad > 1"], "no such column: rewad"),
+        (["x.jsonl", "--where", "1); DELETE FROM runs; --"], "one statement at a time"),
+        (["x.csv"], "say --format jsonl or --format parquet"),
+        (["x.jsonl", "--format", "xml"], "say --format jsonl or --format parquet"),
+        (["nowhere/x.jsonl"], "nowhere is no directory"),
+    ],
+)
+def test_an_export_that_cannot_be_is_one_sentence_and_leaves_no_file(arguments, words, tba_buffer, filled, tmp_path):
+    before = set(tmp_path.iterdir())
+    refused = tba_buffer("export", *arguments, "-b", filled)
+    assert refused.exit_code == 2
+    assert words in refused.said
+    assert {path for path in tmp_path.iterdir() if not path.name.startswith(filled.name)} <= before
+
+
+def test_an_export_replaces_nothing_unless_told_to(tba_buffer, filled, tmp_path):
+    (tmp_path / "x.jsonl").write_text("precious")
+    assert "exists: choose another name" in tba_buffer("export", "x.jsonl", "-b", filled).said
+    assert (tmp_path / "x.jsonl").read_text() == "precious"
+    assert tba_buffer("export", "x.jsonl", "-b", filled, "--force").exit_code == 0
+    assert "is the database itself" in tba_buffer("export", filled, "--format", "jsonl", "-b", filled, "--force").said
+
+
+def test_an_export_says_what_was_compacted(tba_buffer, filled):
+    tba_buffer("compact", "-b", filled, "--set", "run.name=test", "--keep-steps", 0)
+    done = tba_buffer("export", "x.jsonl", "-b", filled, "--json").json
+    assert (done["trajectories"], done["without_tokens"]) == (6, 1)
+
+
+@pytest.mark.parametrize("command", [["export", "x.parquet"], ["import", "rows.parquet"]], ids=["export", "import"])
+def test_a_missing_parquet_extra_is_one_sentence(command, tba_buffer, filled, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    refused = tba_buffer(*command, "-b", filled)
+    assert refused.exit_code == 78
+    assert "pyarrow is not installed: install tba with the extra parquet" in refused.said
+
+
+# ---------------------------------------------------------------- import
+
+
+def test_demonstrations_as_text_and_as_tokens(tba_buffer, target, tmp_path, ask):
+    lines = [
+        {"prompt": "47+38=", "response": "85", "prompt_key": "47+38"},
+        {"prompt_ids": [7, 10], "response_ids": [11, 8], "reward": 0.5, "metadata": {"by": "hand"}},
+        {"prompt": "1+1=", "response": "2", "stop_reason": "length"},
+    ]
+    (tmp_path / "demos.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    assert tba_buffer("import", "demos.jsonl", *target, "--json").json["new"] == 3
+    rows = ask(
+        "SELECT prompt, reward, text, response_tokens, temperature, policy_version FROM trajectories ORDER BY id"
+    )
+    assert rows[0] == ("47+38", 1.0, "85", 3, 0.0, -1)  # two digits and the end token
+    assert rows[1][0].startswith("sha256:")
+    assert rows[1][1:] == (0.5, None, 2, 0.0, -1)
+    assert rows[2] == ("1+1=", 1.0, "2", 1, 0.0, -1)
+    metadata = [json.loads(row[0]) for row in ask("SELECT metadata FROM trajectories ORDER BY id")]
+    assert metadata[1] == {"by": "hand", "imported_version": None, "logprobs": "absent"}
+    assert ask("SELECT logprobs FROM payloads WHERE trajectory = 1") == [(bytes(12),)]
+
+
+GOOD = {"prompt_ids": [1], "response_ids": [2]}
+FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"temperature": 1.0, "top_p": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2: Input should be"),
+        ({}, "line 2: it has neither prompt nor prompt_ids"),
+        ({"prompt_ids": [1]}, "line 2: it has neither response nor response_ids"),
+        (GOOD | {"rewrad": 1}, "line 2: unknown key 'rewrad': did you mean reward?"),
+        (GOOD | {"colour": 1}, "line 2: unknown key 'colour': what else there is to say goes into metadata"),
+        (GOOD | {"reward": "1"}, "line 2: reward: Input should be a valid number"),
+        (GOOD | {"reward": float("nan")}, "line 2: reward: Input should be a finite number"),
+        (GOOD | {"prompt_ids": [-1]}, "line 2: prompt_ids.0: Input should be greater than or equal to 0"),
+        (GOOD | {"prompt_ids": [2**31]}, "line 2: prompt_ids.0: Input should be less than"),
+        (GOOD | {"response_ids": []}, "line 2: a trajectory without an error has empty response_ids"),
+        (GOOD | {"prompt_key": ""}, "line 2: prompt_key.0: String should have at least 1 character"),
+        (GOOD | {"metadata": {"x": float("inf")}}, "line 2: Out of range float values are not JSON compliant"),
+        (GOOD | {"text": "\ud800"}, "line 2: 'utf-8' codec can't encode character"),
+        (FULL | {"logprobs": [-1.0, -1.0]}, "line 2: logprobs and response_ids differ in length"),
+        (FULL | {"version_runs": [[0, 2]]}, "line 2: the version runs of row 0 do not cover its 1 response tokens"),
+        (FULL | {"version_runs": []}, "line 2: version_runs must be pairs"),
+        (FULL | {"version_runs": None}, "line 2: it has logprobs and no version_runs"),
+        (FULL | {"sampling": None}, "line 2: it has logprobs and no sampling"),
+        (FULL | {"loss_mask": [1, 1]}, "line 2: a loss mask has 2 entries for 1 response tokens"),
+    ],
+)
+def test_a_bad_line_is_one_sentence_and_nothing_is_imported(line, words, tba_buffer, target, tmp_path, ask):
+    text = line if isinstance(line, str) else json.dumps(line)
+    (tmp_path / "bad.jsonl").write_text(json.dumps(GOOD) + "\n" + text + "\n")
+    refused = tba_buffer("import", "bad.jsonl", *target)
+    assert refused.exit_code == 2
+    assert refused.said.startswith("bad.jsonl ")
+    assert words in refused.said
+    assert ask("SELECT COUNT(*) FROM trajectories") == [(0,)]
+
+
+def test_a_bad_parquet_row_says_which(tba_buffer, target, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([GOOD, {"prompt_ids": [1]}]), tmp_path / "bad.parquet")
+    assert "bad.parquet row 2: it has neither response" in tba_buffer("import", "bad.parquet", *target).said
+    pq.write_table(pa.Table.from_pylist([GOOD | {"metadata": "{"}]), tmp_path / "map.parquet")
+    assert "map.parquet is not a parquet file that can be read: Expecting" in (
+        tba_buffer("import", "map.parquet", *target).said
+    )
+    (tmp_path / "none.parquet").write_text("no parquet")
+    assert "none.parquet is not a parquet file" in tba_buffer("import", "none.parquet", *target).said
+
+
+def test_text_without_a_model_says_what_to_set(tba_buffer, tmp_path):
+    (tmp_path / "demos.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    refused = tba_buffer("import", "demos.jsonl", "--set", f"run.dir={tmp_path / 'o'}")
+    assert refused.exit_code == 78
+    assert "model.path is not set" in refused.said
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("nowhere.jsonl", "does not exist"), ("rows.csv", "say --format"), ("self", "of this run")]
+)
+def test_a_source_that_cannot_be_makes_no_database(source, words, tba_buffer, target, filled, tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    arguments = [filled, "-b", filled] if source == "self" else [source, *target]
+    refused = tba_buffer("import", *arguments)
+    assert refused.exit_code == 2
+    assert words in refused.said
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_failure_in_between_says_how_many_are_in(tba_buffer, target, tmp_path, monkeypatch, ask):
+    from tba.buffer import sinks
+    from tba.common.errors import StorageError
+
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(GOOD | {"reward": n}) + "\n" for n in range(100)))
+    put = sinks.LocalSink.put
+
+    def full(self, sender, message, frames):
+        if message.first_sequence:
+            raise StorageError("the disk is full")
+        return put(self, sender, message, frames)
+
+    monkeypatch.setattr(sinks.LocalSink, "put", full)
+    refused = tba_buffer("import", "many.jsonl", *target)
+    assert refused.exit_code == 1
+    assert refused.said == "the disk is full; 64 of 100 rows are imported, and running the import again is safe"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert tba_buffer("import", "many.jsonl", *target, "--json").json["new"] == 36
+    assert ask("SELECT COUNT(*), COUNT(DISTINCT reward) FROM trajectories") == [(100, 100)]
+
+
+def test_a_database_in_use_without_a_server_says_so(tba_buffer, target, tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.buffer.sinks._ANSWER_SECONDS", 0.3)
+    (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
+    store = Store(tmp_path / "other/buffer.sqlite", durability="process")
+    refused = tba_buffer("import", "demos.jsonl", *target, "--set", "buffer.address=tcp://127.0.0.1:1")
+    store.close()
+    assert refused.exit_code == 1
+    assert "another process has the database open, and nothing answers" in refused.said
+
+
+def test_every_key_of_an_exported_line_is_one_that_import_knows(tba_buffer, filled, tmp_path):
+    tba_buffer("export", "rows.jsonl", "-b", filled)
+    keys = set(json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0]))
+    assert keys <= set(Line.model_fields)

@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 import tba
 from tba.buffer.commands import app as buffer_app
-from tba.common.errors import EXIT_FAILED, ConfigError, TbaError
+from tba.common.errors import EXIT_FAILED, ConfigError, TbaError, UsageError
 from tba.common.terminal import Assignments, ConfigFile, Json, discard_output
 from tba.common.terminal import console as _console
 from tba.common.terminal import need as _need
@@ -22,6 +23,7 @@ from tba.common.terminal import resolve as _resolve
 from tba.common.terminal import start_process as _start_process
 
 if TYPE_CHECKING:
+    from tba.buffer.offline import Past
     from tba.common.config_layers import Resolved
 
 app = typer.Typer(
@@ -120,9 +122,19 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    buffer: Annotated[Path | None, typer.Option(help="Offline: the database of a recorded run.")] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Train on --buffer, with no server and no searcher.")
+    ] = False,
+    as_of: Annotated[
+        int | None, typer.Option(min=0, help="Offline: only what was there when the batch of this step was sampled.")
+    ] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="Offline: the recorded run's own batches.")] = False,
+    source_run: Annotated[str | None, typer.Option(help="Offline: which run, if the file holds several.")] = None,
 ) -> None:
-    """Train on what the buffer holds, and publish weights."""
+    """Train on what the buffer holds, and publish weights; offline, on what it held."""
     _not_both(cpu, gpu is not None, "--cpu", "--gpu")
+    travel = _time_travel(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
     resolved = _resolve(config, sets, {"train.gpu": "cpu" if cpu else gpu})
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
@@ -134,7 +146,50 @@ def train(
     _need("torch", "train")
     from tba.trainer.loop import train as run_trainer
 
-    run_trainer(resolved.config, resume=resume, device=device, stop=stop)
+    run_trainer = partial(run_trainer, resolved.config, resume=resume, device=device, stop=stop)
+    if travel is None:
+        return run_trainer()
+    return _train_offline(resolved, travel, run_trainer, replay=replay)
+
+
+def _time_travel(
+    file: Path | None, *, offline: bool, as_of: int | None, replay: bool, source_run: str | None
+) -> "Past | None":
+    """The recorded run to train on, None to train online."""
+    if not offline:
+        for given, name in (
+            (file, "--buffer"),
+            (as_of, "--as-of"),
+            (replay or None, "--replay"),
+            (source_run, "--source-run"),
+        ):
+            if given is not None:
+                raise UsageError(f"{name} needs --offline")
+        return None
+    if file is None:
+        raise UsageError("--offline needs --buffer FILE: the database of a recorded run")
+    from tba.buffer.offline import read_past
+
+    return read_past(file, run=source_run, as_of=as_of)
+
+
+def _train_offline(resolved: "Resolved", past: "Past", run_trainer: Callable[..., None], *, replay: bool) -> None:
+    from tba.buffer.offline import OfflineBuffer
+
+    last_step = past.step if replay else None
+    if replay and past.step < resolved.config.train.steps:
+        typer.echo(
+            f"{past.path} has {past.step} trained steps to replay, of train.steps = {resolved.config.train.steps}"
+        )
+    buffer = OfflineBuffer(resolved.config, past, replay=replay)
+    try:
+        run_trainer(dial=buffer.client, last_step=last_step)
+        if replay:
+            steps, difference = buffer.compare_losses()
+            same = "bit for bit the same" if difference == 0.0 else f"largest difference {difference:.3g}"
+            typer.echo(f"replayed {steps} steps; losses: {same}")
+    finally:
+        buffer.close()
 
 
 # ---------------------------------------------------------------- all of them

@@ -4,7 +4,6 @@ The handlers write through the store and update the memory beside it (index, lea
 transaction fails, the memory is rebuilt from the file: it never says more than what is committed.
 """
 
-import json
 import math
 import sys
 from collections import Counter, deque
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tba.buffer.batches import check_size, recorded_batch
 from tba.buffer.clients import GONE, Clients
 from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.leases import LeaseBook, OpenVisit
@@ -25,11 +25,10 @@ from tba.buffer.rows import PutColumns, RunColumns, database_rows, put_columns
 from tba.buffer.store import Run, Store
 from tba.common import wire
 from tba.common.clock import Clock
-from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
+from tba.common.codec import Request, RequestHeader
 from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
-from tba.common.trajectory import ARRAY_KINDS
 
 log = get_logger(__name__)
 
@@ -110,9 +109,10 @@ class BufferService:
         self._leases = LeaseBook(run.seed, list(self._prompt_keys), epoch, place)
         self._leases.open = {visit.id: visit for visit in store.open_visits(run)}
         self._index = SamplingIndex(self._limits)
-        for entry in store.entries(run, {version: ref.step for version, ref in self._versions.items()}):
+        for entry in store.entries(run, self._policy_steps()):
             self._index.add(entry)
-        warm_up(self._index, self._rules, step=self._steps_done, samples=self._config.train.samples_per_prompt)
+        now, samples = self._history_step(self._steps_done), self._config.train.samples_per_prompt
+        warm_up(self._index, self._rules, step=now, samples=samples)
         self._trajectories, self._errors = store.counts(run)
         self._sampled = store.consumed(run)
         self._sender_ids: dict[str, int] = {}
@@ -396,57 +396,36 @@ class BufferService:
     # ------------------------------------------------------------ trainer
 
     def _sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
-        if not self._store.has_batch(self._run, message.step):
-            groups = self._draw_batch(message)
-            if isinstance(groups, Shortage):
-                self._trainer_waits_for = groups.reason
-                return None
-            self._check_size([entry.id for group in groups for entry in group])
-            self._store.record_batch(self._run, message.step, groups, self._clock.wall())
-            self._sampled += message.prompts * message.samples
+        if not self._store.has_batch(self._run, message.step) and (shortage := self._choose_batch(message)):
+            self._trainer_waits_for = shortage.reason
+            return None
         self._trainer_waits_for = ""
-        return self._recorded_batch(message)
+        return Answer(*recorded_batch(self._store, self._run, message))
 
-    def _draw_batch(self, message: wire.SampleBatch) -> list[list[Entry]] | Shortage:
+    def _choose_batch(self, message: wire.SampleBatch) -> Shortage | None:
+        """Sample a batch and record it, or say what is missing."""
         if reason := self._rate.shortage(self._trajectories, self._sampled, message.prompts * message.samples):
             return Shortage(reason)
+        now = self._history_step(message.step)
         rng = np.random.default_rng([self._run.seed, message.step])
         groups = sample_groups(
-            self._index, self._rules, step=message.step, groups=message.prompts, samples=message.samples, rng=rng
+            self._index, self._rules, step=now, groups=message.prompts, samples=message.samples, rng=rng
         )
         self._too_little_data = isinstance(groups, Shortage)
-        return groups
+        if isinstance(groups, Shortage):
+            return groups
+        check_size(self._store, [entry.id for group in groups for entry in group])
+        self._store.record_batch(self._run, message.step, groups, self._clock.wall(), stale_from=now)
+        self._sampled += message.prompts * message.samples
+        return None
 
-    def _check_size(self, trajectories: list[int]) -> None:
-        """A batch that fits no message must not be recorded: it could never be handed out."""
-        size = 4 * max(self._store.tokens(trajectories))
-        if size > MAX_FRAME_BYTES:
-            raise Refused(
-                "oversize",
-                f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
-                "lower train.prompts_per_step or search.max_tokens",
-            )
+    def _history_step(self, step: int) -> int:
+        """The step that the age of data counts from, for the batch of a step."""
+        return step
 
-    def _recorded_batch(self, message: wire.SampleBatch) -> Answer:
-        rows = self._store.batch_rows(self._run, message.step, message.reference)
-        blobs = list(zip(*self._store.payloads(rows["id"]), strict=True))
-        counts = {
-            f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
-            for kind, column in zip(ARRAY_KINDS, blobs, strict=True)
-        }
-        batch = wire.Batch(
-            step=message.step,
-            trajectory_ids=rows["id"],
-            prompt_key=rows["prompt_key"],
-            reward=rows["reward"],
-            reward_parts=[json.loads(parts) for parts in rows["reward_parts"]],
-            policy_version=rows["policy_version"],
-            staleness=rows["staleness"],
-            plain_sampling=[bool(plain) for plain in rows["plain_sampling"]],
-            reference_logprobs=rows["reference_logprob"],
-            **counts,
-        )
-        return Answer(batch, [b"".join(column) for column in blobs])
+    def _policy_steps(self) -> dict[int, int]:
+        """The optimiser step of each policy version."""
+        return {version: ref.step for version, ref in self._versions.items()}
 
     def _report_step(self, message: wire.ReportStep, _: str) -> Answer:
         if not self._store.has_batch(self._run, message.step):

@@ -133,7 +133,7 @@ class Store:
         self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
         with _storage_errors(path):
             # Opened by one thread and used by another, never by two at a time.
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
             self._connection.execute("PRAGMA busy_timeout = 10000")
@@ -368,8 +368,10 @@ class Store:
         """Whether the batch of a step is recorded."""
         return bool(self._all("SELECT 1 FROM batches WHERE run = ? AND step = ?", run.id, step))
 
-    def record_batch(self, run: Run, step: int, groups: Sequence[Sequence[Entry]], now: float) -> None:
-        """Record what a step trains on, before it is handed out."""
+    def record_batch(
+        self, run: Run, step: int, groups: Sequence[Sequence[Entry]], now: float, *, stale_from: int
+    ) -> None:
+        """Record what a step trains on, before it is handed out. Staleness counts from the step `stale_from`."""
         self.flush()
         self._connection.execute(
             "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory) "
@@ -377,8 +379,46 @@ class Store:
             (run.id, step, len(groups), len(groups[0]), now),
         )
         slots = [entry for group in groups for entry in group]
-        rows = [(run.id, step, slot, entry.id, step - entry.step) for slot, entry in enumerate(slots)]
+        rows = [(run.id, step, slot, entry.id, stale_from - entry.step) for slot, entry in enumerate(slots)]
         self._insert("consumption_rows", _CONSUMPTION_COLUMNS, rows)
+
+    def overlay(self, run: Run, past: Path, past_run: int, newest: int) -> None:
+        """See the trajectories and prompts of a run in another database in place of our own, up to an id.
+
+        The other database is attached read-only. A temporary view goes before a table of its name, so every query
+        here reads it; what is recorded goes into our own tables.
+        """
+        with _storage_errors(past):
+            self._connection.execute("ATTACH ? AS past", (f"{past.absolute().as_uri()}?mode=ro",))
+            for table, condition in (
+                ("prompts", f"run = {past_run}"),
+                ("trajectory_rows", f"run = {past_run} AND id <= {newest}"),
+                ("payloads", f"trajectory <= {newest}"),
+            ):
+                names = [row[1] for row in self._all(f"PRAGMA past.table_info({table})")]
+                columns = ", ".join(f"{run.id} AS run" if name == "run" else name for name in names)
+                self._connection.execute(
+                    f"CREATE TEMP VIEW {table} AS SELECT {columns} FROM past.{table} WHERE {condition}"  # noqa: S608
+                )
+
+    def copy_past_batch(self, run: Run, step: int, past_run: int) -> None:
+        """Record the batch that the run of `overlay` had at a step as our own."""
+        self._connection.execute(
+            "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory) "
+            "SELECT ?, step, prompts, samples, handed_out_at, newest_trajectory FROM past.batches "
+            "WHERE run = ? AND step = ?",
+            (run.id, past_run, step),
+        )
+        self._connection.execute(
+            "INSERT INTO consumption_rows (run, step, slot, trajectory, staleness) "
+            "SELECT ?, step, slot, trajectory, staleness FROM past.consumption_rows WHERE run = ? AND step = ?",
+            (run.id, past_run, step),
+        )
+
+    def losses(self, run: Run) -> dict[int, float]:
+        """The loss of each step that was reported."""
+        query = "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL"
+        return dict(self._all(query, run.id))
 
     def batch_rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
         """The recorded batch of a step as columns, in slot order."""

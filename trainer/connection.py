@@ -1,11 +1,14 @@
-"""The trainer's side of the buffer: it waits as long as the buffer is away, and says so now and then."""
+"""The trainer's side of the buffer: it waits as long as the buffer is away, and says so now and then.
+
+Who answers is injected: a server over the network, or a recorded file (`tba train --offline`).
+"""
 
 import contextlib
 import os
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tba import __version__
 from tba.common import wire
@@ -20,11 +23,36 @@ _TAKE_OVER_SECONDS = 15.0
 _RETRY_SECONDS = 0.5
 
 
+class Client(Protocol):
+    """What the trainer needs of `tba.common.client.BufferClient`, which says what each method does."""
+
+    def ask(self, message: wire.Message, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]: ...
+
+    def call(
+        self,
+        message: wire.Message,
+        expect: type[M],
+        *,
+        deadline_seconds: float | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[M, list[memoryview]]: ...
+
+    def close(self) -> None: ...
+
+
+Dial = Callable[[wire.Role, str], Client]
+
+
+def network(address: str) -> Dial:
+    """Clients of the server at an address."""
+    return lambda role, name: BufferClient(address, role=role, name=name)
+
+
 class Connection:
     """The trainer's own connection, used by the training thread alone."""
 
-    def __init__(self, address: str, stop: Callable[[], bool], clock: Clock | None = None) -> None:
-        self._client = BufferClient(address, role="trainer", name="trainer")
+    def __init__(self, dial: Dial, stop: Callable[[], bool], clock: Clock | None = None) -> None:
+        self._client = dial("trainer", "trainer")
         self._stop = stop
         self._clock = clock or SystemClock()
         self._heartbeat_due = 0.0

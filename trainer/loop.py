@@ -20,7 +20,7 @@ from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch, decode
 from tba.trainer.checkpoint import Checkpoint
-from tba.trainer.connection import Connection
+from tba.trainer.connection import Connection, Dial, network
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.model import load_model
 from tba.trainer.publish import Publisher
@@ -32,15 +32,24 @@ _SAMPLE_WAIT_SECONDS = 1.0
 _STOP_FLUSH_SECONDS = 5.0
 
 
-def train(config: Config, *, resume: bool, device: str, stop: Callable[[], bool]) -> None:
+def train(
+    config: Config,
+    *,
+    resume: bool,
+    device: str,
+    stop: Callable[[], bool],
+    dial: Dial | None = None,
+    last_step: int | None = None,
+) -> None:
     """Train until `train.steps`, or until `stop()`: then save a checkpoint and return.
 
-    Raises ConfigError if another trainer works in the run's directory.
+    `dial` says who answers as the buffer, by default the server at `buffer.address`. `last_step` ends training
+    earlier than the schedules do. Raises ConfigError if another trainer works in the run's directory.
     """
     with exclusive_lock(config.run.dir / "trainer.lock", f"another trainer works in {config.run.dir}: stop it first"):
         found = find_checkpoint(config, resume=resume)
         prepare(config, device)
-        trainer = Trainer(config, found, torch.device(device), stop)
+        trainer = Trainer(config, found, torch.device(device), stop, dial=dial, last_step=last_step)
         try:
             trainer.run()
         finally:
@@ -83,8 +92,12 @@ class Trainer:
         device: torch.device,
         stop: Callable[[], bool],
         clock: Clock | None = None,
+        *,
+        dial: Dial | None = None,
+        last_step: int | None = None,
     ) -> None:
         self._config = config
+        self._steps = config.train.steps if last_step is None else min(last_step, config.train.steps)
         self._stop = stop
         self._clock = clock or SystemClock()
         self._model_files = model_directory(config.model.path)
@@ -99,7 +112,8 @@ class Trainer:
             self._unreported, self._saved_step = found.unreported, found.step
             log.info("resumed", checkpoint=found.path, step=found.step)
         self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done)
-        self._connection = Connection(config.buffer.address, stop, self._clock)
+        self._dial = dial or network(config.buffer.address)
+        self._connection = Connection(self._dial, stop, self._clock)
         self._publisher: Publisher | None = None
 
     def run(self) -> None:
@@ -107,13 +121,13 @@ class Trainer:
         try:
             self.connect()
             self.publish()
-            while not self._stop() and self.learner.steps_done < self._config.train.steps:
+            while not self._stop() and self.learner.steps_done < self._steps:
                 self._one_step()
             self.save()
             self.finish()
         except BufferUnavailable:  # raised only when asked to stop while waiting for the buffer
             self.save()
-        log.info("trainer stopped", step=self.learner.steps_done, steps=self._config.train.steps)
+        log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps)
 
     def close(self) -> None:
         """Close everything, whatever happened."""
@@ -133,7 +147,12 @@ class Trainer:
             self._report(wire.ReportStep.model_validate(self._unreported))
         self._compare_history(welcome.recorded_steps)
         self._publisher = Publisher(
-            self._config, self.learner.policy, self._model_files, next_version=welcome.next_version, stop=self._stop
+            self._config,
+            self.learner.policy,
+            self._model_files,
+            next_version=welcome.next_version,
+            stop=self._stop,
+            dial=self._dial,
         )
 
     def _compare_history(self, recorded: int) -> None:
@@ -155,7 +174,7 @@ class Trainer:
             return
         self.learn(batch, seconds_wait=self._clock.monotonic() - started)
         done, train = self.learner.steps_done, self._config.train
-        if done % train.publish_every == 0 or done == train.steps:
+        if done % train.publish_every == 0 or done == self._steps:
             self.publish()
         if done % train.checkpoint_every == 0:
             self.save()
@@ -200,7 +219,7 @@ class Trainer:
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
         shown = {"loss": metrics["loss"], "reward": metrics["reward_mean"], "staleness": metrics["staleness_mean"]}
-        progress = {"step": float(self.learner.steps_done), "steps": float(self._config.train.steps)}
+        progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
         self._connection.heartbeat("training", metrics=shown | progress)
         log.info("step", step=step, **shown, kl=metrics["kl"], seconds=metrics["seconds_step"])
 

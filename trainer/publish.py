@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tba.common import snapshot
-from tba.common.client import BufferClient
 from tba.common.config import Config
 from tba.common.durable import temporary_directory, write_json
 from tba.common.errors import BufferUnavailable, SnapshotError, TbaError
@@ -30,6 +29,7 @@ from tba.common.log import get_logger
 from tba.common.snapshot import Canary, Manifest, directory_name
 from tba.common.wire import AnnounceSnapshot, Done, WeightsRef
 from tba.trainer.canary import canary_sequences, make_canary
+from tba.trainer.connection import Client, Dial
 from tba.trainer.model import weights_of
 
 log = get_logger(__name__)
@@ -52,9 +52,17 @@ class Publisher:
     """Writes and announces snapshots of one model. `model_files` is the directory the model came from."""
 
     def __init__(
-        self, config: Config, model: PreTrainedModel, model_files: Path, *, next_version: int, stop: Callable[[], bool]
+        self,
+        config: Config,
+        model: PreTrainedModel,
+        model_files: Path,
+        *,
+        next_version: int,
+        stop: Callable[[], bool],
+        dial: Dial,
     ) -> None:
         self._config = config
+        self._dial = dial
         self._model = model
         self._model_files = model_files
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -117,7 +125,7 @@ class Publisher:
     # ------------------------------------------------------------ publisher thread
 
     def _work(self) -> None:
-        client = BufferClient(self._config.buffer.address, role="publisher", name="publisher")
+        client = self._dial("publisher", "publisher")
         try:
             while not self._closing.is_set():
                 try:
@@ -132,7 +140,7 @@ class Publisher:
         finally:
             client.close()
 
-    def _process(self, client: BufferClient, publication: _Publication) -> None:
+    def _process(self, client: Client, publication: _Publication) -> None:
         started = time.monotonic()
         announcement = self._write(publication)
         client.ask(announcement, Done, self._closing.is_set)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,26 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
-    """Writes a configuration; keyword arguments are sections."""
+def make_config_in() -> Callable[..., RunConfig]:
+    """Writes a configuration into a directory; keyword arguments are sections."""
 
-    def make(**sections: dict[str, Any]) -> RunConfig:
+    def make(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         address = f"tcp://127.0.0.1:{free_port()}"
-        directory = tmp_path / "run"
+        directory = folder / "run"
         defaults = {"run": {"name": "test", "dir": str(directory)}, "buffer": {"address": address}}
-        file = tmp_path / "run.toml"
+        file = folder / "run.toml"
         file.write_text(
             "\n".join(toml(name, defaults.get(name, {}) | sections.get(name, {})) for name in {**defaults, **sections})
         )
         return RunConfig(str(file), address, directory)
 
     return make
+
+
+@pytest.fixture
+def make_config(make_config_in, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Writes a configuration; keyword arguments are sections."""
+    return partial(make_config_in, tmp_path)
 
 
 def toml(section: str, values: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from tba.common import snapshot
 from tba.common.config import Config
 from tba.common.errors import SnapshotError
 from tba.trainer.canary import canary_sequences
+from tba.trainer.connection import network
 from tba.trainer.model import load_model
 from tba.trainer.publish import Publisher
 
@@ -39,7 +40,8 @@ class Press:
         self.publishers: list[Publisher] = []
 
     def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False) -> Publisher:
-        made = Publisher(self.config, self.model, self.files, next_version=next_version, stop=stop)
+        dial = network(self.config.buffer.address)
+        made = Publisher(self.config, self.model, self.files, next_version=next_version, stop=stop, dial=dial)
         self.publishers.append(made)
         return made
 

@@ -1,0 +1,43 @@
+"""Batches as messages: from the rows of a recorded batch to what the trainer gets."""
+
+import json
+
+from tba.buffer.store import Run, Store
+from tba.common import wire
+from tba.common.codec import MAX_FRAME_BYTES
+from tba.common.errors import Refused
+from tba.common.trajectory import ARRAY_KINDS
+
+
+def recorded_batch(store: Store, run: Run, message: wire.SampleBatch) -> tuple[wire.Batch, list[bytes]]:
+    """The recorded batch of a step with its array frames. Raises Refused if payloads of it were compacted."""
+    rows = store.batch_rows(run, message.step, message.reference)
+    blobs = list(zip(*store.payloads(rows["id"]), strict=True))
+    counts = {
+        f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
+        for kind, column in zip(ARRAY_KINDS, blobs, strict=True)
+    }
+    batch = wire.Batch(
+        step=message.step,
+        trajectory_ids=rows["id"],
+        prompt_key=rows["prompt_key"],
+        reward=rows["reward"],
+        reward_parts=[json.loads(parts) for parts in rows["reward_parts"]],
+        policy_version=rows["policy_version"],
+        staleness=rows["staleness"],
+        plain_sampling=[bool(plain) for plain in rows["plain_sampling"]],
+        reference_logprobs=rows["reference_logprob"],
+        **counts,
+    )
+    return batch, [b"".join(column) for column in blobs]
+
+
+def check_size(store: Store, trajectories: list[int]) -> None:
+    """A batch that fits no message must not be recorded: it could never be handed out. Raises Refused."""
+    size = 4 * max(store.tokens(trajectories))
+    if size > MAX_FRAME_BYTES:
+        raise Refused(
+            "oversize",
+            f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
+            "lower train.prompts_per_step or search.max_tokens",
+        )

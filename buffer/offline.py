@@ -1,0 +1,201 @@
+"""Time travel: the buffer of a recorded run as it was, for a trainer with no server and no searcher.
+
+    the recorded run's file (read only) ──► index, tokens ──┐
+    the offline run's own file ◄── batches, reports ────────┴──► the trainer, by the very messages of the server
+
+Invariant: the recorded file is never written to. What the offline trainer does is recorded in a file of its own,
+whose rows name trajectories of the recorded one.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tba.buffer.policy import Shortage
+from tba.buffer.rate_limiter import RateLimiter
+from tba.buffer.reader import open_reader
+from tba.buffer.run import software
+from tba.buffer.service import BufferService
+from tba.buffer.store import Run, Store
+from tba.common import wire
+from tba.common.clock import Clock, SystemClock
+from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
+from tba.common.config import Config
+from tba.common.errors import Refused, UsageError
+from tba.common.log import get_logger
+
+log = get_logger(__name__)
+M = TypeVar("M", bound=wire.Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A recorded run at a step of its history: what was there when the batch of that step was sampled."""
+
+    path: Path
+    run: int
+    run_name: str
+    step: int
+    newest_trajectory: int
+    policy_steps: dict[int, int]  # the optimiser step of each policy version
+    losses: dict[int, float]  # of the steps before
+
+
+def read_past(path: Path, *, run: str | None, as_of: int | None) -> Past:
+    """Read what is needed of a recorded run. `run` may be None if the file holds one, `as_of` for its end.
+
+    Raises UsageError for a run or a step that is not there, StorageError for a file that is not of this release.
+    """
+    with open_reader(path) as connection:
+        runs = {name: id_ for id_, name in connection.execute("SELECT id, name FROM runs ORDER BY id")}
+        name = _choose_run(path, list(runs), run)
+        losses = dict(
+            connection.execute(
+                "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL",
+                (runs[name],),
+            )
+        )
+        step = max(losses, default=-1) + 1 if as_of is None else as_of
+        newest = _newest_trajectory(connection.execute, runs[name], step, path, at_end=as_of is None)
+        versions = connection.execute("SELECT version, step FROM snapshots WHERE run = ?", (runs[name],)).fetchall()
+    if newest == 0:
+        raise UsageError(f"{path} holds no trajectories of run {name}, or none before step {step}")
+    return Past(path, runs[name], name, step, newest, dict(versions), {s: x for s, x in losses.items() if s < step})
+
+
+def _choose_run(path: Path, names: list[str], wanted: str | None) -> str:
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted not in names:
+        known = ", ".join(names) or "none"
+        raise UsageError(f"{path} holds the runs {known}: choose one with --source-run")
+    return wanted
+
+
+def _newest_trajectory(execute: Callable[..., "object"], run: int, step: int, path: Path, *, at_end: bool) -> int:
+    def one(query: str, *values: object) -> tuple[int | None, ...] | None:
+        row: tuple[int | None, ...] | None = execute(query, values).fetchone()  # type: ignore[attr-defined]
+        return row
+
+    if at_end:
+        query = "SELECT MAX(id) FROM trajectory_rows WHERE run = ?"
+        return (one(query, run) or (0,))[0] or 0
+    batch = one("SELECT newest_trajectory, handed_out_at FROM batches WHERE run = ? AND step = ?", run, step)
+    if batch is None:
+        steps = (one("SELECT COUNT(*) FROM batches WHERE run = ?", run) or (0,))[0]
+        raise UsageError(f"{path} has no batch of step {step}: --as-of can be 0 to {(steps or 0) - 1}")
+    if batch[0] is not None:
+        return batch[0]
+    # Written before batches remembered it.
+    query = "SELECT MAX(id) FROM trajectory_rows WHERE run = ? AND received_at <= ?"
+    return (one(query, run, batch[1]) or (0,))[0] or 0
+
+
+class OfflineService(BufferService):
+    """A service whose history is that of a recorded run. Nothing is old or new but as it was then."""
+
+    def __init__(self, store: Store, run: Run, config: Config, clock: Clock, past: Past, *, replay: bool) -> None:
+        self._past = past
+        self._replay = replay
+        super().__init__(store, run, config, clock)
+        self._rate = RateLimiter(None, 0)  # there are no inserts to keep pace with
+
+    def _history_step(self, _: int) -> int:
+        return self._past.step
+
+    def _policy_steps(self) -> dict[int, int]:
+        return self._past.policy_steps
+
+    def _choose_batch(self, message: wire.SampleBatch) -> Shortage | None:
+        if self._replay:
+            self._store.copy_past_batch(self._run, message.step, self._past.run)
+            return None
+        if shortage := super()._choose_batch(message):  # nobody will add to it: waiting would not help
+            raise Refused("shortage", f"{shortage.reason}, and offline there will be no more")
+        return None
+
+
+class OfflineBuffer:
+    """The buffer of an offline run. Clients of it may be used by several threads.
+
+    Raises UsageError if the run's own database is the recorded one.
+    """
+
+    def __init__(self, config: Config, past: Past, *, replay: bool) -> None:
+        if config.database.resolve() == past.path.resolve():
+            raise UsageError(f"{past.path} is this run's own database: set another run.dir for the offline run")
+        self._past = past
+        self._lock = threading.Lock()
+        self._store = Store(config.database, durability=config.buffer.durability)
+        offline = {"file": str(past.path.resolve()), "run": past.run_name, "as_of": past.step, "replay": replay}
+        settings = config.model_dump(mode="json") | {"offline": offline}
+        run = self._store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
+        self._store.overlay(run, past.path, past.run, past.newest_trajectory)
+        self._run = run
+        self._service = OfflineService(self._store, run, config, SystemClock(), past, replay=replay)
+        log.info("offline", file=str(past.path), run=past.run_name, step=past.step, trajectories=self.sampleable)
+
+    @property
+    def sampleable(self) -> int:
+        """Trajectories that can be sampled."""
+        return self._service.status().sampleable
+
+    def client(self, role: wire.Role, name: str) -> "OfflineClient":
+        """A stand-in for the client of a server."""
+        return OfflineClient(self, role, name)
+
+    def handle(self, request: Request) -> tuple[wire.Message, list[bytes]]:
+        """Answer a request, durably. Raises Refused."""
+        with self._lock:
+            self._service.hear(request.header)
+            with self._store.transaction():
+                answer = self._service.handle(request)
+            self._store.sync()
+        assert answer is not None, "nothing waits offline"
+        return answer.message, answer.frames
+
+    def compare_losses(self) -> tuple[int, float]:
+        """(steps that both runs have made, the largest difference of their losses)."""
+        ours = self._store.losses(self._run)
+        both = ours.keys() & self._past.losses.keys()
+        return len(both), max((abs(ours[step] - self._past.losses[step]) for step in both), default=0.0)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._store.close()
+
+
+class OfflineClient:
+    """Asks an OfflineBuffer as `tba.common.client.BufferClient` asks a server."""
+
+    def __init__(self, buffer: OfflineBuffer, role: wire.Role, name: str) -> None:
+        self._buffer = buffer
+        self._role: wire.Role = role
+        self._name = name
+
+    def call(
+        self,
+        message: wire.Message,
+        expect: type[M],
+        *,
+        deadline_seconds: float | None = None,  # noqa: ARG002  # the answer is there at once
+        stop: Callable[[], bool] = lambda: False,  # noqa: ARG002
+    ) -> tuple[M, list[memoryview]]:
+        """Ask. Raises Refused."""
+        header = RequestHeader(
+            v=wire.PROTOCOL_VERSION, type=message.TYPE, id=0, run="", body={}, role=self._role, sender=self._name
+        )
+        request = Request.model_construct(header=header, message=message, frames=[])
+        answer, frames = self._buffer.handle(request)
+        assert isinstance(answer, expect)
+        assert all(len(frame) <= MAX_FRAME_BYTES for frame in frames)
+        return answer, [memoryview(frame) for frame in frames]
+
+    def ask(self, message: wire.Message, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]:
+        """Ask. Raises Refused."""
+        return self.call(message, expect, stop=stop)
+
+    def close(self) -> None:
+        """Nothing to do: the buffer is closed by its owner."""

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Sequence
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tba.common.codec import MAX_FRAME_BYTES
 from tba.common.errors import ConfigError
@@ -101,11 +102,21 @@ class ClientChannel:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connections = 0
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"buffer.address {address!r} cannot be dialled: {error}") from error
+
+    @property
+    def connections(self) -> int:
+        """How many connections there have been: what was sent on one before the last may be lost."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._connections += 1
+        return self._connections
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Queue a multipart; False if there is no connection or the queue is full."""
@@ -123,8 +134,8 @@ class ClientChannel:
 
     def close(self) -> None:
         """Send what is queued for at most half a second, then close."""
-        self._socket.close(_LINGER_MS)
-        self._context.term()
+        self._socket.disable_monitor()
+        self._context.destroy(_LINGER_MS)
 
 
 def _set_limits(socket: "zmq.Socket[bytes]") -> None:

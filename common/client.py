@@ -1,7 +1,7 @@
 """The client of the buffer: sends requests, repeats those that got no answer, and keeps the newest run state.
 
     posted ──► sent ──► answered
-                └── no answer in time, or a passing failure ──► sent again (the same bytes)
+                └── a new connection, no answer in time, or a passing failure ──► sent again (the same bytes)
 
 Invariant: a posted request is repeated until it is answered, and it is answered to its caller once.
 Used by one thread.
@@ -51,6 +51,7 @@ class BufferClient:
         self._clock = clock or SystemClock()
         self._channel = ClientChannel(address)
         self._pending: dict[int, _Pending] = {}
+        self._connections = 0
         self._last_id = 0
         self._heard_at = self._clock.monotonic()
 
@@ -140,6 +141,7 @@ class BufferClient:
     def _send_due(self) -> bool:
         """Send what was never sent or waits for too long. False if there is no connection to send on."""
         now = self._clock.monotonic()
+        self._notice_reconnection()
         for pending in self._pending.values():
             if pending.sent_at is not None and now - pending.sent_at < pending.patience:
                 continue
@@ -149,6 +151,14 @@ class BufferClient:
                 pending.patience = min(2 * pending.patience, _LONGEST_PATIENCE_SECONDS)
             pending.sent_at = now
         return True
+
+    def _notice_reconnection(self) -> None:
+        """What was under way when a connection ended may be lost: send it again at once, in the order of posting."""
+        if self._channel.connections == self._connections:
+            return
+        first, self._connections = self._connections == 0, self._channel.connections
+        for pending in self._pending.values() if not first else ():
+            pending.sent_at = None
 
     def _accept(self, frames: list[memoryview]) -> Reply | None:
         try:

@@ -104,6 +104,9 @@ class ClientChannel:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._connections = 0
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -127,8 +130,9 @@ class ClientChannel:
         return True
 
     def receive(self, timeout_seconds: float) -> list[memoryview] | None:
-        """The next multipart, or None if none arrives in time."""
-        if not self._socket.poll(max(0, round(timeout_seconds * 1000))):
+        """The next multipart, or None if none arrives in time or there is a new connection."""
+        self._poller.poll(max(0, round(timeout_seconds * 1000)))
+        if not self._socket.poll(0):
             return None
         return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
 

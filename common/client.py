@@ -135,8 +135,6 @@ class BufferClient:
             frames = self._channel.receive(remaining if all_sent else min(remaining, _CONNECT_POLL_SECONDS))
             if frames is not None or remaining <= 0:
                 return frames
-            if all_sent:
-                return None
 
     def _send_due(self) -> bool:
         """Send what was never sent or waits for too long. False if there is no connection to send on."""

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sqlite3
 import time
 
@@ -188,6 +189,31 @@ def test_a_client_may_start_before_the_server(start_tba, run_config):
         client.post(wire.GetStatus())
         start_tba("buffer", "serve", "--config", run_config.file)
         assert client.call(wire.GetStatus(), wire.Status, deadline_seconds=20)
+
+
+def test_a_sender_that_returns_with_a_new_address_is_known_by_its_name(server, run_config, trajectory):
+    with connect(run_config, "searcher") as first:
+        prepare(first)
+        first.post(*put_message(trajectory, 4, 0))
+        assert first.poll(10)[0].message.stored == 4
+        with connect(run_config, "searcher") as returned:  # another socket, so another address
+            returned.sender = first.sender
+            returned.post(*put_message(trajectory, 4, 0))
+            (reply,) = returned.poll(10)
+            assert reply.message == wire.PutAck(first_sequence=0, stored=0, duplicates=4)
+
+
+def test_what_was_under_way_is_sent_again_as_soon_as_the_server_is_back(server, start_tba, run_config, trajectory):
+    with connect(run_config, "searcher") as client:
+        prepare(client)
+        server.send_signal(signal.SIGSTOP)  # it receives and does not answer
+        client.post(*put_message(trajectory, 4, 0))
+        client.poll(0.2)
+        server.kill()
+        server.wait()
+        start_tba("buffer", "serve", "--config", run_config.file)
+        (reply,) = client.poll(20)
+        assert reply.message.stored == 4
 
 
 def test_a_long_poll_is_answered_when_the_data_arrives(server, run_config, trajectory):

@@ -156,8 +156,8 @@ class Server:
     def _put(self, producers: int, count: int, row_bytes: int, *, rate: float) -> tuple[float, list[float]]:
         load = Load(self.address, producers, count // producers, row_bytes, rate)
         started = load.start()
-        latencies = load.wait()
-        return count // producers * producers / (time.perf_counter() - started), latencies
+        finished, latencies = load.wait()
+        return count // producers * producers / (finished - started), latencies
 
 
 class Load:
@@ -178,12 +178,13 @@ class Load:
         self._barrier.wait()
         return time.perf_counter()
 
-    def wait(self) -> list[float]:
-        """Wait until all is acknowledged. Returns the seconds that each put waited."""
+    def wait(self) -> tuple[float, list[float]]:
+        """Wait until all is acknowledged. Returns the time of that, and the seconds that each put waited."""
         waited = [seconds for _ in self.processes for seconds in self._latencies.get()]
+        finished = time.perf_counter()
         for process in self.processes:
             process.join()
-        return waited
+        return finished, waited
 
     def stop(self) -> bool:
         """End the processes. Returns whether they were all at work still."""

@@ -1,8 +1,8 @@
 """Ingest of trajectories: a real buffer server over a local socket, against a bare sqlite3 loop on the same disk.
 
 The bare loop inserts rows that lie ready as Python tuples with `executemany` into the same tables, columns and
-indexes, with the same rows in a transaction, the same page and cache size and synchronous=FULL: the best that this
-disk and SQLite give to one Python process. The server does the same after it has received the rows from other
+indexes, with as many rows in a transaction, the same page and cache size, SQLite's own checkpoints and
+synchronous=FULL: the best that this disk and SQLite give to one Python process. The server does the same after it has received the rows from other
 processes, decoded and checked them, hashed the responses and entered them into its sampling index; and it
 acknowledges them after the commit. Producers share the machine's cores with it.
 """
@@ -35,6 +35,7 @@ from tba.common.trajectory import Trajectory, pack
 GROUP = 16  # trajectories in one put: S samples of a prompt
 IN_FLIGHT = 32  # puts that a producer has under way
 PROMPTS = 1024
+DISTINCT = 512  # payloads of the bare loop, and of each producer
 PROCESSES = 8  # at most; more producers than that share processes
 ROUNDS = 3  # bare loop and server take turns, so that both see the same weather
 
@@ -68,6 +69,7 @@ def bare_loop(path: Path, row_bytes: int, count: int) -> float:
     store = Store(path, durability="power")  # makes the same tables with the same pragmas
     connection = store._connection
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA wal_autocheckpoint = 1000")  # SQLite's own default
     rows, payloads = bare_rows(row_bytes, count)
     batch = min(GROUP_ROWS, GROUP_BYTES // row_bytes)
     started = time.perf_counter()
@@ -119,8 +121,8 @@ def bare_rows(row_bytes: int, count: int) -> tuple[list[dict], list[dict]]:
         }
         for n in range(count)
     ]
-    blobs = {kind: getattr(sample, kind).tobytes() for kind in PAYLOAD}
-    return rows, [{"trajectory": n + 1, **blobs} for n in range(count)]
+    payloads = [{kind: getattr(trajectory(row_bytes, n), kind).tobytes() for kind in PAYLOAD} for n in range(DISTINCT)]
+    return rows, [{"trajectory": n + 1, **payloads[n % DISTINCT]} for n in range(count)]
 
 
 PAYLOAD = ("prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
@@ -229,7 +231,7 @@ def produce(
     The groups are made before: a searcher makes them on another machine. `rate` is rows per second of this
     process, 0 for as fast as it goes.
     """
-    groups = [packed(row_bytes, number * 1000 + n) for n in range(32)]
+    groups = [packed(row_bytes, number * 1000 + n) for n in range(DISTINCT // GROUP)]
     producers = [Producer(address, f"producer{number}-{n}", groups) for n in range(clients)]
     threads = [threading.Thread(target=producer.run, args=(rows, rate / clients)) for producer in producers]
     barrier.wait()

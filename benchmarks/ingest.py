@@ -2,9 +2,9 @@
 
 The bare loop inserts rows that lie ready as Python tuples with `executemany` into the same tables, columns and
 indexes, with as many rows in a transaction, the same page and cache size, SQLite's own checkpoints and
-synchronous=FULL: the best that this disk and SQLite give to one Python process. The server does the same after it has received the rows from other
-processes, decoded and checked them, hashed the responses and entered them into its sampling index; and it
-acknowledges them after the commit. Producers share the machine's cores with it.
+synchronous=FULL: the best that this disk and SQLite give to one Python process. The server does the same after it has
+received the rows from other processes, decoded and checked them, hashed the responses and entered them into its
+sampling index; and it acknowledges them after the commit and its sync. Producers share the machine's cores with it.
 """
 
 import contextlib

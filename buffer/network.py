@@ -8,7 +8,7 @@ It knows nothing of the run, so that it can work while the writer is in a transa
 
 import contextlib
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
 from tba.buffer.mailbox import Arrival, Mailbox
@@ -24,10 +24,14 @@ log = get_logger(__name__)
 
 _TURN_SECONDS = 0.1
 _READ_LIMIT = 64  # multiparts in one reading of the socket
+_UNANSWERED = 1024  # refused messages that may wait for the writer; more wait in the senders
 
 
 class Network:
-    """Owns the channel while it runs. Malformed messages are handed to `rejections` to be answered."""
+    """Owns the channel while it runs. Malformed messages are handed to `rejections` to be answered.
+
+    A rejection is (peer, id of the request, code, sentence). `undeliverable` counts replies whose peer was gone.
+    """
 
     def __init__(self, channel: ServerChannel, mailbox: Mailbox, clock: Clock) -> None:
         self._channel = channel
@@ -39,8 +43,8 @@ class Network:
         # Held while Python decodes. Who holds it has the interpreter to himself: two busy threads hand it over
         # at every row that SQLite steps to, which makes reading a batch some twenty times as slow.
         self.decoding = threading.Lock()
-        self.rejections: deque[tuple[Peer, int, WireError]] = deque()
-        self.undeliverable: Counter[str] = Counter()
+        self.rejections: deque[tuple[Peer, int, str, str]] = deque()
+        self.undeliverable = 0
         self.failure: BaseException | None = None
 
     def start(self) -> None:
@@ -54,7 +58,7 @@ class Network:
         self._thread.join()
 
     def send(self, replies: Sequence[tuple[Peer, Frames]]) -> None:
-        """Queue replies. Called by the writer."""
+        """Queue replies. Called by the syncer."""
         self._outbox.extend(replies)
         self._channel.wake()
 
@@ -72,7 +76,7 @@ class Network:
             self._mailbox.wake()
 
     def _turn(self) -> None:
-        reading = not self._mailbox.full
+        reading = not self._mailbox.full and len(self.rejections) < _UNANSWERED
         received = self._channel.receive(_TURN_SECONDS, _READ_LIMIT if reading else 0)
         self._send_outbox()
         for peer, frames in received:
@@ -83,8 +87,14 @@ class Network:
         try:
             self._mailbox.add([self._arrival(peer, frames)])
         except WireError as error:
-            self.rejections.append((peer, request_id_of(frames), error))
-            self._mailbox.wake()
+            self._reject(peer, frames, error.code, str(error))
+        except Exception:  # a bug, or too little memory: if it ended the server, the next one would get it again
+            log.exception("a message could not be read", frames=[frame.nbytes for frame in frames])
+            self._reject(peer, frames, "internal", "the buffer failed on this message: its log has the details")
+
+    def _reject(self, peer: Peer, frames: list[memoryview], code: str, sentence: str) -> None:
+        self.rejections.append((peer, request_id_of(frames), code, sentence))
+        self._mailbox.wake()
 
     def _arrival(self, peer: Peer, frames: list[memoryview]) -> Arrival:
         request = decode_request(frames)
@@ -99,4 +109,4 @@ class Network:
             while True:
                 peer, frames = self._outbox.popleft()
                 if not self._channel.send(peer, frames):
-                    self.undeliverable["undeliverable"] += 1
+                    self.undeliverable += 1

@@ -17,8 +17,12 @@ class SequenceRanges:
         """The numbers of [first, first + count) that are not there."""
         if not self.ranges or first >= self.ranges[-1][1]:
             return list(range(first, first + count))
-        near = [r for r in self.ranges[max(0, bisect_right(self.ranges, (first, first)) - 1) :] if r[0] < first + count]
-        return [n for n in range(first, first + count) if not any(start <= n < stop for start, stop in near)]
+        there: set[int] = set()
+        for start, stop in self.ranges[max(0, bisect_right(self.ranges, (first, first)) - 1) :]:
+            if start >= first + count:
+                break
+            there.update(range(max(start, first), min(stop, first + count)))
+        return [n for n in range(first, first + count) if n not in there]
 
     def add(self, first: int, count: int) -> None:
         """Have [first, first + count) from now on."""

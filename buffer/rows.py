@@ -19,6 +19,7 @@ from tba.common.trajectory import ARRAY_KINDS, slices
 from tba.common.wire import PutTrajectories, Rows, Sampling
 
 Payload = tuple[memoryview, ...]
+_SEQUENCES = (1 << 63) - 1  # one after the last must be an integer of SQLite, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,10 @@ class PutColumns:
 
 
 def put_columns(message: PutTrajectories, frames: Sequence[memoryview]) -> PutColumns:
-    """The columns of a checked put. Raises WireError for metadata that JSON cannot hold."""
+    """The columns of a checked put. Raises WireError for what the database cannot hold."""
     rows = message.rows
+    if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
+        raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
     payload = list(zip(*_views(rows, frames), strict=True))
     return PutColumns(
         first_sequence=message.first_sequence,

@@ -122,9 +122,15 @@ class BufferServer:
         reads_batch = any(isinstance(item.request.message, SampleBatch) for item in group)
         with self._network.decoding if reads_batch else contextlib.nullcontext(), self._store.transaction():
             outcomes = [self._outcome(item) for item in group]
-        self._store.restart_log()
+        self._restart_log()
         self._service.note_commit(time.perf_counter() - started)
         return outcomes
+
+    def _restart_log(self) -> None:
+        try:
+            self._store.restart_log()
+        except StorageError as error:  # what was committed stays so, and the log grows on
+            log.warning("the log could not be restarted", reason=str(error))
 
     def _answer_one_by_one(self, group: list[Arrival]) -> list[_Reply]:
         if len(group) == 1:
@@ -154,10 +160,9 @@ class BufferServer:
     def _rejections(self) -> list[_Reply]:
         """What the network refused."""
         refused = self._network.rejections
-        self._service.rejected.update(self._network.undeliverable)
-        self._network.undeliverable.clear()
-        found = [refused.popleft() for _ in range(len(refused))]
-        return [self._rejection(peer, id_, error.code, str(error)) for peer, id_, error in found]
+        if self._network.undeliverable:
+            self._service.rejected["undeliverable"] = self._network.undeliverable
+        return [self._rejection(*refused.popleft()) for _ in range(len(refused))]
 
     def _rejection(self, peer: Peer, id_: int, code: str, message: str) -> _Reply:
         self._service.rejected[code] += 1

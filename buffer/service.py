@@ -33,6 +33,8 @@ from tba.common.log import get_logger
 log = get_logger(__name__)
 
 _FREE_SPACE_SECONDS = 1.0
+# Of steps, versions and prompts. The index keeps them in 32 bits; and the number after the last is told to others.
+_NUMBERS = (1 << 31) - 1
 _COMMITS = 100  # transactions that the status takes the mean of
 
 
@@ -192,6 +194,7 @@ class BufferService:
     # ------------------------------------------------------------ searchers
 
     def _register_prompts(self, message: wire.RegisterPrompts, _: str) -> Answer:
+        _refuse_beyond("task", message.total, message.offset + len(message.keys))
         task, fingerprint, total = self._store.task_of(self._run)
         if message.total < self._config.train.prompts_per_step:
             raise Refused(
@@ -396,6 +399,7 @@ class BufferService:
     # ------------------------------------------------------------ trainer
 
     def _sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
+        _refuse_beyond("step", message.step)
         if not self._store.has_batch(self._run, message.step) and (shortage := self._choose_batch(message)):
             self._trainer_waits_for = shortage.reason
             return None
@@ -436,6 +440,7 @@ class BufferService:
         return Answer(wire.Done())
 
     def _announce_snapshot(self, message: wire.AnnounceSnapshot, _: str) -> Answer:
+        _refuse_beyond("snapshot", message.weights.version, message.weights.step)
         known = self._versions.get(message.weights.version)
         if known is not None and known != message.weights:
             raise Refused("version_taken", f"snapshot v{known.version} was announced before, with other content")
@@ -489,3 +494,9 @@ class BufferService:
         if sender not in self._sender_ids:
             self._sender_ids[sender] = self._store.sender_id(self._run, sender, self._clients[sender].role)
         return self._sender_ids[sender]
+
+
+def _refuse_beyond(what: str, *numbers: int) -> None:
+    """Such a number cannot be stored, or would be found in the file at every later start."""
+    if max(numbers) >= _NUMBERS:
+        raise Refused("out_of_range", f"a {what} with the number {max(numbers)}, at most {_NUMBERS - 1} is possible")

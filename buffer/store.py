@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sqlite3
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from tba.common.trajectory import ARRAY_KINDS
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
 _CACHE_KIB = 64 << 10
+_PATIENCE = "PRAGMA busy_timeout = 10000"  # milliseconds, for a lock of another program
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 _LONG_LOG_BYTES = 8 << 20
 _VERY_LONG_LOG_BYTES = 64 << 20
@@ -129,6 +131,7 @@ class Store:
         # Bytes that went into the log, roughly: in all, at the last checkpoint, and at the last restart.
         self._written = self._copied = self._restarted = 0
         self._restart_due = False
+        self._checkpointing = threading.Lock()
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
         with _storage_errors(path):
@@ -136,7 +139,7 @@ class Store:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
-            self._connection.execute("PRAGMA busy_timeout = 10000")
+            self._connection.execute(_PATIENCE)
             self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `checkpoint` does it
             migrate(Database(self._connection))
@@ -172,7 +175,7 @@ class Store:
         if (written := self._written) - self._copied <= _LONG_LOG_BYTES:
             return
         self._copied = written
-        with _storage_errors(self.path):
+        with self._checkpointing, _storage_errors(self.path):
             for _ in range(_CHECKPOINT_ROUNDS):  # each has only to copy what came during the one before
                 self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
         self._restart_due = written - self._restarted > _VERY_LONG_LOG_BYTES
@@ -180,12 +183,23 @@ class Store:
     def restart_log(self) -> None:
         """If it is due, copy the rest of the log, between transactions, so that it does not grow for ever.
 
-        The file keeps its length: blocks that are there already are synced faster than new ones.
+        It does not wait for a reader that still needs the log: then the log grows on, and this is tried again after
+        the next checkpoint. The file keeps its length: blocks that are there already are synced faster than new ones.
         """
         if self._restart_due:
-            self._restart_due, self._restarted = False, self._written
-            with _storage_errors(self.path):
-                self._connection.execute("PRAGMA wal_checkpoint(RESTART)")
+            self._restart_due = False
+            with self._checkpointing, self._impatient(), _storage_errors(self.path):
+                in_use = self._one("PRAGMA wal_checkpoint(RESTART)")[0]
+            if not in_use:
+                self._restarted = self._written
+
+    @contextlib.contextmanager
+    def _impatient(self) -> Iterator[None]:
+        self._connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            yield
+        finally:
+            self._connection.execute(_PATIENCE)
 
     def close(self) -> None:
         """Close the file; what was committed stays."""
@@ -348,15 +362,15 @@ class Store:
 
     def entries(self, run: Run, steps: dict[int, int]) -> Iterator[Entry]:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
-        rows = self._connection.execute(
+        query = (
             "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, COALESCE(t.payload_bytes, 0), EXISTS ("
             "    SELECT 1 FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step"
             "    WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
-            "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id",
-            (run.id,),
+            "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"
         )
-        for id_, prompt, version, reward, dedup_hash, size, trained in rows:
-            yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(trained), size)
+        with _storage_errors(self.path):
+            for id_, prompt, version, reward, dedup_hash, size, trained in self._connection.execute(query, (run.id,)):
+                yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(trained), size)
 
     def counts(self, run: Run) -> tuple[int, int]:
         """(trajectories, of these with an error)."""
@@ -550,11 +564,13 @@ class Store:
             return shutil.disk_usage(self.path.parent).free
 
     def _one(self, query: str, *values: Any) -> tuple[Any, ...]:
-        row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
+        with _storage_errors(self.path):
+            row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
         return row
 
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self._connection.execute(query, values).fetchall()
+        with _storage_errors(self.path):
+            return self._connection.execute(query, values).fetchall()
 
 
 @functools.cache
@@ -568,8 +584,11 @@ def _storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        # What is not the disk's fault is a bug of ours, and must not be tried again for ever.
-        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in _STORAGE_CODES:
+        # What is not the disk's fault is a bug of ours, and must not be tried again for ever. Without a code come
+        # misuse, which is such a bug, and text that cannot be decoded, which is not.
+        misused = isinstance(error, sqlite3.ProgrammingError)
+        unknown = sqlite3.SQLITE_MISUSE if misused else sqlite3.SQLITE_CORRUPT
+        if getattr(error, "sqlite_errorcode", unknown) & 0xFF not in _STORAGE_CODES:
             raise
         raise StorageError(f"{path}: {error}") from error
     except OSError as error:

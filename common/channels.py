@@ -5,6 +5,7 @@ not read loses replies and asks again, since every request is idempotent.
 """
 
 import contextlib
+import threading
 from collections.abc import Sequence
 
 import zmq
@@ -47,6 +48,7 @@ class ServerChannel:
         self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
         self._waker.connect("inproc://wake")
+        self._waking = threading.Lock()  # a ZeroMQ socket bears only one thread at a time
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
 
@@ -56,8 +58,8 @@ class ServerChannel:
         return self.address.startswith(("ipc://", "tcp://127.", "tcp://[::1]"))
 
     def wake(self) -> None:
-        """Let `receive` return now. The one method that another thread may call."""
-        with contextlib.suppress(zmq.Again):  # it has been told often enough
+        """Let `receive` return now. The one method that other threads may call."""
+        with self._waking, contextlib.suppress(zmq.Again):  # it has been told often enough
             self._waker.send(b"", zmq.NOBLOCK)
 
     def receive(self, timeout_seconds: float, limit: int) -> list[tuple[Peer, list[memoryview]]]:

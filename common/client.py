@@ -127,13 +127,13 @@ class BufferClient:
         self._channel.close()
 
     def _first_reply(self, timeout_seconds: float) -> list[memoryview] | None:
-        """Wait for a reply; while a request could not be sent, look often whether the buffer is there."""
+        """Wait for a reply, and send what becomes due meanwhile; look often while the buffer is not there."""
         deadline = self._clock.monotonic() + timeout_seconds
         while True:
-            all_sent = self._send_due()
+            pause = _POLL_SECONDS if self._send_due() else _CONNECT_POLL_SECONDS
             remaining = deadline - self._clock.monotonic()
-            frames = self._channel.receive(remaining if all_sent else min(remaining, _CONNECT_POLL_SECONDS))
-            if frames is not None or remaining <= 0:
+            frames = self._channel.receive(min(remaining, pause))
+            if frames is not None or remaining <= pause:
                 return frames
 
     def _send_due(self) -> bool:

@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,12 +78,16 @@ def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
 
 @pytest.fixture
 def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts `tba ...` in the background; output goes to a file that a failing test can show."""
+    """Starts `tba ...` in the background; output goes to a file that a failing test can show.
+
+    `patch` is Python that runs first, for faults of the system; `before` is a command that starts the process.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: str) -> subprocess.Popen[bytes]:
+    def start(*arguments: str, patch: str = "", before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         output = (tmp_path / f"tba{len(started)}.log").open("wb")
-        command = [sys.executable, "-m", "tba", *arguments]
+        program = ["-c", f"{patch}\nfrom tba.cli import main\nmain()"] if patch else ["-m", "tba"]
+        command = [*before, sys.executable, *program, *arguments]
         process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=output, stderr=output)
         started.append(process)
         return process

@@ -38,7 +38,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     top_levels = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top_levels == {"tba"}
     assert {"tba/py.typed", "tba/cli.py", "tba/deploy/systemd/tba-buffer.service"} <= set(names)
-    assert not [name for name in names if "test" in name or "bench" in name]
+    assert not [name for name in names if {"tests", "benchmarks"} & set(name.split("/"))]
 
 
 def test_the_wheel_runs_away_from_the_repository(wheel, tmp_path):

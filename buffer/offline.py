@@ -117,6 +117,11 @@ class OfflineService(BufferService):
         return None
 
 
+def _nobodys(batch: wire.Batch) -> wire.Batch:
+    """Data of staleness 0 came from the recorded trainer's weights, not from those that train now."""
+    return batch.model_copy(update={"plain_sampling": [False] * len(batch.plain_sampling)})
+
+
 class OfflineBuffer:
     """The buffer of an offline run. Clients of it may be used by several threads.
 
@@ -127,6 +132,7 @@ class OfflineBuffer:
         if config.database.resolve() == past.path.resolve():
             raise UsageError(f"{past.path} is this run's own database: set another run.dir for the offline run")
         self._past = past
+        self._replay = replay
         self._lock = threading.Lock()
         self._store = Store(config.database, durability=config.buffer.durability)
         offline = {"file": str(past.path.resolve()), "run": past.run_name, "as_of": past.step, "replay": replay}
@@ -154,6 +160,8 @@ class OfflineBuffer:
                 answer = self._service.handle(request)
             self._store.sync()
         assert answer is not None, "nothing waits offline"
+        if isinstance(answer.message, wire.Batch) and not self._replay:
+            return _nobodys(answer.message), answer.frames
         return answer.message, answer.frames
 
     def compare_losses(self) -> tuple[int, float]:

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tba.buffer.offline import OfflineBuffer, read_past
+from tba.common import wire
+from tba.common.config import Config
+
 STEPS = 8
 
 
@@ -59,6 +63,16 @@ def offline(tba, run, directory: Path, *flags: str, **settings: object):
 
 def losses(directory: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_no_data_counts_as_sampled_from_the_weights_of_an_offline_trainer(recorded, tmp_path):
+    config = Config.model_validate({"run": {"dir": tmp_path}, "buffer": {"recency_fraction": 0}})
+    past = read_past(recorded.database, run=None, as_of=3)
+    buffer = OfflineBuffer(config, past, replay=False)
+    message = wire.SampleBatch(step=0, prompts=8, samples=4, reference="r", wait_seconds=0.0)
+    batch, _ = buffer.client("trainer", "t").call(message, wire.Batch)
+    buffer.close()
+    assert batch.plain_sampling == [False] * 32
 
 
 def rows(database: Path, sql: str) -> list[tuple]:

@@ -160,7 +160,7 @@ def stored_in(connection: sqlite3.Connection) -> Stored:
 
 
 def _checked(sender: str, sequence: int, response: bytes, logprobs: bytes) -> int:
-    producer = int(sender.split(".")[0].removeprefix("s"))
+    producer = int(sender.split(".", maxsplit=1)[0].removeprefix("s"))
     expected = row(producer, sequence, len(response) // 4)
     assert response == expected.response_ids.tobytes()
     assert logprobs == expected.logprobs.tobytes()

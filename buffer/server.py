@@ -21,11 +21,12 @@ from tba.common.clock import Clock
 from tba.common.codec import Frames, encode_reply
 from tba.common.errors import Refused, StorageError
 from tba.common.log import get_logger
-from tba.common.wire import Failure, RunState, SampleBatch
+from tba.common.wire import Failure, GetStatus, Goodbye, Heartbeat, RunState, SampleBatch
 
 log = get_logger(__name__)
 
 _TURN_SECONDS = 0.1
+_NEEDS_NO_SPACE = (GetStatus, Heartbeat, Goodbye)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,20 @@ class BufferServer:
         except StorageError as error:
             log.error("commit failed", reason=str(error), requests=len(group))
             self._rebuild()
-            return [self._rejection(item.peer, item.request.header.id, error.code, str(error)) for item in group]
+            return self._answer_without_space(group, error)
         except Exception:
             log.exception("a request failed", requests=len(group))
             self._rebuild()
             return self._answer_one_by_one(group)
         replies = [self._reply_to(item, outcome) for item, outcome in zip(group, outcomes, strict=True)]
         return [reply for reply in replies if reply is not None]
+
+    def _answer_without_space(self, group: list[Arrival], error: StorageError) -> list[_Reply]:
+        """Refuse what writes; the rest of the group failed only with it."""
+        rest = [item for item in group if isinstance(item.request.message, _NEEDS_NO_SPACE)]
+        refused = [item for item in group if not isinstance(item.request.message, _NEEDS_NO_SPACE)] or group
+        replies = [self._rejection(item.peer, item.request.header.id, error.code, str(error)) for item in refused]
+        return replies if refused is group else [*replies, *self._answer(rest)]
 
     def _commit(self, group: list[Arrival]) -> list[Answer | Refused | None]:
         started = time.perf_counter()

@@ -1,0 +1,127 @@
+"""A log with a torn tail, and files copied under a running server: what can be read is a prefix of what was put."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tba.buffer.check import check
+from tba.buffer.store import Store
+from tba.common.errors import StorageError
+
+from .fault_lab import ROWS, Stored, producing, stored, wait_for
+
+CUTS = 40
+CORRUPTIONS = 20
+COPIES = 10
+
+
+def log_of(database: Path) -> Path:
+    return database.with_name(database.name + "-wal")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A folder that is filled once with the files of a server that was killed at work."""
+    return tmp_path_factory.mktemp("killed") / "buffer.sqlite"
+
+
+@pytest.fixture
+def killed_at_work(killed, start_tba, run_config):
+    """The files of a server that was killed at work, before any of its log was copied into the database."""
+    if not killed.exists():
+        process = start_tba("buffer", "serve", "--config", run_config.file)
+        with producing(run_config.address, 2, tokens=64) as producers:
+            wait_for(lambda: all(len(producer.acknowledged) > 60 for producer in producers), 30, "some are stored")
+            process.kill()
+            process.wait()
+        assert log_of(run_config.database).stat().st_size < 8 << 20
+        shutil.copy(log_of(run_config.database), log_of(killed))
+        shutil.copy(run_config.database, killed)
+    return killed
+
+
+def copied(database: Path, folder: Path, *, log: bool = True) -> Path:
+    """A copy of the file, then one of its log."""
+    folder.mkdir()
+    copy = folder / database.name
+    shutil.copyfile(database, copy)
+    if log:
+        shutil.copyfile(log_of(database), log_of(copy))
+    return copy
+
+
+def opened(copy: Path) -> Stored:
+    """What a server would find."""
+    Store(copy, durability="process").close()
+    return stored(copy)
+
+
+def assert_is_a_prefix(found: Stored, whole: Stored) -> None:
+    assert [id_ for id_, _, _ in found.rows] == list(range(1, len(found.rows) + 1))
+    assert found.rows == whole.rows[: len(found.rows)]
+    assert len(found.rows) % ROWS == 0
+
+
+def test_a_log_cut_anywhere_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):
+    whole = opened(copied(killed_at_work, tmp_path / "whole"))
+    assert len(whole.rows) > 120 * ROWS
+    rng, length = random.Random(0), log_of(killed_at_work).stat().st_size
+    lengths = set()
+    for n, cut in enumerate([0, 1, length - 1, *(rng.randrange(length) for _ in range(CUTS - 3))]):
+        copy = copied(killed_at_work, tmp_path / str(n))
+        with log_of(copy).open("r+b") as log:
+            log.truncate(cut)
+        found = opened(copy)
+        assert_is_a_prefix(found, whole)
+        lengths.add(len(found.rows))
+    assert len(lengths) > CUTS // 2
+
+
+def test_a_log_with_wrong_bytes_in_its_tail_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):
+    whole = opened(copied(killed_at_work, tmp_path / "whole"))
+    rng, length = random.Random(1), log_of(killed_at_work).stat().st_size
+    for n in range(CORRUPTIONS):
+        copy = copied(killed_at_work, tmp_path / str(n))
+        with log_of(copy).open("r+b") as log:
+            log.seek(rng.randrange(length - length // 4, length - 64))
+            log.write(rng.randbytes(rng.choice([1, 8, 64])))
+        assert_is_a_prefix(opened(copy), whole)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["file", "file and log"])
+def test_a_copy_made_under_load_is_a_prefix_or_is_said_to_be_unsound(start_tba, tba, run_config, tmp_path, log):
+    start_tba("buffer", "serve", "--config", run_config.file)
+    verdicts = []
+    with producing(run_config.address, 3, tokens=512) as producers:
+        for n in range(COPIES):
+            more = sum(producer.posted for producer in producers) + 100  # 1.6 MiB: the log is copied now and then
+            wait_for(lambda more=more: sum(producer.posted for producer in producers) > more, 30, "it grows")
+            verdicts.append(is_sound(copied(run_config.database, tmp_path / str(n), log=log)))
+    assert any(verdicts)
+    for sound in set(verdicts):
+        told = tba("buffer", "check", "--buffer", str(tmp_path / str(verdicts.index(sound)) / "buffer.sqlite"))
+        assert (told.returncode == 0, "Traceback" in told.stderr) == (sound, False)
+
+
+def is_sound(copy: Path) -> bool:
+    """Whether a copy is said to be sound; if so, it is. A server that is given it opens it or says why not."""
+    sound, said = False, ""
+    try:
+        sound = all(finding["result"] != "fail" for finding in check(copy))
+        Store(copy, durability="process").close()
+    except StorageError as error:
+        sound, said = False, str(error)
+    assert "\n" not in said
+    if sound:
+        assert_whole_puts_without_a_gap(stored(copy))
+    return sound
+
+
+def assert_whole_puts_without_a_gap(found: Stored) -> None:
+    assert [id_ for id_, _, _ in found.rows] == list(range(1, len(found.rows) + 1))
+    for producer in range(3):
+        sequences = found.sequences(producer)
+        assert sequences == list(range(len(sequences)))
+        assert len(sequences) % ROWS == 0

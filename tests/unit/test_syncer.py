@@ -1,0 +1,190 @@
+"""Nothing is acknowledged before it is synced, and what fails on the way ends the server; it does not hang it."""
+
+import sqlite3
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from tba.buffer.server import BufferServer
+from tba.buffer.service import BufferService
+from tba.buffer.store import Store
+from tba.buffer.syncer import Syncer
+from tba.common import wire
+from tba.common.channels import ServerChannel
+from tba.common.client import BufferClient
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import StorageError
+from tba.common.trajectory import pack
+
+REF = wire.WeightsRef(version=0, step=0, path="/v0", manifest_sha256="0" * 64)
+
+
+class SlowStore(Store):
+    """A store whose disk can be held, or broken, and which can be full for trajectories."""
+
+    def __init__(self, path) -> None:
+        super().__init__(path, durability="power")
+        self.released = threading.Event()
+        self.released.set()
+        self.broken: BaseException | None = None
+        self.full = False
+
+    def sync(self) -> None:
+        assert self.released.wait(20)
+        if self.broken is not None:
+            raise self.broken
+        super().sync()
+
+    def add_trajectories(self, rows, payloads) -> None:
+        if self.full:
+            raise StorageError("the disk is full")
+        super().add_trajectories(rows, payloads)
+
+
+class Serving:
+    """The real server on a slow store, in a thread, and a searcher that has said hello."""
+
+    def __init__(self, path) -> None:
+        config = Config.model_validate({"train": {"prompts_per_step": 1}})
+        self.path, self.clock = path, SystemClock()
+        self.store = SlowStore(path)
+        run = self.store.open_run("test", seed=0, config={}, software={})
+        self.channel = ServerChannel("tcp://127.0.0.1:*")
+        service = BufferService(self.store, run, config, self.clock)
+        self.server = BufferServer(self.channel, self.store, service, self.clock, queue_bytes=1 << 20)
+        self.stopped, self.raised = threading.Event(), None
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+        self.client = BufferClient(self.channel.address, role="searcher", name="s")
+        keys = wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=1, offset=0, keys=["p0"])
+        self.client.call(keys, wire.Registered, deadline_seconds=10)
+        self.client.call(wire.AnnounceSnapshot(weights=REF, bytes=1), wire.Done, deadline_seconds=10)
+
+    def _serve(self) -> None:
+        try:
+            self.server.run(self.stopped.is_set)
+        except BaseException as error:  # noqa: BLE001  # looked at by the test
+            self.raised = error
+
+    def put(self, rows, first: int = 0) -> int:
+        columns, frames = pack(rows)
+        return self.client.post(
+            wire.PutTrajectories(first_sequence=first, rows=wire.Rows.model_validate(columns)), frames
+        )
+
+    def rows_that_others_see(self) -> int:
+        with closing(sqlite3.connect(self.path)) as reader:
+            return reader.execute("SELECT COUNT(*) FROM trajectory_rows").fetchone()[0]
+
+    def ended(self, seconds: float = 10) -> bool:
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
+
+    def close(self) -> None:
+        self.store.released.set()
+        self.stopped.set()
+        assert self.ended()
+        self.client.close()
+        self.channel.close()
+        self.store.close()
+
+
+@pytest.fixture
+def serving(tmp_path):
+    served = Serving(tmp_path / "buffer.sqlite")
+    yield served
+    served.close()
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_what_others_can_read_is_acknowledged_only_when_it_is_synced(serving, trajectory):
+    serving.store.released.clear()
+    put = serving.put([trajectory()])
+    wait_for(lambda: serving.rows_that_others_see() == 1)
+    assert serving.client.poll(0.3) == []
+    serving.store.released.set()
+    (reply,) = serving.client.poll(10)
+    assert (reply.header.id, reply.message.stored) == (put, 1)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageError("the disk is gone")])
+def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, trajectory, error):
+    serving.store.broken = error
+    serving.put([trajectory()])
+    assert serving.ended()
+    assert serving.raised is error
+    assert serving.client.poll(0.3) == []
+
+
+def test_a_sync_that_fails_late_ends_a_server_that_is_told_to_stop(serving, trajectory):
+    serving.store.released.clear()
+    serving.store.broken = OSError(5, "Input/output error")
+    for n in range(40):  # more than the writer may be ahead
+        serving.put([trajectory(tokens=[n])], first=n)
+        time.sleep(0.005)
+    serving.stopped.set()
+    assert not serving.ended(0.3)
+    serving.store.released.set()
+    assert serving.ended()
+    assert isinstance(serving.raised, OSError)
+    assert serving.client.poll(0.3) == []
+
+
+def test_a_server_that_stops_syncs_and_acknowledges_what_is_committed(serving, trajectory):
+    serving.store.released.clear()
+    put = serving.put([trajectory()])
+    wait_for(lambda: serving.rows_that_others_see() == 1)
+    serving.stopped.set()
+    assert not serving.ended(0.3)
+    serving.store.released.set()
+    assert serving.ended()
+    (reply,) = serving.client.poll(10)
+    assert reply.header.id == put
+
+
+def test_stop_returns_though_the_syncer_failed_with_its_queue_full():
+    release, sent = threading.Event(), []
+
+    def fail() -> None:
+        release.wait(20)
+        raise OSError(28, "No space left on device")
+
+    syncer = Syncer(fail, sent.append)
+    syncer.start()
+    adding = threading.Thread(target=lambda: [syncer.add([(b"p", [b"r"])]) for _ in range(30)], daemon=True)
+    adding.start()
+    wait_for(syncer._waiting.full)
+    release.set()
+    adding.join(10)
+    stopping = threading.Thread(target=syncer.stop, daemon=True)
+    stopping.start()
+    stopping.join(10)
+    assert not adding.is_alive()
+    assert not stopping.is_alive()
+    assert isinstance(syncer.failure, OSError)
+    assert sent == []
+
+
+def test_a_put_that_finds_no_room_does_not_keep_a_status_in_its_group_from_its_answer(serving, trajectory):
+    with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        serving.client.post(wire.Heartbeat(activity="a", reason="", weights_version=None, metrics={}))
+        time.sleep(0.3)  # the writer has taken it and waits for the lock: what comes now is one group
+        serving.store.full = True
+        put, status = serving.put([trajectory()]), serving.client.post(wire.GetStatus())
+        time.sleep(0.3)
+        other.execute("ROLLBACK")
+    answered, deadline = set(), time.monotonic() + 2  # the client would ask again after 3
+    while status not in answered and time.monotonic() < deadline:
+        answered |= {reply.header.id for reply in serving.client.poll(0.1)}
+    assert status in answered
+    assert serving.client.is_pending(put)

@@ -20,7 +20,10 @@ GROUP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that passed all checks. Times are monotonic; `deadline` is until when it may wait for an answer."""
+    """A request that passed all checks. Times are monotonic; `deadline` is until when it may wait for an answer.
+
+    `bytes` is what it costs in memory, roughly: a small put is mostly objects.
+    """
 
     peer: Peer
     request: Request
@@ -47,7 +50,7 @@ class Mailbox:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all that waits."""
+        """Memory of all that waits."""
         return self._bytes
 
     @property

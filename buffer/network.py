@@ -24,6 +24,7 @@ log = get_logger(__name__)
 
 _TURN_SECONDS = 0.1
 _READ_LIMIT = 64  # multiparts in one reading of the socket
+_OBJECT_BYTES = 4096  # of a decoded request, and of each row of a put, beside its frames; measured
 _UNANSWERED = 1024  # refused messages that may wait for the writer; more wait in the senders
 
 
@@ -102,7 +103,8 @@ class Network:
         put = put_columns(message, request.frames) if isinstance(message, PutTrajectories) else None
         now = self._clock.monotonic()
         deadline = now + getattr(message, "wait_seconds", 0.0)
-        return Arrival(peer, request, put, sum(frame.nbytes for frame in frames), now, deadline)
+        size = sum(frame.nbytes for frame in frames) + _OBJECT_BYTES * (1 + len(put or ()))
+        return Arrival(peer, request, put, size, now, deadline)
 
     def _send_outbox(self) -> None:
         with contextlib.suppress(IndexError):

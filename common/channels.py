@@ -18,6 +18,7 @@ from tba.common.errors import ConfigError
 # requests the server takes few from each peer: those that it does not read have to wait in the senders.
 _HIGH_WATER_MARK = 1024
 _UNREAD_REQUESTS = 16
+_READ_BYTES = 4 << 20  # read at once, and one multipart more
 # A frame over the codec's limit gets an error reply; one over this is not even read: the peer is cut off.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
 _HEARTBEAT_MS = 2_000
@@ -63,17 +64,19 @@ class ServerChannel:
             self._waker.send(b"", zmq.NOBLOCK)
 
     def receive(self, timeout_seconds: float, limit: int) -> list[tuple[Peer, list[memoryview]]]:
-        """All that has arrived, up to `limit` multiparts; waits for the first one, or `wake`, at most the timeout."""
+        """What has arrived, up to `limit` multiparts and 4 MiB; waits for the first, or `wake`, at most the timeout."""
         received: list[tuple[Peer, list[memoryview]]] = []
+        size = 0
         self._poller.register(self._socket, zmq.POLLIN if limit else 0)
         self._poller.poll(max(0, round(timeout_seconds * 1000)))
         with contextlib.suppress(zmq.Again):
             while True:
                 self._woken.recv(zmq.NOBLOCK)
         with contextlib.suppress(zmq.Again):
-            while len(received) < limit:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                received.append((frames[0].bytes, [frame.buffer for frame in frames[1:]]))
+            while len(received) < limit and size < _READ_BYTES:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                received.append((peer.bytes, [frame.buffer for frame in frames]))
+                size += sum(map(len, frames))
         return received
 
     def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:

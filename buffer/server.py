@@ -68,7 +68,7 @@ class BufferServer:
 
     @property
     def _failure(self) -> BaseException | None:
-        return self._network.failure or self._syncer.failure
+        return self._network.failure or self._syncer.failure or self._checkpointer.failure
 
     def turn(self, timeout_seconds: float) -> None:
         """One group: take, commit, answer."""

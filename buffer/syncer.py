@@ -71,6 +71,7 @@ class Checkpointer:
         self._checkpoint = checkpoint
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
+        self.failure: BaseException | None = None
 
     def start(self) -> None:
         """Begin."""
@@ -82,8 +83,14 @@ class Checkpointer:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(_CHECKPOINT_SECONDS):
-            try:
-                self._checkpoint()
-            except StorageError as error:  # the log keeps what could not be copied, and there is a next time
-                log.warning("checkpoint failed", reason=str(error))
+        try:
+            while not self._stopping.wait(_CHECKPOINT_SECONDS):
+                self._try()
+        except BaseException as error:  # noqa: BLE001  # the writer raises it: without us the log grows for ever
+            self.failure = error
+
+    def _try(self) -> None:
+        try:
+            self._checkpoint()
+        except StorageError as error:  # the log keeps what could not be copied, and there is a next time
+            log.warning("checkpoint failed", reason=str(error))

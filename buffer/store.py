@@ -32,6 +32,7 @@ from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 _CACHE_KIB = 64 << 10
 _PATIENCE = "PRAGMA busy_timeout = 10000"  # milliseconds, for a lock of another program
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
+_CHECKED_BYTES = 2 << 30  # about a second
 _LONG_LOG_BYTES = 8 << 20
 _VERY_LONG_LOG_BYTES = 64 << 20
 _CHECKPOINT_ROUNDS = 2
@@ -132,11 +133,12 @@ class Store:
         self._written = self._copied = self._restarted = 0
         self._restart_due = False
         self._checkpointing = threading.Lock()
-        self._resources = contextlib.ExitStack()
-        self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
-        with _storage_errors(path):
+        with contextlib.ExitStack() as resources, _storage_errors(path):
+            resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
             # Opened by one thread and used by another, never by two at a time.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
+            resources.callback(self._connection.close)
+            self._refuse_damaged()
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
             self._connection.execute(_PATIENCE)
@@ -144,15 +146,33 @@ class Store:
             self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `checkpoint` does it
             migrate(Database(self._connection))
             self._checkpointer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            resources.callback(self._checkpointer.close)
             self._log = self._open_log()
+            resources.callback(os.close, self._log)
+            self._resources = resources.pop_all()
         self._durable = durability == "power"
+
+    def _refuse_damaged(self) -> None:
+        """Raise StorageError for a file that was copied while a server wrote to it: its parts are of different times.
+
+        The database knows which file it is, so that a large one is read through only when it is new here.
+        """
+        file = self.path.stat()
+        is_known = self._one("PRAGMA user_version")[0] == _identity(file)
+        if is_known and file.st_size > _CHECKED_BYTES:
+            return
+        found = self._one("PRAGMA quick_check(1)")[0]
+        if found != "ok":
+            raise StorageError(
+                f"{self.path} is damaged ({' '.join(found.split())}): was it copied while a server wrote to it? "
+                "`tba buffer backup` makes copies that are whole"
+            )
 
     def _open_log(self) -> int:
         """The write-ahead log. It is there, and stays the same file, while we have the database open."""
-        self._connection.execute("PRAGMA user_version = 0")  # writes, and so makes the log
-        log = os.open(self.path.with_name(self.path.name + "-wal"), os.O_RDONLY)
-        self._resources.callback(os.close, log)
-        return log
+        # This writes, and so makes the log.
+        self._connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
+        return os.open(self.path.with_name(self.path.name + "-wal"), os.O_RDONLY)
 
     def sync(self) -> None:
         """Make all that is committed survive a power cut, unless `durability` asks for less.
@@ -203,8 +223,6 @@ class Store:
 
     def close(self) -> None:
         """Close the file; what was committed stays."""
-        self._checkpointer.close()
-        self._connection.close()
         self._resources.close()
 
     @contextlib.contextmanager
@@ -571,6 +589,11 @@ class Store:
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with _storage_errors(self.path):
             return self._connection.execute(query, values).fetchall()
+
+
+def _identity(file: os.stat_result) -> int:
+    """A number that a copy of the file does not have, as large as SQLite has room for."""
+    return file.st_ino & 0x7FFFFFFF
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 import random
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,24 @@ def test_a_copy_made_under_load_is_a_prefix_or_is_said_to_be_unsound(start_tba, 
     for sound in set(verdicts):
         told = tba("buffer", "check", "--buffer", str(tmp_path / str(verdicts.index(sound)) / "buffer.sqlite"))
         assert (told.returncode == 0, "Traceback" in told.stderr) == (sound, False)
+
+
+def test_parts_of_different_times_are_refused_in_one_sentence(killed_at_work, tmp_path):
+    source, torn = copied(killed_at_work, tmp_path / "source"), tmp_path / "torn"
+    with closing(sqlite3.connect(source, isolation_level=None)) as server:
+        server.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        torn = copied(source, torn, log=False)
+        server.execute("UPDATE payloads SET response_ids = RANDOMBLOB(9000)")
+        server.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of this is in the database only
+        server.execute("DELETE FROM payloads WHERE trajectory % 7 = 0")
+        shutil.copyfile(log_of(source), log_of(torn))
+    refusal = r"is damaged \(.*\): was it copied while a server wrote to it\?"
+    with pytest.raises(StorageError, match=refusal) as refused:
+        Store(torn, durability="process")
+    assert "\n" not in str(refused.value)
+    torn.unlink()
+    log_of(torn).unlink()
+    Store(torn, durability="process").close()  # the refused one has let go of the lock
 
 
 def is_sound(copy: Path) -> bool:

@@ -107,7 +107,7 @@ def request_id_of(frames: Sequence[memoryview]) -> int:
         id_ = _unpack(frames[0]).get("id")
     except WireError:
         return 0
-    return id_ if isinstance(id_, int) and 0 <= id_ < 1 << 63 else 0
+    return id_ if type(id_) is int and 0 <= id_ < 1 << 63 else 0
 
 
 def _envelope(message: Message, id_: int, run: str) -> dict[str, Any]:

@@ -4,15 +4,21 @@ import os
 import sqlite3
 from collections import Counter
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tba.buffer.rows import put_columns
 from tba.buffer.service import Answer
 from tba.common import wire
-from tba.common.codec import decode_request, encode_reply
+from tba.common.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
+from tba.common.config import Config
 from tba.common.errors import Refused, WireError
+from tba.common.trajectory import pack
 
-from .mutations import Mutator
+from ..conftest import ServiceHarness, make_trajectory
+from .mutations import Mutator, reference
 
 MESSAGES = int(os.environ.get("TBA_FUZZ_MESSAGES", "100000"))
 GROUP = 100
@@ -32,15 +38,18 @@ class Victim:
         state = self.harness.service.state()
         for answer in outcomes:
             if answer is not None:
-                encode_reply(answer.message, id=1, run="", state=state, frames=answer.frames)
+                deliver(answer, 1, state)
 
     def _decoded(self, frames):
+        views = [memoryview(frame) for frame in frames]
         try:
-            request = decode_request([memoryview(frame) for frame in frames])
+            request = decode_request(views)
             message = request.message
             return request, put_columns(message, request.frames) if isinstance(message, wire.PutTrajectories) else None
-        except WireError:
+        except WireError as error:
             self.counts["malformed"] += 1
+            failure = Answer(wire.Failure(code=error.code, message=str(error)[:4000]))
+            deliver(failure, request_id_of(views), self.harness.service.state())
             return None
 
     def _outcome(self, request, put) -> Answer | None:
@@ -52,6 +61,12 @@ class Victim:
             return None
         self.counts[request.header.type] += 1
         return answer or self.harness.service.waiting_answer(request)
+
+
+def deliver(answer: Answer, id_: int, state: wire.RunState) -> None:
+    """Whatever is answered can be sent, and read by who asked."""
+    frames = encode_reply(answer.message, id=id_, run="", state=state, frames=answer.frames)
+    decode_reply([memoryview(frame) for frame in frames])
 
 
 def memory(service) -> dict:
@@ -107,3 +122,90 @@ def test_mutated_messages_are_refused_and_leave_everything_whole(harness, trajec
     assert victim.counts["malformed"] > MESSAGES // 16
     assert set(wire.REQUESTS) <= set(victim.counts), "every type of message came through"
     check_whole(buffer, trajectory)
+
+
+# ---------------------------------------------------------------- valid, and odd
+
+numbers = st.sampled_from([0, 1, 3, 2**31 - 2, 2**31 - 1, 2**53 + 1, 2**63 - 2, 2**63 - 1]) | st.integers(0, 20)
+names = st.sampled_from(["p0", "p5", "\x00", "é" * 200, " "])
+floats = st.floats(allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | floats | names, lambda v: st.lists(v) | st.dictionaries(names, v)
+)
+
+
+@st.composite
+def groups(draw):
+    """A put that is well-formed: failed rows without tokens, runs of odd shapes, any lease, any sequence number."""
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        failed = draw(st.booleans())
+        runs = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=6))
+        if not runs:
+            runs = [(draw(st.integers(0, 2**31 - 1)), 0)] if failed else [(0, 1)]
+        count = sum(length for _, length in runs)
+        rows.append(
+            make_trajectory(
+                draw(st.sampled_from(["p0", "p5", "p9"])),
+                lease=draw(numbers),
+                tokens=draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count)),
+                version_runs=np.array(runs, np.int32).reshape(-1, 2),
+                prompt_ids=np.zeros(0 if failed else 1, np.int32),
+                reward=draw(st.floats(-1e9, 1e9)),
+                reward_parts=draw(st.dictionaries(names, floats, max_size=3)),
+                created_at=draw(floats),
+                text=draw(st.none() | names),
+                metadata=draw(st.dictionaries(names, json_values, max_size=3)),
+                loss_mask=np.ones(draw(st.sampled_from([0, count])), np.uint8),
+                **({"error": "no", "stop_reason": "error"} if failed else {}),
+            )
+        )
+    columns, frames = pack(rows)
+    return wire.PutTrajectories(first_sequence=draw(numbers), rows=wire.Rows.model_validate(columns)), frames
+
+
+others = st.one_of(
+    st.builds(lambda n: wire.SampleBatch(step=n, prompts=1, samples=2, reference="r", wait_seconds=0.0), numbers),
+    st.builds(
+        lambda n, ids, x: wire.ReportStep(
+            step=n, metrics={"m": x}, reference="r", trajectory_ids=ids, reference_logprobs=[x] * len(ids)
+        ),
+        *(numbers, st.lists(numbers, max_size=3), floats),
+    ),
+    st.builds(lambda v, s: wire.AnnounceSnapshot(weights=reference(v, s), bytes=v), numbers, numbers),
+    st.builds(
+        lambda w, held, v: wire.LeasePrompts(want=w, held=held, weights_version=v, wait_seconds=0.0),
+        *(st.integers(0, 9), st.lists(numbers, max_size=3), numbers),
+    ),
+    st.builds(
+        lambda n, o, keys: wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=n + 1, offset=o, keys=keys),
+        *(numbers, numbers, st.lists(names, max_size=3)),
+    ),
+    st.builds(lambda n: wire.FinishRun(step=n), numbers),
+    st.builds(
+        lambda n, x: wire.Heartbeat(activity="x", reason="", weights_version=n, metrics={"m": x}), numbers, floats
+    ),
+    st.sampled_from([wire.Hello(host="h", pid=2**63 - 1, software="t"), wire.Goodbye(), wire.GetStatus()]),
+).map(lambda message: (message, []))
+
+
+@settings(
+    deadline=None, max_examples=int(os.environ.get("TBA_FUZZ_EXAMPLES", "300")), suppress_health_check=list(HealthCheck)
+)
+@given(messages=st.lists(st.tuples(groups() | others, st.sampled_from(["a.1", "b.1", "c.1"])), max_size=12))
+def test_valid_messages_with_odd_values_are_answered_and_leave_everything_whole(tmp_path_factory, messages):
+    config = Config.model_validate({"train": {"prompts_per_step": 1}, "buffer": {"min_free_mib": 0}})
+    buffer = ServiceHarness(tmp_path_factory.mktemp("odd") / "buffer.sqlite", config)
+    try:
+        buffer.register(6)
+        buffer.announce(0, step=0)
+        roles = {"a.1": "searcher", "b.1": "trainer", "c.1": "publisher"}
+        Victim(buffer).feed(
+            [
+                encode_request(message, id=1, role=roles[sender], sender=sender, run="", frames=frames)
+                for (message, frames), sender in messages
+            ]
+        )
+        check_whole(buffer, make_trajectory)
+    finally:
+        buffer.store.close()

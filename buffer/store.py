@@ -415,8 +415,11 @@ class Store:
                     f"CREATE TEMP VIEW {table} AS SELECT {columns} FROM past.{table} WHERE {condition}"  # noqa: S608
                 )
 
-    def copy_past_batch(self, run: Run, step: int, past_run: int) -> None:
-        """Record the batch that the run of `overlay` had at a step as our own."""
+    def copy_past_batch(self, run: Run, step: int, past_run: int) -> tuple[int, int] | None:
+        """Record the batch that the run of `overlay` had at a step as our own.
+
+        Returns (prompts, samples) of it, None if there is none.
+        """
         self._connection.execute(
             "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory) "
             "SELECT ?, step, prompts, samples, handed_out_at, newest_trajectory FROM past.batches "
@@ -428,10 +431,13 @@ class Store:
             "SELECT ?, step, slot, trajectory, staleness FROM past.consumption_rows WHERE run = ? AND step = ?",
             (run.id, past_run, step),
         )
+        shapes = self._all("SELECT prompts, samples FROM batches WHERE run = ? AND step = ?", run.id, step)
+        return shapes[0] if shapes else None
 
     def losses(self, run: Run) -> dict[int, float]:
-        """The loss of each step that was reported."""
-        query = "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL"
+        """The loss of each step that was reported with one."""
+        query = """SELECT step, json_extract(metrics, '$.loss') FROM batches
+                   WHERE run = ? AND trained_at IS NOT NULL AND json_extract(metrics, '$.loss') IS NOT NULL"""
         return dict(self._all(query, run.id))
 
     def batch_rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:

@@ -277,3 +277,10 @@ def test_a_record_has_no_trajectories_and_says_where_they_are(offline, source, t
     offline().close()
     with pytest.raises(UsageError, match=f"trained offline from {source.store.path}"):
         read_past(tmp_path / "offline/buffer.sqlite", run=None, as_of=None)
+
+
+def test_the_log_of_a_long_run_does_not_grow(offline, tmp_path):
+    buffer = offline()
+    for step in range(400):
+        train(buffer, step)
+    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 6e6

@@ -185,11 +185,16 @@ def _train_offline(resolved: "Resolved", past: "Past", run_trainer: Callable[...
     try:
         run_trainer(dial=buffer.client, last_step=last_step)
         if replay:
-            steps, difference = buffer.compare_losses()
-            same = "bit for bit the same" if difference == 0.0 else f"largest difference {difference:.3g}"
-            typer.echo(f"replayed {steps} steps; losses: {same}")
+            typer.echo(_compared(*buffer.compare_losses()))
     finally:
         buffer.close()
+
+
+def _compared(steps: int, difference: float) -> str:
+    if steps == 0:
+        return "no step whose loss could be compared with the recorded one"
+    same = "bit for bit the same" if difference == 0.0 else f"largest difference {difference:.3g}"
+    return f"replayed {steps} steps; losses: {same}"
 
 
 # ---------------------------------------------------------------- all of them

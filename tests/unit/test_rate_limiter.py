@@ -119,6 +119,19 @@ def test_the_service_holds_searchers_back_that_are_ahead(harness):
     assert buffer.lease(10, held=[1, 2, 3]) is None
 
 
+def test_visits_of_one_prompt_in_two_epochs_are_two_that_are_under_way(harness):
+    sections = {
+        "train": {"prompts_per_step": 2, "samples_per_prompt": 2},
+        "search": {"samples_per_prompt": 4},
+        "buffer": {"samples_per_insert": 1, "samples_per_insert_slack": 16},
+    }
+    buffer = harness(**sections)
+    buffer.register(2)
+    buffer.announce(0, 0)
+    assert len(buffer.lease(4).visits) == 4
+    assert buffer.lease(4, held=[1, 2, 3, 4]) is None
+
+
 def test_searchers_are_not_held_back_while_the_trainer_lacks_prompts(harness, trajectory):
     """Many trajectories of one prompt are no batch of two prompts, however far ahead the searchers are."""
     sections = {

@@ -83,6 +83,46 @@ def test_an_expired_lease_goes_to_another_searcher_as_it_is(harness):
     assert {v.lease for v in buffer.lease(4, sender="alive.1").visits} == {v.lease for v in visits}
 
 
+def open_leases(buffer) -> set[int]:
+    """Visits that are not done, by the file."""
+    return {visit.id for visit in buffer.store.open_visits(buffer.run)}
+
+
+def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harness, trajectory):
+    buffer = harness()
+    buffer.register(2)
+    buffer.announce(0, 0)
+    theirs, mine = (buffer.lease(1, sender=sender).visits[0] for sender in ("a.1", "b.1"))
+    rows = [trajectory(theirs.prompt_key, theirs.lease), trajectory(theirs.prompt_key, mine.lease, tokens=[9])]
+    assert buffer.put(rows, 0, sender="b.1").stored == 2
+    assert open_leases(buffer) == {theirs.lease, mine.lease}
+    buffer.put([trajectory(mine.prompt_key, mine.lease)], 2, sender="b.1")
+    assert open_leases(buffer) == set(buffer.service._leases.open) == {theirs.lease}
+
+
+def test_rows_that_are_there_already_close_no_visit(harness, trajectory):
+    buffer = harness()
+    buffer.register(2)
+    buffer.announce(0, 0)
+    first, second = buffer.lease(2).visits
+    buffer.put([trajectory(first.prompt_key, first.lease)], 0)
+    buffer.put([trajectory(second.prompt_key, second.lease)], 0)
+    assert open_leases(buffer) == {second.lease}
+
+
+def test_a_late_put_closes_its_visit_unless_another_searcher_has_got_it(harness, trajectory):
+    buffer = harness(buffer={"lease_seconds": 30})
+    buffer.register(2)
+    buffer.announce(0, 0)
+    first, second = buffer.lease(2, sender="slow.1").visits
+    buffer.clock.advance(31)
+    buffer.service.expire_leases()
+    assert buffer.lease(1, sender="other.1").visits == [first]
+    late = [trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n, visit in enumerate((first, second))]
+    assert buffer.put(late, 0, sender="slow.1").stored == 2
+    assert open_leases(buffer) == {first.lease}
+
+
 def test_a_heartbeat_keeps_leases(harness):
     buffer = harness(buffer={"lease_seconds": 30})
     buffer.register(4)

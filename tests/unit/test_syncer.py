@@ -177,7 +177,7 @@ def test_stop_returns_though_the_syncer_failed_with_its_queue_full():
 def test_a_put_that_finds_no_room_does_not_keep_a_status_in_its_group_from_its_answer(serving, trajectory):
     with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        serving.client.post(wire.Heartbeat(activity="a", reason="", weights_version=None, metrics={}))
+        serving.client.post(wire.Hello(host="h", pid=1, software="t"))
         time.sleep(0.3)  # the writer has taken it and waits for the lock: what comes now is one group
         serving.store.full = True
         put, status = serving.put([trajectory()]), serving.client.post(wire.GetStatus())
@@ -188,3 +188,31 @@ def test_a_put_that_finds_no_room_does_not_keep_a_status_in_its_group_from_its_a
         answered |= {reply.header.id for reply in serving.client.poll(0.1)}
     assert status in answered
     assert serving.client.is_pending(put)
+
+
+def test_a_locked_database_keeps_neither_the_status_of_a_group_nor_its_signs_of_life(serving, trajectory):
+    serving.store._connection.execute("PRAGMA busy_timeout = 300")
+    with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        serving.client.post(wire.Hello(host="h", pid=1, software="t"))
+        time.sleep(0.1)  # the writer waits with it for the lock: what comes now is one group
+        serving.put([trajectory()])
+        status = serving.client.post(wire.GetStatus())
+        life = serving.client.post(wire.Heartbeat(activity="a", reason="", weights_version=None, metrics={}))
+        answered, deadline = set(), time.monotonic() + 2  # the client would ask again after 3
+        while not {status, life} <= answered and time.monotonic() < deadline:
+            answered |= {reply.header.id for reply in serving.client.poll(0.1)}
+        assert {status, life} <= answered
+        assert serving.rows_that_others_see() == 0
+
+
+def test_a_put_that_failed_and_came_again_is_counted_once(serving, trajectory):
+    serving.store.full = True
+    put = serving.put([trajectory(), trajectory(tokens=[9])])
+    wait_for(lambda: not serving.client.poll(0.05) and serving.client.trouble)
+    serving.store.full = False
+    wait_for(lambda: serving.client.poll(0.05) or not serving.client.is_pending(put))
+    status, _ = serving.client.call(wire.GetStatus(), wire.Status, deadline_seconds=10)
+    (client,) = (client for client in status.clients if client.role == "searcher")
+    assert (client.trajectories, client.duplicates, status.duplicates) == (2, 0, 0)
+    assert status.puts_per_second == 0.2

@@ -38,10 +38,10 @@ class SlowStore(Store):
             raise self.broken
         super().sync()
 
-    def add_trajectories(self, rows, payloads) -> None:
-        if self.full:
+    def flush(self) -> None:
+        if self.full and self._new_rows:
             raise StorageError("the disk is full")
-        super().add_trajectories(rows, payloads)
+        super().flush()
 
 
 class Serving:

@@ -158,7 +158,12 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_ROW_GROUP // 4):
                 for row in batch.to_pylist():
-                    yield {name: _parsed(name, value) for name, value in row.items() if value is not None}
+                    # An empty cell is an absent key; but an empty reward is not the default reward.
+                    yield {
+                        name: _parsed(name, value)
+                        for name, value in row.items()
+                        if value is not None or name == "reward"
+                    }
     except (pa.ArrowException, OSError, ValueError) as error:  # also a map that is no JSON
         raise UsageError(f"{path} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
 

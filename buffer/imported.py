@@ -33,10 +33,10 @@ class Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     run: str | None = None
     run_name: str | None = None
-    id: int | None = None
+    id: wire.Id | None = None
     epoch: int | None = None
     sender: str | None = None
-    sequence: int | None = None
+    sequence: wire.Id | None = None
     policy_version: int | None = None
     policy_step: int | None = None
     received_at: float | None = None

@@ -2,12 +2,16 @@
 
     file ──► all of it is read and checked ──► messages of 64 rows ──► the running server, or a service in process
 
-A row is known by where it came from: the sender is named after the content, the sequence is the row's number. So
-an import may be repeated, after a failure too, and adds only what is not there.
+A row is known by where it came from: the run that it was exported from and its id there, else the file's content and
+its number in it. The sender is named after the first, the sequence is the second. So an import may be repeated, after
+a failure too, as jsonl, parquet or database, and adds only what is not there. What this very run has, it has as its
+own rows: those are left out.
 """
 
+import contextlib
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +19,8 @@ from typing import Any, Protocol
 
 from tba.buffer.export import JSONL, format_of, is_database, open_records, read_parquet
 from tba.buffer.imported import Parser
+from tba.buffer.reader import open_reader
+from tba.buffer.received import SequenceRanges
 from tba.buffer.texts import Tokenizer
 from tba.common import wire
 from tba.common.config import Config
@@ -36,9 +42,9 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row as the file has it: who it is sent as, under which number, and where it stands for error messages."""
+    """A row as the file has it: where it came from, its number there, and where it stands for error messages."""
 
-    sender: str
+    origin: str
     sequence: int
     fields: Any
     where: str
@@ -51,24 +57,65 @@ def import_file(source: Path, sink: Sink, config: Config, format_: str | None = 
     does not take it, with the number of rows that it has taken.
     """
     parser = Parser(sink.run, _once(lambda: Tokenizer(config.model.path)))
-    rows = 0
-    for row in read_rows(source, config, format_):
-        parser.parse(row.fields, row.where)
-        rows += 1
+    rows = _check(read_rows(source, config, format_), parser)
     counts = {"rows": rows, "new": 0, "there_already": 0}
-    parsed = ((row, parser.parse(row.fields, row.where)) for row in read_rows(source, config, format_))
+
+    def parsed() -> Iterator[tuple[SourceRow, Trajectory]]:
+        for row in read_rows(source, config, format_):
+            if has(row.fields):
+                counts["there_already"] += 1
+            else:
+                yield row, parser.parse(row.fields, row.where)
+
     try:
-        for sender, first, part in _messages(parsed):
-            columns, frames = pack(part)
-            message = wire.PutTrajectories(first_sequence=first, rows=wire.Rows.model_validate(columns))
-            ack = sink.put(sender, message, frames)
-            counts["new"] += ack.stored
-            counts["there_already"] += ack.duplicates
+        with _own_rows(config.database, sink.run) as has:
+            for origin, first, part in _messages(parsed()):
+                columns, frames = pack(part)
+                message = wire.PutTrajectories(first_sequence=first, rows=wire.Rows.model_validate(columns))
+                ack = sink.put(_sender(origin, sink.run), message, frames)
+                counts["new"] += ack.stored
+                counts["there_already"] += ack.duplicates
     except (BufferFault, StorageError) as error:
         taken = counts["new"] + counts["there_already"]
         error.args = (f"{error}; {taken} of {rows} rows are imported, and running the import again is safe",)
         raise
     return counts
+
+
+def _check(rows: Iterable[SourceRow], parser: Parser) -> int:
+    """Parse every row. Returns how many there are. Raises UsageError for a wrong one, or one that is there twice."""
+    count = 0
+    seen: defaultdict[str, SequenceRanges] = defaultdict(SequenceRanges)
+    for count, row in enumerate(rows, 1):  # noqa: B007
+        parser.parse(row.fields, row.where)
+        if not seen[row.origin].missing(row.sequence, 1):
+            raise UsageError(
+                f"{row.where}: trajectory {row.sequence} of {row.origin} stands in the file before: give every "
+                "trajectory once, and leave out `run` and `id` where one was made into several"
+            )
+        seen[row.origin].add(row.sequence, 1)
+    return count
+
+
+def _sender(origin: str, run: str) -> str:
+    """Who an import is sent as. A database may hold several runs, and each has its own imports."""
+    return f"import.{hashlib.sha256(f'{run} {origin}'.encode()).hexdigest()[:16]}"
+
+
+@contextlib.contextmanager
+def _own_rows(database: Path, run: str) -> Iterator[Callable[[Any], bool]]:
+    """Whether a row of a file is one that the importing run made itself, and still has."""
+    query = """SELECT 1 FROM trajectory_rows t JOIN senders s ON s.id = t.sender JOIN runs r ON r.id = t.run
+               WHERE s.sender = ? AND t.sequence = ? AND r.uuid = ?"""
+    with open_reader(database) as connection:
+
+        def has(fields: dict[str, Any]) -> bool:
+            if fields.get("run") != run:
+                return False
+            where = (fields.get("sender"), fields.get("sequence"), run)
+            return connection.execute(query, where).fetchone() is not None
+
+        yield has
 
 
 def read_rows(source: Path, config: Config, format_: str | None) -> Iterator[SourceRow]:
@@ -83,11 +130,16 @@ def read_rows(source: Path, config: Config, format_: str | None) -> Iterator[Sou
 
 
 def _file_rows(source: Path, format_: str) -> Iterator[SourceRow]:
-    sender = f"import.{sha256_of(source)[:16]}"
+    content = f"file {sha256_of(source)}"
     lines: Iterable[tuple[int, Any]] = _json_lines(source) if format_ == JSONL else enumerate(read_parquet(source), 1)
     word = "line" if format_ == JSONL else "row"
     for sequence, (number, fields) in enumerate(lines):
-        yield SourceRow(sender, sequence, fields, f"{source} {word} {number}")
+        where = f"{source} {word} {number}"
+        run, id_ = (fields.get("run"), fields.get("id")) if isinstance(fields, dict) else (None, None)
+        if isinstance(run, str) and isinstance(id_, int):
+            yield SourceRow(_run_origin(run), id_, fields, where)
+        else:
+            yield SourceRow(content, sequence, fields, where)
 
 
 def _json_lines(source: Path) -> Iterator[tuple[int, Any]]:
@@ -104,26 +156,28 @@ def _json_lines(source: Path) -> Iterator[tuple[int, Any]]:
 def _database_rows(source: Path) -> Iterator[SourceRow]:
     with open_records(source) as (records, _):
         for record in records:
-            # Named after the run and its ids: once more, when that run has gone on, imports only what is new.
-            sender = f"import.{hashlib.sha256(record['run'].encode()).hexdigest()[:16]}"
-            yield SourceRow(sender, record["id"], record, f"{source} trajectory {record['id']}")
+            yield SourceRow(_run_origin(record["run"]), record["id"], record, f"{source} trajectory {record['id']}")
+
+
+def _run_origin(run: str) -> str:
+    return f"run {run}"
 
 
 def _messages(rows: Iterable[tuple[SourceRow, Trajectory]]) -> Iterator[tuple[str, int, list[Trajectory]]]:
-    """(sender, first sequence, rows): numbers in a message follow each other, and its size is limited."""
+    """(origin, first sequence, rows): numbers in a message follow each other, and its size is limited."""
     part: list[Trajectory] = []
     first, tokens = None, 0
     for row, trajectory in rows:
         size = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        follows = first is not None and (row.sender, row.sequence) == (first.sender, first.sequence + len(part))
+        follows = first is not None and (row.origin, row.sequence) == (first.origin, first.sequence + len(part))
         if part and first and (not follows or len(part) == _ROWS or tokens + size > _TOKENS):
-            yield first.sender, first.sequence, part
+            yield first.origin, first.sequence, part
             part, tokens = [], 0
         first = row if not part else first
         part.append(trajectory)
         tokens += size
     if part and first:
-        yield first.sender, first.sequence, part
+        yield first.origin, first.sequence, part
 
 
 def _once(make: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:

@@ -64,7 +64,7 @@ def earlier_origin(config: Config) -> Origin | None:
 
 
 def refuse_offline_record(database: Path) -> None:
-    """For a server: trajectories of its own would get the ids that an offline run's batches have of another file.
+    """For what adds trajectories: those would get the ids that an offline run's batches have of another file.
 
     Raises ConfigError if the database is the record of an offline run.
     """
@@ -72,5 +72,5 @@ def refuse_offline_record(database: Path) -> None:
     if found is not None and found[1] is not None:
         raise ConfigError(
             f"{database} is the record of a run that was trained offline from {found[1].file}, with no trajectories "
-            "of its own: set another run.dir for a run with a server"
+            "of its own: set another run.dir"
         )

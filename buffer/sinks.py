@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import tba
 from tba.buffer.importing import Sink
+from tba.buffer.origin import refuse_offline_record
 from tba.buffer.run import software
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
@@ -25,7 +26,11 @@ ROLE: wire.Role = "importer"
 
 @contextlib.contextmanager
 def open_sink(config: Config) -> Iterator[Sink]:
-    """A way into the configured run. Raises ConfigError, StorageError, or BufferFault if a server does not answer."""
+    """A way into the configured run.
+
+    Raises ConfigError, also for the record of an offline run; StorageError; BufferFault if a server does not answer.
+    """
+    refuse_offline_record(config.database)
     try:
         store = Store(config.database, durability=config.buffer.durability)
     except LockTaken:

@@ -23,6 +23,7 @@ from sqlite_utils import Database
 
 from tba.buffer.index import Entry
 from tba.buffer.leases import OpenVisit
+from tba.buffer.reader import applied_migrations
 from tba.buffer.schema import migrate
 from tba.common.durable import exclusive_lock
 from tba.common.errors import Refused, StorageError
@@ -139,6 +140,7 @@ class Store:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
             resources.callback(self._connection.close)
             self._refuse_damaged()
+            self._refuse_foreign()
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
             self._connection.execute(_PATIENCE)
@@ -166,6 +168,16 @@ class Store:
             raise StorageError(
                 f"{self.path} is damaged ({' '.join(found.split())}): was it copied while a server wrote to it? "
                 "`tba buffer backup` makes copies that are whole"
+            )
+
+    def _refuse_foreign(self) -> None:
+        """Raise StorageError for the database of another program, before anything is written to it."""
+        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
+        names = {name for (name,) in self._all(tables)} - {"_sqlite_migrations"}
+        if names and not applied_migrations(self._connection):
+            raise StorageError(
+                f"{self.path} is the database of another program, with tables such as {min(names)}: choose another "
+                "file name for buffer.database"
             )
 
     def _open_log(self) -> int:

@@ -111,10 +111,54 @@ def _serve_run(buffer, name):
     return BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
 
 
-def test_an_export_of_the_same_run_keeps_its_versions(tba_buffer, filled, tmp_path, ask):
+@pytest.mark.parametrize("name", [*FILES, "backup.sqlite"])
+def test_a_run_takes_back_what_it_lost_and_nothing_that_it_has(name, tba_buffer, filled, ask):
+    tba_buffer("backup" if name == "backup.sqlite" else "export", name, "-b", filled)
+    arguments = ["import", name, "-b", filled, "--set", "run.name=test"]
+    assert tba_buffer(*arguments).output == f"7 rows in {name}: 0 new in run test, 7 were there already\n"
+    with sqlite3.connect(filled) as database:
+        database.execute("DELETE FROM payloads WHERE trajectory IN (2, 3)")
+        database.execute("DELETE FROM trajectory_rows WHERE id IN (2, 3)")
+    assert tba_buffer(*arguments, "--json").json["new"] == 2
+    assert tba_buffer(*arguments, "--json").json["new"] == 0
+    assert ask("SELECT policy_version, COUNT(*) FROM trajectories GROUP BY 1", filled) == [(0, 7)]
+
+
+def test_a_run_is_the_same_run_as_a_file_of_either_format_and_as_a_database(tba_buffer, filled, target, ask):
+    tba_buffer("export", "some.jsonl", "-b", filled, "--where", "id > 4")
+    tba_buffer("export", "rows.parquet", "-b", filled)
+    new = [tba_buffer("import", source, *target, "--json").json["new"] for source in ("some.jsonl", "rows.parquet")]
+    assert [*new, tba_buffer("import", filled, *target, "--json").json["new"]] == [3, 4, 0]
+    assert ask("SELECT COUNT(*) FROM trajectories") == [(7,)]
+
+
+def test_each_run_of_a_database_has_its_own_imports(tba_buffer, filled, target, tmp_path, ask):
+    (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
+    for source, rows in (("demos.jsonl", 1), (filled, 7)):
+        for name in ("other", "another"):
+            assert tba_buffer("import", source, *target, "--set", f"run.name={name}", "--json").json["new"] == rows
+    assert ask("SELECT run, COUNT(*) FROM trajectories GROUP BY 1") == [("another", 8), ("other", 8)]
+
+
+def test_a_trajectory_that_stands_twice_in_a_file_is_an_error(tba_buffer, filled, target, tmp_path, ask):
     tba_buffer("export", "rows.jsonl", "-b", filled)
-    assert tba_buffer("import", "rows.jsonl", "-b", filled, "--set", "run.name=test", "--json").json["new"] == 7
-    assert ask("SELECT policy_version, COUNT(*) FROM trajectories GROUP BY 1", filled) == [(0, 14)]
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, lines[3]]))
+    refused = tba_buffer("import", "rows.jsonl", *target)
+    assert refused.exit_code == 2
+    assert "rows.jsonl line 8: trajectory 4 of run" in refused.said
+
+
+def test_nothing_is_imported_into_the_record_of_an_offline_run(tba_buffer, filled, target, tmp_path):
+    from tba.buffer.offline import OfflineBuffer, read_past
+    from tba.common.config import Config
+
+    (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
+    config = Config.model_validate({"run": {"dir": tmp_path / "other", "name": "other"}})
+    OfflineBuffer(config, read_past(filled, run=None, as_of=None), replay=False).close()
+    refused = tba_buffer("import", "demos.jsonl", *target)
+    assert refused.exit_code == 78
+    assert "is the record of a run that was trained offline" in refused.said
 
 
 def test_imported_prompts_are_trained_on_and_not_leased_until_the_task_has_them(tba_buffer, filled, target, harness):
@@ -265,6 +309,13 @@ def test_a_bad_parquet_row_says_which(tba_buffer, target, tmp_path):
     )
     (tmp_path / "none.parquet").write_text("no parquet")
     assert "none.parquet is not a parquet file" in tba_buffer("import", "none.parquet", *target).said
+
+
+def test_an_empty_reward_is_not_the_default_reward(tba_buffer, target, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.Table.from_pylist([GOOD | {"reward": 0.5}, GOOD | {"reward": None}]), tmp_path / "rows.parquet")
+    refused = tba_buffer("import", "rows.parquet", *target)
+    assert refused.said == "rows.parquet row 2: reward: Input should be a valid number"
 
 
 def test_text_without_a_model_says_what_to_set(tba_buffer, tmp_path):

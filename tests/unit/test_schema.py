@@ -3,12 +3,14 @@
 import json
 import re
 import sqlite3
+from contextlib import closing
 
 import pytest
 
 from tba.buffer.schema import schema_names
 from tba.buffer.store import Store
 from tba.common import wire
+from tba.common.errors import StorageError
 from tba.tests.conftest import ROOT
 
 DUMPS = sorted((ROOT / "tests/data").glob("schema-*.sql"))
@@ -192,3 +194,13 @@ def test_datasette_is_told_of_views_columns_and_queries_that_exist(harness):
         assert columns
     for query in metadata["queries"].values():
         buffer.store._all(query["sql"].replace(":run", "?"), *["test"] * query["sql"].count(":run"))
+
+
+def test_the_database_of_another_program_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "bookmarks.sqlite"
+    with closing(sqlite3.connect(path)) as other:
+        other.executescript("CREATE TABLE bookmarks (url TEXT); PRAGMA user_version = 7; PRAGMA journal_mode = DELETE")
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match="database of another program, with tables such as bookmarks"):
+        Store(path, durability="process")
+    assert path.read_bytes() == before

@@ -13,14 +13,19 @@ import typer
 import tba
 from tba.buffer.commands import app as buffer_app
 from tba.common.errors import EXIT_FAILED, ConfigError, TbaError, UsageError
-from tba.common.terminal import Assignments, ConfigFile, Json, discard_output
-from tba.common.terminal import console as _console
-from tba.common.terminal import need as _need
-from tba.common.terminal import not_both as _not_both
-from tba.common.terminal import print_json as _print_json
-from tba.common.terminal import print_table as _print_table
-from tba.common.terminal import resolve as _resolve
-from tba.common.terminal import start_process as _start_process
+from tba.common.terminal import (
+    Assignments,
+    ConfigFile,
+    Json,
+    console,
+    discard_output,
+    need,
+    not_both,
+    print_json,
+    print_table,
+    resolve,
+    start_process,
+)
 
 if TYPE_CHECKING:
     from tba.buffer.offline import Past
@@ -82,8 +87,8 @@ def search(
     index: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Generate and score responses until the run is finished."""
-    _not_both(cpu is not None, gpus is not None, "--cpu", "--gpus")
-    resolved = _resolve(config, sets, {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu})
+    not_both(cpu is not None, gpus is not None, "--cpu", "--gpus")
+    resolved = resolve(config, sets, {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu})
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     if resolved.config.search.gpus == CPU:
@@ -100,14 +105,14 @@ def search(
 
 
 def _search_here(resolved: "Resolved", device: str, label: str) -> None:
-    stop = _start_process(f"search-{label}")
+    stop = start_process(f"search-{label}")
     from tba.searcher.run import search as run_searcher
 
     run_searcher(resolved.config, device=device, label=label, stop=stop)
 
 
 def _search_in_children(resolved: "Resolved", arguments: Sequence[str], flags: Sequence[Sequence[str]]) -> None:
-    stop = _start_process("search")
+    stop = start_process("search")
     from tba.deploy.launcher import run_searchers
 
     run_searchers(resolved.config, [["search", *arguments, *extra] for extra in flags], stop)
@@ -133,17 +138,17 @@ def train(
     source_run: Annotated[str | None, typer.Option(help="Offline: which run, if the file holds several.")] = None,
 ) -> None:
     """Train on what the buffer holds, and publish weights; offline, on what it held."""
-    _not_both(cpu, gpu is not None, "--cpu", "--gpu")
+    not_both(cpu, gpu is not None, "--cpu", "--gpu")
     travel = _time_travel(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
-    resolved = _resolve(config, sets, {"train.gpu": "cpu" if cpu else gpu})
+    resolved = resolve(config, sets, {"train.gpu": "cpu" if cpu else gpu})
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     device = CPU
     if resolved.config.train.gpu != CPU:
         pin(choose_gpus(resolved.config.train.gpu, list_gpus())[0])
         device = "cuda"
-    stop = _start_process("train")
-    _need("torch", "train")
+    stop = start_process("train")
+    need("torch", "train")
     from tba.trainer.loop import train as run_trainer
 
     run_trainer = partial(run_trainer, resolved.config, resume=resume, device=device, stop=stop)
@@ -207,8 +212,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in run.dir.")] = False,
 ) -> None:
     """Run buffer, searchers and trainer on this machine, with one live display."""
-    resolved = _resolve(config, sets)
-    stop = _start_process("", level="WARNING")
+    resolved = resolve(config, sets)
+    stop = start_process("", level="WARNING")
     from tba.common.durable import exclusive_lock
     from tba.deploy.display import Display
     from tba.deploy.launcher import Launcher, check_start
@@ -216,29 +221,29 @@ def run(
     check_start(resolved.config, resume=resume)
     directory = resolved.config.run.dir
     with exclusive_lock(directory / "launcher.lock", f"{directory} is being run already by another `tba run`"):
-        console = _console()
+        terminal = console()
         launcher = Launcher(resolved.config, _pass_on(config, sets), resume=resume)
-        finished = launcher.run(stop, Display(console, steps=resolved.config.train.steps))
+        finished = launcher.run(stop, Display(terminal, steps=resolved.config.train.steps))
         if not finished:
             again = shlex.join(["tba", "run", *([str(config)] if config else []), *_assignments(sets), "--resume"])
-            console.print(f"stopped; go on with: {again}", soft_wrap=True, highlight=False)
+            terminal.print(f"stopped; go on with: {again}", soft_wrap=True, highlight=False)
         elif resolved.config.eval.at_end:
             _evaluate_at_end(resolved, _pass_on(config, sets), stop)
-        console.print(f"everything is in {directory}", soft_wrap=True)
+        terminal.print(f"everything is in {directory}", soft_wrap=True)
 
 
 def _evaluate_at_end(resolved: "Resolved", arguments: Sequence[str], stop: Callable[[], bool]) -> None:
     from tba.deploy.launcher import evaluate_in_child
     from tba.deploy.picture import EVALUATIONS_FILE, draw, read_json_lines
 
-    console, directory = _console(), resolved.config.run.dir
-    console.print("evaluating the kept snapshots on the held-out prompts")
+    terminal, directory = console(), resolved.config.run.dir
+    terminal.print("evaluating the kept snapshots on the held-out prompts")
     if not evaluate_in_child(resolved.config, arguments, stop):
         return
     rows = read_json_lines(directory / EVALUATIONS_FILE)
     picture = draw(directory, title=resolved.config.run.name)
-    console.print(f"held-out greedy accuracy: {rows[0]['accuracy']:.1%} before, {rows[-1]['accuracy']:.1%} after")
-    console.print(f"picture: {picture}", soft_wrap=True)
+    terminal.print(f"held-out greedy accuracy: {rows[0]['accuracy']:.1%} before, {rows[-1]['accuracy']:.1%} after")
+    terminal.print(f"picture: {picture}", soft_wrap=True)
 
 
 @app.command("eval")
@@ -253,13 +258,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Greedy accuracy on the held-out prompts."""
-    resolved = _resolve(config, sets, {"search.gpus": "cpu" if cpu else None})
-    _start_process("eval", level="WARNING", drains=False)
+    resolved = resolve(config, sets, {"search.gpus": "cpu" if cpu else None})
+    start_process("eval", level="WARNING", drains=False)
     rows = _evaluate(resolved, snapshot, every=every)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
-        _print_table(["version", "step", "accuracy", "reward", "prompts"], rows)
+        print_table(["version", "step", "accuracy", "reward", "prompts"], rows)
 
 
 def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> list[dict[str, Any]]:
@@ -269,7 +274,7 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
     if (device := resolved.config.search.gpus) != CPU:
         pin(choose_gpus(device, list_gpus())[0])
         device = "cuda"
-    _need("torch", "train")
+    need("torch", "train")
     from dataclasses import asdict
 
     from tba.common.snapshot import choose_snapshots
@@ -286,7 +291,7 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
 @app.command()
 def plot(config: ConfigFile = None, sets: Assignments = None) -> None:
     """Draw reward, held-out accuracy and staleness of a run as run.png."""
-    resolved = _resolve(config, sets)
+    resolved = resolve(config, sets)
     from tba.deploy.picture import draw
 
     typer.echo(draw(resolved.config.run.dir, title=resolved.config.run.name))
@@ -298,7 +303,7 @@ def plot(config: ConfigFile = None, sets: Assignments = None) -> None:
 @app.command()
 def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Who is connected, at which weights, and who waits for what."""
-    resolved = _resolve(config, sets)
+    resolved = resolve(config, sets)
     from tba.common.client import BufferClient
     from tba.common.wire import GetStatus, Status
     from tba.deploy.display import clients_table, explain
@@ -309,30 +314,30 @@ def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
     finally:
         client.close()
     if as_json:
-        return _print_json({**answer.model_dump(), "explanation": explain(answer)})
-    console = _console()
-    console.print(f"run {answer.run_name}: {explain(answer)}", highlight=False)
-    console.print(clients_table(answer))
+        return print_json({**answer.model_dump(), "explanation": explain(answer)})
+    terminal = console()
+    terminal.print(f"run {answer.run_name}: {explain(answer)}", highlight=False)
+    terminal.print(clients_table(answer))
     return None
 
 
 @config_app.command("show")
 def config_show(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Every value with its origin."""
-    resolved = _resolve(config, sets)
+    resolved = resolve(config, sets)
     from tba.common.config_layers import fields, value_of
 
     values = resolved.config
     rows = [{"key": key, "value": value_of(values, key), "origin": resolved.origin(key)} for key, _ in fields()]
     if as_json:
-        return _print_json(rows)
-    return _print_table(["key", "value", "origin"], rows)
+        return print_json(rows)
+    return print_table(["key", "value", "origin"], rows)
 
 
 @config_app.command("check")
 def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
     """Exit 0 if the configuration is valid, 78 with one sentence if it is not."""
-    resolved = _resolve(config, sets)
+    resolved = resolve(config, sets)
     if not resolved.config.model.path:
         raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
     typer.echo(f"ok: run {resolved.config.run.name} in {resolved.config.run.dir}")
@@ -341,14 +346,14 @@ def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
 @app.command()
 def doctor(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Check this machine: packages, GPUs, disk, address, model."""
-    resolved = _resolve(config, sets)
+    resolved = resolve(config, sets)
     from tba.deploy.doctor import examine
 
     findings = examine(resolved.config)
     if as_json:
-        _print_json(findings)
+        print_json(findings)
     else:
-        _print_table(["check", "result", "detail"], findings)
+        print_table(["check", "result", "detail"], findings)
     if any(finding["result"] == "fail" for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 

@@ -1,6 +1,7 @@
 """A copy of a buffer file while its server writes, by SQLite's backup API."""
 
 import contextlib
+import glob
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def replacing(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"{target}: {error}") from error
     finally:
-        for leftover in temporary.parent.glob(f"{temporary.name}*"):
+        for leftover in temporary.parent.glob(f"{glob.escape(temporary.name)}*"):
             leftover.unlink()
 
 

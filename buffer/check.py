@@ -76,6 +76,9 @@ _RULES = {
         " WHERE NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.id = f.trajectory)"
     ),
 }
+# The trajectories of an offline run are those of another file.
+_NEED_TRAJECTORIES = {"consumption without trajectory", "reference of unknown trajectory"}
+_RECORDED_FILE = "SELECT json_extract(config, '$.offline.file') FROM starts ORDER BY id LIMIT 1"
 # A searcher that was killed had numbered what it never delivered, and an import leaves out what has no tokens.
 _GAPS = (
     "SELECT s.sender, MAX(t.sequence) - MIN(t.sequence) + 1 - COUNT(*) AS missing FROM trajectory_rows t"
@@ -93,7 +96,11 @@ def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
         findings = [_schema(connection), _integrity(connection, quick=quick)]
         if findings[0]["result"] != "ok":
             return findings
-        findings += [_rule(connection, name, sql) for name, sql in _RULES.items()]
+        rules = _RULES
+        if source := _recorded_file(connection):
+            findings.append(_finding("trajectories", "note", f"an offline run: they are in {source}"))
+            rules = {name: sql for name, sql in _RULES.items() if name not in _NEED_TRAJECTORIES}
+        findings += [_rule(connection, name, sql) for name, sql in rules.items()]
         return [*findings, _gaps(connection)]
 
 
@@ -117,6 +124,15 @@ def _integrity(connection: sqlite3.Connection, *, quick: bool) -> dict[str, str]
     except sqlite3.DatabaseError as error:
         said = [str(error)]
     return _finding(pragma.replace("_", " "), "ok" if said == ["ok"] else "fail", "; ".join(said))
+
+
+def _recorded_file(connection: sqlite3.Connection) -> str | None:
+    """The file that an offline run trains from; None for the database of a server."""
+    try:
+        row = connection.execute(_RECORDED_FILE).fetchone()
+    except sqlite3.DatabaseError:  # a damaged file: the rules will say more
+        return None
+    return row[0] if row else None
 
 
 def _rule(connection: sqlite3.Connection, name: str, sql: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`tba buffer ...`: declared here, done elsewhere. Every import that costs time stands in a command."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,7 @@ Database = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl or parquet; by default the file's suffix.")]
 _TABLE_ROWS = 100
+_LARGEST_ID = (1 << 63) - 1  # that SQLite has
 
 
 @app.command()
@@ -84,6 +86,7 @@ def query(
     with run_query(path, sql) as result:
         rows = islice(result.rows, limit) if limit else result.rows
         if as_json:
+            _refuse_equal(result.headings)
             print_json_rows(_jsonable(result.headings, row) for row in rows)
         elif as_csv:
             print_csv(result.headings, (list(map(_csv_value, row)) for row in rows))
@@ -95,7 +98,7 @@ def query(
 
 @app.command()
 def show(
-    trajectory: Annotated[int, typer.Argument(min=1, help="The id of a trajectory.")],
+    trajectory: Annotated[int, typer.Argument(min=1, max=_LARGEST_ID, help="The id of a trajectory.")],
     config: ConfigFile = None,
     sets: Assignments = None,
     buffer: Database = None,
@@ -280,10 +283,23 @@ def _print_fields(fields: dict[str, Any]) -> None:
     print_table(["", "value"], [{"": name, "value": value} for name, value in fields.items()])
 
 
+def _refuse_equal(headings: Sequence[str]) -> None:
+    """A JSON object has a name once: of two such columns one would be lost."""
+    from collections import Counter
+
+    from tba.common.errors import UsageError
+
+    if twice := [name for name, times in Counter(headings).items() if times > 1]:
+        raise UsageError(f"two columns are named {twice[0]!r}, and a JSON object holds one: rename one with AS")
+
+
 def _jsonable(headings: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    """A row as JSON holds it: blobs in hexadecimal."""
-    values = (value.hex() if isinstance(value, bytes) else value for value in row)
-    return dict(zip(headings, values, strict=True))
+    """A row as JSON holds it: blobs in hexadecimal, infinite numbers, which JSON has not, as text."""
+    return dict(zip(headings, map(_json_value, row), strict=True))
+
+
+def _json_value(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and math.isinf(value) else _csv_value(value)
 
 
 def _csv_value(value: Any) -> Any:

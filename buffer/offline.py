@@ -44,6 +44,17 @@ class Past:
     newest_trajectory: int
     policy_steps: dict[int, int]  # the optimiser step of each policy version
     losses: dict[int, float]  # of the steps before
+    lost_steps: list[int]  # steps before whose batches have lost tokens to `tba buffer compact`
+    lost: int  # trajectories that were there, and have lost theirs
+
+
+_LOST_STEPS = """
+SELECT DISTINCT c.step FROM trajectory_rows t JOIN consumption_rows c ON c.trajectory = t.id
+WHERE t.run = ? AND t.compacted_at IS NOT NULL AND c.run = t.run AND c.step < ? ORDER BY c.step
+"""
+_LOST = """
+SELECT COUNT(*) FROM trajectory_rows WHERE run = ? AND id <= ? AND error IS NULL AND compacted_at IS NOT NULL
+"""
 
 
 def read_past(path: Path, *, run: str | None, as_of: int | None) -> Past:
@@ -73,6 +84,8 @@ def _read_past(path: Path, *, run: str | None, as_of: int | None) -> Past:
         step = max(losses, default=-1) + 1 if as_of is None else as_of
         newest = _newest_trajectory(connection.execute, runs[name], step, path, at_end=as_of is None)
         versions = connection.execute("SELECT version, step FROM snapshots WHERE run = ?", (runs[name],)).fetchall()
+        lost_steps = [row[0] for row in connection.execute(_LOST_STEPS, (runs[name], step))]
+        lost = connection.execute(_LOST, (runs[name], newest)).fetchone()[0]
     if newest == 0:
         _refuse_record(path)
         raise UsageError(f"{path} holds no trajectories of run {name}, or none before step {step}")
@@ -86,6 +99,8 @@ def _read_past(path: Path, *, run: str | None, as_of: int | None) -> Past:
         newest_trajectory=newest,
         policy_steps=dict(versions),
         losses={trained: loss for trained, loss in losses.items() if trained < step and loss is not None},
+        lost_steps=lost_steps,
+        lost=lost,
     )
 
 
@@ -136,6 +151,8 @@ def _as_it_began(config: Config, past: Past, *, replay: bool) -> Past:
         raise UsageError(f"run {past.run_name} in {past.path} has no trained steps to replay")
     origin = earlier_origin(config)
     if origin is None:
+        if replay:
+            _refuse_compacted(past)
         return past
     # A replay may become longer: its batches are the recorded ones whenever they are copied.
     as_of = origin.as_of if replay or past.at_end else past.step
@@ -146,6 +163,19 @@ def _as_it_began(config: Config, past: Past, *, replay: bool) -> Past:
             "set another run.dir"
         )
     return past if replay else replace(past, step=origin.as_of, newest_trajectory=origin.newest_trajectory)
+
+
+def _refuse_compacted(past: Past) -> None:
+    """A replay makes every step: one that it cannot make is better known before the first. Raises UsageError."""
+    if not past.lost_steps:
+        return
+    first, last, count = past.lost_steps[0], past.lost_steps[-1], len(past.lost_steps)
+    which = f"step {first}" if count == 1 else f"{count} steps between {first} and {last}"
+    way_out = f"--as-of {first} replays those before, " if first else ""
+    raise UsageError(
+        f"{which} of run {past.run_name} in {past.path} cannot be replayed, since `tba buffer compact` dropped tokens "
+        f"of their batches: {way_out}a backup from before has them all"
+    )
 
 
 class OfflineService(BufferService):
@@ -213,6 +243,8 @@ class OfflineBuffer:
         self._store.overlay(run, past.path, past.run, past.newest_trajectory)
         self._run = run
         self._service = OfflineService(self._store, run, config, SystemClock(), past, replay=replay)
+        if past.lost and not replay:
+            log.warning("compacted trajectories cannot be sampled", trajectories=past.lost)
         log.info("offline", file=str(past.path), run=past.run_name, step=past.step, trajectories=self.sampleable)
 
     @property

@@ -6,6 +6,8 @@ from typing import Any
 
 from tba.buffer.reader import open_reader
 
+# A batch that was handed out is not trained on before its step is reported.
+_TRAINED = "FROM consumption_rows JOIN batches USING (run, step) WHERE run = ? AND trained_at IS NOT NULL"
 _QUERIES = {
     "trajectories": "SELECT COUNT(*) FROM trajectory_rows WHERE run = ?",
     "compacted": "SELECT COUNT(compacted_at) FROM trajectory_rows WHERE run = ?",
@@ -17,9 +19,9 @@ _QUERIES = {
     "visits_open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",
     "epoch": "SELECT COALESCE(MAX(epoch), 0) FROM visits WHERE run = ?",
     "steps_trained": "SELECT COUNT(trained_at) FROM batches WHERE run = ?",
-    "trajectories_trained_on": "SELECT COUNT(DISTINCT trajectory) FROM consumption_rows WHERE run = ?",
-    "mean_staleness": "SELECT AVG(staleness) FROM consumption_rows WHERE run = ?",
-    "max_staleness": "SELECT MAX(staleness) FROM consumption_rows WHERE run = ?",
+    "trajectories_trained_on": f"SELECT COUNT(DISTINCT trajectory) {_TRAINED}",
+    "mean_staleness": f"SELECT AVG(staleness) {_TRAINED}",
+    "max_staleness": f"SELECT MAX(staleness) {_TRAINED}",
     "snapshots": "SELECT COUNT(*) FROM snapshots WHERE run = ?",
 }
 
@@ -33,4 +35,10 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
 
 def _run_stats(connection: sqlite3.Connection, path: Path, run: int, name: str) -> dict[str, Any]:
     numbers = {label: connection.execute(query, (run,)).fetchone()[0] for label, query in _QUERIES.items()}
-    return {"run": name, **numbers, "file_mib": path.stat().st_size / 2**20}
+    return {"run": name, **numbers, "file_mib": _file_bytes(path) / 2**20}
+
+
+def _file_bytes(path: Path) -> int:
+    """The database with its log, which may hold all of a young one."""
+    log = path.with_name(path.name + "-wal")
+    return path.stat().st_size + (log.stat().st_size if log.exists() else 0)

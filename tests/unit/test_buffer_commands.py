@@ -42,6 +42,18 @@ def test_rows_that_were_cut_are_mentioned(tba_buffer, filled):
     assert tba_buffer("query", "SELECT id FROM trajectories", "-b", filled, "--limit", 7).said == ""
 
 
+def test_two_columns_of_one_name_are_no_json(tba_buffer, filled):
+    refused = tba_buffer("query", "SELECT 1 AS a, 2 AS a", "-b", filled, "--json")
+    assert (refused.exit_code, refused.output) == (2, "")
+    assert "two columns are named 'a'" in refused.said
+
+
+def test_what_json_cannot_hold_is_text(tba_buffer, filled):
+    assert tba_buffer("query", "SELECT 9e999 AS a, -9e999 AS b", "-b", filled, "--json").json == [
+        {"a": "inf", "b": "-inf"}
+    ]
+
+
 def test_two_columns_of_one_name_are_both_shown(tba_buffer, filled):
     assert tba_buffer("query", "SELECT 1 AS a, 2 AS a", "-b", filled).output.split() == ["a", "a", "1", "2"]
 
@@ -193,6 +205,10 @@ def test_show_of_an_unknown_id_says_how_far_they_go(tba_buffer, filled):
 # ---------------------------------------------------------------- tail and stats
 
 
+def test_show_of_a_number_that_no_id_can_be_is_wrong_usage(tba_buffer, filled):
+    assert tba_buffer("show", 10**20, "-b", filled).exit_code == 2
+
+
 def test_tail_shows_the_newest_last(tba_buffer, filled):
     lines = tba_buffer("tail", "-n", 2, "-b", filled).output.splitlines()
     assert "#6 " in lines[0]
@@ -233,3 +249,14 @@ def test_stats_count(tba_buffer, filled):
     (numbers,) = tba_buffer("stats", "--json", "-b", filled).json
     assert (numbers["trajectories"], numbers["with_error"], numbers["steps_trained"]) == (7, 1, 1)
     assert "mean reward" in tba_buffer("stats", "-b", filled).output
+
+
+def test_stats_count_as_trained_on_only_what_was_reported(tba_buffer, harness):
+    buffer = harness()
+    buffer.fill(2, 2)
+    buffer.sample(0, prompts=1, samples=1)
+    buffer.sample(1, prompts=2, samples=2)
+    buffer.report(0)
+    (numbers,) = tba_buffer("stats", "--json", "-b", buffer.store.path).json
+    assert (numbers["steps_trained"], numbers["trajectories_trained_on"], numbers["mean_staleness"]) == (1, 1, 0)
+    assert numbers["file_mib"] == buffer.store.database_bytes() / 2**20

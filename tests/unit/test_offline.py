@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tba.buffer.check import check
 from tba.buffer.offline import OfflineBuffer, read_past
 from tba.buffer.run import serve
 from tba.common import wire
@@ -242,6 +243,40 @@ def test_a_step_that_was_not_recorded_cannot_be_replayed(offline):
         sample(offline(replay=True), STEPS)
 
 
+def compact_all_but(source: ServiceHarness, kept: set[int]) -> None:
+    with source.store.transaction():
+        source.store.drop_payloads(sorted(set(range(1, STEPS * ROUND + 1)) - kept), 1.0)
+
+
+def batch_of(source: ServiceHarness, step: int) -> set[int]:
+    return set(source.store.batch_trajectories(source.run, step))
+
+
+def test_a_replay_that_would_need_compacted_tokens_says_so_before_its_first_step(offline, source, tmp_path):
+    compact_all_but(source, batch_of(source, 0) | batch_of(source, 2))
+    assert not batch_of(source, 1) <= batch_of(source, 0) | batch_of(source, 2)
+    with pytest.raises(
+        UsageError, match="^step 1 of run test in .* cannot be replayed.* --as-of 1 replays those before"
+    ):
+        offline(replay=True)
+    assert not (tmp_path / "offline").exists()
+    train(offline(replay=True, as_of=1), 0)
+
+
+def test_a_replay_may_do_without_what_no_batch_of_it_needs(offline, source):
+    compact_all_but(source, batch_of(source, 0) | batch_of(source, 1) | batch_of(source, 2))
+    buffer = offline(replay=True)
+    assert [len(train(buffer, step).trajectory_ids) for step in range(STEPS)] == [4] * STEPS
+
+
+def test_an_offline_run_without_compacted_trajectories_says_how_many_they_are(offline, source, caplog):
+    compact_all_but(source, batch_of(source, 2))
+    buffer = offline(**EVERYTHING)
+    assert buffer.sampleable == len(batch_of(source, 2))
+    (warning,) = (record for record in caplog.records if "compacted" in record.message)
+    assert warning.fields == {"trajectories": STEPS * ROUND - buffer.sampleable}
+
+
 def test_too_little_data_is_an_error_since_nobody_adds_to_it(offline):
     with pytest.raises(ConfigError, match="4 of 5 prompts .* there will be no more"):
         sample(offline(), 0, prompts=5)
@@ -277,6 +312,15 @@ def test_a_record_has_no_trajectories_and_says_where_they_are(offline, source, t
     offline().close()
     with pytest.raises(UsageError, match=f"trained offline from {source.store.path}"):
         read_past(tmp_path / "offline/buffer.sqlite", run=None, as_of=None)
+
+
+def test_the_record_of_an_offline_run_passes_its_check(offline, source, tmp_path):
+    buffer = offline()
+    train(buffer, 0)
+    buffer.close()
+    findings = check(tmp_path / "offline/buffer.sqlite")
+    assert {finding["result"] for finding in findings} == {"ok", "note"}
+    assert f"they are in {source.store.path}" in next(f["detail"] for f in findings if f["result"] == "note")
 
 
 def test_the_log_of_a_long_run_does_not_grow(offline, tmp_path):

@@ -4,13 +4,15 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tba.common.process import PARENT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +38,9 @@ def free_port() -> int:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without tba's own variables."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("TBA_")} | {"OMP_NUM_THREADS": "1"}
+    """The environment without tba's own variables; but a process that asks for its parent ends with this one."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TBA_")}
+    return inherited | {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
 
 
 @pytest.fixture
@@ -80,14 +83,14 @@ def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
 def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts `tba ...` in the background; output goes to a file that a failing test can show.
 
-    `patch` is Python that runs first, for faults of the system; `before` is a command that starts the process.
+    `patch` is Python that runs first, for faults of the system.
     """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: str, patch: str = "", before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    def start(*arguments: str, patch: str = "") -> subprocess.Popen[bytes]:
         output = (tmp_path / f"tba{len(started)}.log").open("wb")
         program = ["-c", f"{patch}\nfrom tba.cli import main\nmain()"] if patch else ["-m", "tba"]
-        command = [*before, sys.executable, *program, *arguments]
+        command = [sys.executable, *program, *arguments]
         process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=output, stderr=output)
         started.append(process)
         return process

@@ -18,6 +18,7 @@ import numpy as np
 
 from tba.common import wire
 from tba.common.client import BufferClient
+from tba.common.process import die_with_parent
 from tba.common.trajectory import Trajectory, pack
 
 PROMPTS = 64
@@ -119,6 +120,7 @@ class Producer:
 
 
 def main(address: str, ledger: str, producers: str, rate: str = "50", tokens: str = "64") -> None:
+    die_with_parent()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     file = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

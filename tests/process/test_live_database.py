@@ -1,7 +1,6 @@
 """Asking a database while a real server writes to it: query, tail, export, backup, check and import."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,11 @@ from tba.common import wire
 from tba.common.client import BufferClient
 from tba.common.trajectory import pack
 
+from .conftest import clean_environment
+
+# A reading command does not ask for its parent by itself; without an end of its own it would outlive a killed test.
+_PROGRAM = "from tba.cli import main\nfrom tba.common.process import die_with_parent\ndie_with_parent()\nmain()"
+TBA = [sys.executable, "-c", _PROGRAM]
 REF = wire.WeightsRef(version=0, step=0, path="/v0", manifest_sha256="0" * 64)
 
 
@@ -98,8 +102,8 @@ def test_a_live_buffer_passes_its_check_and_is_exported(writing, tba, run_config
 
 
 def test_tail_follows_until_ctrl_c(writing, run_config, tmp_path):
-    command = [sys.executable, "-m", "tba", "buffer", "tail", "-n", "1", "-f", "--json", "--config", run_config.file]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    command = [*TBA, "buffer", "tail", "-n", "1", "-f", "--json", "--config", run_config.file]
+    environment = {**clean_environment(), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -132,8 +136,10 @@ def test_an_import_into_the_server_of_another_run_is_refused(writing, tba, run_c
 
 def test_ctrl_c_ends_a_long_query_at_once(writing, run_config, tmp_path):
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
-    command = [sys.executable, "-m", "tba", "buffer", "query", endless, "--config", run_config.file]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [*TBA, "buffer", "query", endless, "--config", run_config.file]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         time.sleep(1.5)  # there is nothing to wait for: the query says nothing
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)

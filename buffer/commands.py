@@ -21,6 +21,7 @@ from tba.common.terminal import (
     print_json,
     print_json_rows,
     print_table,
+    printable,
     resolve,
     start_process,
 )
@@ -307,11 +308,11 @@ def _csv_value(value: Any) -> Any:
 
 
 def _print_line(row: dict[str, Any]) -> None:
-    said = row["error"] or (row["text"] or "").replace("\n", "\\n")
+    said = printable(row["error"] or row["text"] or "")
     tokens = f"{row['response_tokens']} tokens"
     typer.echo(
         f"{row['received_at_text']}  #{row['id']:<8} reward {cell(row['reward']):<8} v{row['policy_version']:<6} "
-        f"{row['stop_reason']:<6} {tokens:>12}  {row['searcher']}  {row['prompt']:.40}: {said:.80}"
+        f"{row['stop_reason']:<6} {tokens:>12}  {row['searcher']}  {printable(row['prompt']):.40}: {said:.80}"
     )
 
 
@@ -345,4 +346,5 @@ def _print_trajectory(known: dict[str, Any]) -> None:
 def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:
     missing = "its tokens were compacted away"
     typer.echo(f"\n{heading}:")
-    typer.echo(text if text is not None else f"token ids {ids}" if ids is not None else missing)
+    said = printable(text, keep="\n\t") if text is not None else None
+    typer.echo(said if said is not None else f"token ids {ids}" if ids is not None else missing)

@@ -204,7 +204,7 @@ class BufferService:
     # ------------------------------------------------------------ searchers
 
     def _register_prompts(self, message: wire.RegisterPrompts, _: str) -> Answer:
-        _refuse_beyond("task", message.total, message.offset + len(message.keys))
+        _refuse_beyond("task", message.total)
         task, fingerprint, total = self._store.task_of(self._run)
         if message.total < self._config.train.prompts_per_step:
             raise Refused(

@@ -122,7 +122,12 @@ def cell(value: Any) -> str:
         return f"{value:.10g}" if abs(value) >= 1e6 else f"{value:.4g}"
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
-    return "" if value is None else str(value)
+    return "" if value is None else printable(str(value), keep="\n\t")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Text for a terminal: what a model wrote may hold escape sequences, which are spelt out."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def console() -> "Console":

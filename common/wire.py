@@ -139,6 +139,12 @@ class RegisterPrompts(Message):
     offset: Id
     keys: Annotated[list[Name], Field(max_length=MAX_ROWS)]
 
+    @model_validator(mode="after")
+    def _a_chunk_lies_within_the_task(self) -> Self:
+        if self.offset + len(self.keys) > self.total:
+            raise ValueError(f"prompts {self.offset} to {self.offset + len(self.keys) - 1} of a task of {self.total}")
+        return self
+
 
 class LeasePrompts(Message):
     """Searcher -> buffer, when it can take more work. Reply: Leases, after at most `wait_seconds`.

@@ -9,6 +9,8 @@ import pytest
 
 from tba.common.devices import list_gpus
 
+from .conftest import clean_environment
+
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
 
@@ -53,7 +55,9 @@ def test_output_into_a_closed_pipe_is_no_traceback(tba, run_config, tmp_path):
     many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 200000) SELECT i FROM n"
     for option in ("--csv", "--json"):
         command = [sys.executable, "-m", "tba", "buffer", "query", many, option, "--config", run_config.file]
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
             process.stdout.readline()
             process.stdout.close()
             errors = process.stderr.read()

@@ -178,7 +178,9 @@ others = st.one_of(
         *(st.integers(0, 9), st.lists(numbers, max_size=3), numbers),
     ),
     st.builds(
-        lambda n, o, keys: wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=n + 1, offset=o, keys=keys),
+        lambda n, o, keys: wire.RegisterPrompts(
+            task="t", fingerprint="0" * 64, total=max(n + 1, o + len(keys)), offset=o, keys=keys
+        ),
         *(numbers, numbers, st.lists(names, max_size=3)),
     ),
     st.builds(lambda n: wire.FinishRun(step=n), numbers),

@@ -235,6 +235,17 @@ def test_follow_gives_each_new_trajectory_once(harness, trajectory):
     assert seen == [2, 3, 4, 5, 6]
 
 
+def test_what_a_model_wrote_sends_nothing_to_the_terminal_but_text(tba_buffer, harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(lease=0, text="1\n\x1b]0;title\x07\r2\u2028é")], 0)
+    path = buffer.store.path
+    assert tba_buffer("tail", "-b", path).output.endswith("p0: 1\\n\\x1b]0;title\\x07\\r2\\u2028é\n")
+    assert "\nresponse:\n1\n\\x1b]0;title\\x07\\r2\\u2028é\n" in tba_buffer("show", 1, "-b", path).output
+    assert "\x1b" not in tba_buffer("query", "SELECT text FROM trajectories", "-b", path).output
+    assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
+
+
 def test_ctrl_c_ends_tail_without_an_error(tba_buffer, filled, monkeypatch):
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt

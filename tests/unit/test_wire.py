@@ -2,6 +2,7 @@
 
 import msgpack
 import pytest
+from pydantic import ValidationError
 
 from tba.common import wire
 from tba.common.codec import (
@@ -247,3 +248,8 @@ def test_a_batch_that_could_not_be_sent_is_refused():
 def test_deeply_nested_headers_are_malformed_and_not_a_crash():
     with pytest.raises(WireError):
         decode_request([memoryview(b"\x91" * 100_000)])
+
+
+def test_prompts_beyond_the_task_are_refused_since_no_searcher_knows_them():
+    with pytest.raises(ValidationError, match="prompts 3 to 4 of a task of 4"):
+        wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=3, keys=["p3", "p4"])

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tba.buffer.texts import Tokenizer
 from tba.common import wire
+from tba.common.codec import decode_request, encode_request
 from tba.common.errors import UsageError, WireError
-from tba.common.trajectory import STOP_EOS, Trajectory, check_frames, check_tokens, pack
+from tba.common.trajectory import STOP_EOS, Trajectory, pack
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 # Nothing is known of how a demonstration was sampled. Temperature 0 is what no policy gradient may take for a plain
@@ -87,7 +88,7 @@ class Parser:
             _check(trajectory)
         except ValidationError as error:
             raise UsageError(f"{where}: {_sentence(error)}") from error
-        except (WireError, ValueError) as error:
+        except (WireError, ValueError, OverflowError) as error:  # the last one: an integer beyond 64 bits
             raise UsageError(f"{where}: {error}") from error
         return trajectory
 
@@ -149,10 +150,9 @@ def _version_runs(line: Line, tokens: int) -> Any:
 def _check(trajectory: Trajectory) -> None:
     """What the buffer would refuse. Said here, it has a line number."""
     columns, frames = pack([trajectory])
-    rows = wire.Rows.model_validate(columns)
-    views = [memoryview(frame) for frame in frames]
-    check_frames(columns, views)
-    check_tokens(columns, views, failed=[rows.error[0] is not None])
+    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    encoded = encode_request(message, id=1, role="importer", sender="import", run="", frames=frames)
+    decode_request([memoryview(frame) for frame in encoded])
     # What JSON cannot hold, and text that is not Unicode (half of a surrogate pair), has no place in the database.
     texts = [trajectory.prompt_key, trajectory.text, trajectory.error, trajectory.metadata, trajectory.reward_parts]
     json.dumps(texts, allow_nan=False, ensure_ascii=False).encode()

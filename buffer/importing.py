@@ -30,6 +30,7 @@ from tba.common.trajectory import Trajectory, pack
 
 _ROWS = 64
 _TOKENS = 1 << 20  # in one message
+_CHARACTERS = 1 << 20  # of texts and metadata, in one message, unless one row has more
 
 
 class Sink(Protocol):
@@ -166,18 +167,25 @@ def _run_origin(run: str) -> str:
 def _messages(rows: Iterable[tuple[SourceRow, Trajectory]]) -> Iterator[tuple[str, int, list[Trajectory]]]:
     """(origin, first sequence, rows): numbers in a message follow each other, and its size is limited."""
     part: list[Trajectory] = []
-    first, tokens = None, 0
+    first, size = None, 0.0
     for row, trajectory in rows:
-        size = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+        share = _share(trajectory)
         follows = first is not None and (row.origin, row.sequence) == (first.origin, first.sequence + len(part))
-        if part and first and (not follows or len(part) == _ROWS or tokens + size > _TOKENS):
+        if part and first and (not follows or len(part) == _ROWS or size + share > 1):
             yield first.origin, first.sequence, part
-            part, tokens = [], 0
+            part, size = [], 0.0
         first = row if not part else first
         part.append(trajectory)
-        tokens += size
+        size += share
     if part and first:
         yield first.origin, first.sequence, part
+
+
+def _share(trajectory: Trajectory) -> float:
+    """What part of a message a row takes."""
+    tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+    characters = len(trajectory.text or "") + len(json.dumps(trajectory.metadata))
+    return max(tokens / _TOKENS, characters / _CHARACTERS)
 
 
 def _once(make: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:

@@ -285,6 +285,10 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (FULL | {"version_runs": None}, "line 2: it has logprobs and no version_runs"),
         (FULL | {"sampling": None}, "line 2: it has logprobs and no sampling"),
         (FULL | {"loss_mask": [1, 1]}, "line 2: a loss mask has 2 entries for 1 response tokens"),
+        (GOOD | {"metadata": {"n": 2**70}}, "line 2: Integer value out of range"),
+        (GOOD | {"metadata": {str(n): n for n in range(5000)}}, "exceeds max_map_len"),
+        (GOOD | {"text": "x" * (17 << 20)}, "line 2: header of"),
+        (GOOD | {"run": "r", "id": -1}, "line 2: id: Input should be greater"),
     ],
 )
 def test_a_bad_line_is_one_sentence_and_nothing_is_imported(line, words, tba_buffer, target, tmp_path, ask):
@@ -295,6 +299,12 @@ def test_a_bad_line_is_one_sentence_and_nothing_is_imported(line, words, tba_buf
     assert refused.said.startswith("bad.jsonl ")
     assert words in refused.said
     assert ask("SELECT COUNT(*) FROM trajectories") == [(0,)]
+
+
+def test_rows_with_long_texts_go_in_messages_that_fit(tba_buffer, target, tmp_path, ask):
+    rows = [GOOD | {"text": "x" * (1 << 20), "reward": n} for n in range(20)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tba_buffer("import", "long.jsonl", *target, "--json").json["new"] == 20
 
 
 def test_a_bad_parquet_row_says_which(tba_buffer, target, tmp_path):

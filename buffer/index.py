@@ -73,14 +73,16 @@ class SamplingIndex:
 
     def add(self, entry: Entry) -> None:
         """Insert an entry; its identical twin, and what is then over the limits, leaves sampling."""
-        place = self._place(entry.prompt)
-        if self.limits.dedup:
+        place, limits = self._place(entry.prompt), self.limits
+        bit = self.slots.filter_bit(place, entry.dedup_hash)
+        if limits.dedup and self.slots.may_hold(bit):
             self._remove_twin(place, entry.dedup_hash)
-        self._append(place, entry)
-        if self._count[place] > self.limits.prompt_cap:
-            self._remove(place, surplus(self.slots, self._head[place], self.limits.keep))
-        while self._rows and self._over_totals():
-            self._remove_oldest()
+        self._append(place, entry, bit)
+        if self._count[place] > limits.prompt_cap:
+            self._remove(place, surplus(self.slots, self._head[place], limits.keep))
+        if limits.has_totals:
+            while self._rows and self._over_totals():
+                self._remove_oldest()
         for follower in self._followers.values():
             follower.note(place)
         if self.slots.wants_squeeze(self._rows):
@@ -172,10 +174,10 @@ class SamplingIndex:
             self._count.append(0)
         return page[offset]
 
-    def _append(self, place: int, entry: Entry) -> None:
+    def _append(self, place: int, entry: Entry, bit: int) -> None:
         slots = self.slots
         size = 0 if self.limits.max_bytes is None else entry.payload_bytes
-        slot = slots.append(entry.id, place, entry.step, entry.reward, entry.dedup_hash, size)
+        slot = slots.append(entry.id, place, entry.step, entry.reward, entry.dedup_hash, size, bit)
         if entry.trained:
             slots.state[slot] = TRAINED
         if slots.key is not None:
@@ -190,8 +192,6 @@ class SamplingIndex:
         self._bytes += size
 
     def _remove_twin(self, place: int, dedup_hash: int) -> None:
-        if not self.slots.may_hold(place, dedup_hash):
-            return
         hashes, links = self.slots.dedup, self.slots.next
         previous, slot = NONE, self._head[place]
         while slot != NONE:

@@ -299,7 +299,7 @@ class OfflineClient:
         header = RequestHeader(
             v=wire.PROTOCOL_VERSION, type=message.TYPE, id=0, run="", body={}, role=self._role, sender=self._name
         )
-        request = Request.model_construct(header=header, message=message, frames=[])
+        request = Request(header, message, [])
         answer, frames = self._buffer.handle(request)
         assert isinstance(answer, expect)
         assert all(len(frame) <= MAX_FRAME_BYTES for frame in frames)

@@ -19,6 +19,7 @@ from tba.common.trajectory import ARRAY_KINDS, slices
 from tba.common.wire import PutTrajectories, Rows, Sampling
 
 Payload = tuple[memoryview, ...]
+_COUNTS = [(f"{kind.name}_count", kind.unit_bytes) for kind in ARRAY_KINDS]
 _SEQUENCES = (1 << 63) - 1  # one after the last must be an integer of SQLite, too
 
 
@@ -45,26 +46,19 @@ def put_columns(message: PutTrajectories, frames: Sequence[memoryview]) -> PutCo
     rows = message.rows
     if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
         raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
-    payload = list(zip(*_views(rows, frames), strict=True))
+    sizes = [[count * size for count in getattr(rows, name)] for name, size in _COUNTS]
+    views = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     return PutColumns(
         first_sequence=message.first_sequence,
         rows=rows,
         versions=_versions(rows.version_runs_count, frames[3]),
         reward_parts=[to_json(parts).decode() for parts in rows.reward_parts],
-        sampling=[_sampling_json(settings) for settings in rows.sampling],
+        sampling=[_sampling_json(settings.temperature, settings.top_p) for settings in rows.sampling],
         metadata=list(map(_metadata_json, rows.metadata)),
-        dedup_hash=[_hash(views[1]) for views in payload],
-        payload=payload,
-        payload_bytes=[sum(view.nbytes for view in views) for views in payload],
+        dedup_hash=list(map(_hash, views[1])),
+        payload=list(zip(*views, strict=True)),
+        payload_bytes=list(map(sum, zip(*sizes, strict=True))),
     )
-
-
-def _views(rows: Rows, frames: Sequence[memoryview]) -> list[list[memoryview]]:
-    """One column of views per array kind."""
-    return [
-        list(slices(getattr(rows, f"{kind.name}_count"), kind.unit_bytes, frame))
-        for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
-    ]
 
 
 def _versions(counts: Sequence[int], frame: memoryview) -> list[list[int]]:
@@ -81,8 +75,8 @@ def _hash(response: memoryview) -> int:
 
 
 @functools.lru_cache
-def _sampling_json(settings: Sampling) -> str:
-    return settings.model_dump_json()
+def _sampling_json(temperature: float, top_p: float) -> str:
+    return Sampling(temperature=temperature, top_p=top_p).model_dump_json()
 
 
 def _metadata_json(metadata: dict[str, Any]) -> str:

@@ -313,7 +313,8 @@ class BufferService:
         if missing:
             ids = self._store.new_ids(len(missing))
             places = [sequence - put.first_sequence for sequence in missing]
-            known = RunColumns(self._run.id, number, self._clock.wall(), range(len(put)), prompts, versions)
+            every = ids if len(ids) == len(put) else range(len(put))
+            known = RunColumns(self._run.id, number, self._clock.wall(), every, prompts, versions)
             self._add(put, known, ids, places)
             received.add(put.first_sequence, len(put))
             self._close_visits({(put.rows.lease[place], prompts[place]) for place in places}, sender)
@@ -322,28 +323,21 @@ class BufferService:
 
     def _add(self, put: PutColumns, known: RunColumns, ids: Sequence[int], places: Sequence[int]) -> None:
         """Write the rows at `places` of a put, under these ids, and have them sampled."""
-        rows = database_rows(put, known)
-        self._store.add_trajectories(
-            [(id_, *rows[place][1:]) for id_, place in zip(ids, places, strict=True)],
-            [put.payload[place] for place in places],
-        )
+        rows, payloads = database_rows(put, known), put.payload
+        if len(places) < len(put):  # some of them are there already
+            rows = [(id_, *rows[place][1:]) for id_, place in zip(ids, places, strict=True)]
+            payloads = [payloads[place] for place in places]
+        self._store.add_trajectories(rows, payloads)
         self._trajectories += len(places)
+        columns = (put.rows.error, known.versions, known.prompts, put.rows.reward, put.dedup_hash, put.payload_bytes)
+        values = list(zip(*columns, strict=True))
         for id_, place in zip(ids, places, strict=True):
-            if put.rows.error[place] is not None:
+            error, version, prompt, reward, dedup_hash, size = values[place]
+            if error is not None:
                 self._errors += 1
                 continue
-            version = known.versions[place]
             step = self._versions[version].step if version != wire.NO_POLICY else 0
-            self._index.add(
-                Entry(
-                    id_,
-                    known.prompts[place],
-                    step,
-                    put.rows.reward[place],
-                    put.dedup_hash[place],
-                    payload_bytes=put.payload_bytes[place],
-                )
-            )
+            self._index.add(Entry(id_, prompt, step, reward, dedup_hash, False, size))
 
     def _refuse_without_space(self) -> None:
         """A full disk is a state to come out of: what is on it must stay readable, and the log needs room."""

@@ -36,8 +36,8 @@ class Slots:
     def __len__(self) -> int:
         return len(self.id)
 
-    def append(self, id_: int, place: int, step: int, reward: float, dedup: int, size: int) -> int:
-        """Add a live entry. Returns its slot."""
+    def append(self, id_: int, place: int, step: int, reward: float, dedup: int, size: int, bit: int) -> int:
+        """Add a live entry; `bit` is `filter_bit(place, dedup)`. Returns its slot."""
         slot = len(self.id)
         self.id.append(id_)
         self.place.append(place)
@@ -50,7 +50,6 @@ class Slots:
         if slot >= len(self._filter):
             self._refill_filter()
         else:
-            bit = self._bit(place, dedup)
             self._filter[bit >> 3] |= 1 << (bit & 7)
         return slot
 
@@ -59,12 +58,11 @@ class Slots:
         slot = bisect_left(self.id, id_)
         return slot if slot < len(self.id) and self.id[slot] == id_ else NONE
 
-    def may_hold(self, place: int, dedup: int) -> bool:
-        """False if no entry of this prompt has this hash; True is a perhaps, wrong for one in eight.
+    def may_hold(self, bit: int) -> bool:
+        """False if no entry of a prompt has a hash, by their `filter_bit`; True is a perhaps, wrong for one in eight.
 
         It spares `add` the walk through a full prompt, which is 100 entries long by default.
         """
-        bit = self._bit(place, dedup)
         return bool(self._filter[bit >> 3] & (1 << (bit & 7)))
 
     def wants_squeeze(self, live: int) -> bool:
@@ -89,7 +87,8 @@ class Slots:
         columns: list[array[Any]] = [getattr(self, name) for name in names]
         return sum(column.__sizeof__() for column in columns) + self._filter.__sizeof__()
 
-    def _bit(self, place: int, dedup: int) -> int:
+    def filter_bit(self, place: int, dedup: int) -> int:
+        """Where a prompt and a hash stand in the filter, until the next `append` or `squeeze`."""
         # The filter has 2^n bytes, 2^(n + 3) bits; the high bits of a product with an odd number are mixed best.
         return (((place * _GOLDEN) ^ dedup) * _GOLDEN & _MASK) >> (62 - len(self._filter).bit_length())
 

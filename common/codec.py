@@ -5,6 +5,7 @@ whose sentence goes back to the sender.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgpack
@@ -51,19 +52,19 @@ class ReplyHeader(_Envelope):
     state: RunState
 
 
-class Request(BaseModel):
+@dataclass(slots=True)
+class Request:
     """A decoded request."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
     header: RequestHeader
     message: Message
     frames: list[memoryview]
 
 
-class Reply(BaseModel):
+@dataclass(slots=True)
+class Reply:
     """A decoded reply."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
     header: ReplyHeader
     message: Message
     frames: list[memoryview]
@@ -90,13 +91,13 @@ def encode_reply(message: Message, *, id: int, run: str, state: RunState, frames
 def decode_request(frames: Sequence[memoryview]) -> Request:
     """Validate a request. Raises WireError, VersionMismatch or Oversize."""
     header, message = _decode(frames, RequestHeader, REQUESTS)
-    return Request.model_construct(header=header, message=message, frames=list(frames[1:]))
+    return Request(header, message, list(frames[1:]))
 
 
 def decode_reply(frames: Sequence[memoryview]) -> Reply:
     """Validate a reply. Raises WireError, VersionMismatch or Oversize."""
     header, message = _decode(frames, ReplyHeader, REPLIES)
-    return Reply.model_construct(header=header, message=message, frames=list(frames[1:]))
+    return Reply(header, message, list(frames[1:]))
 
 
 def request_id_of(frames: Sequence[memoryview]) -> int:

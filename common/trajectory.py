@@ -6,8 +6,11 @@ A *version run* is a pair (policy version, number of tokens): a response that sp
 several, and their lengths add up to the length of the response.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -70,7 +73,7 @@ ROW_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ArrayKind:
     """How one kind of token data travels: `width` numbers of `dtype` per unit."""
 
@@ -78,7 +81,7 @@ class ArrayKind:
     dtype: str
     width: int
 
-    @property
+    @cached_property
     def unit_bytes(self) -> int:
         """Bytes of one token, or of one version run."""
         return np.dtype(self.dtype).itemsize * self.width
@@ -93,6 +96,9 @@ ARRAY_KINDS = (
 )
 
 
+_PROMPT_IDS, _RESPONSE_IDS, _LOGPROBS, _VERSION_RUNS, _ = range(len(ARRAY_KINDS))
+
+
 def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
     """Columns for a message header, and one frame per array kind for the whole batch."""
     columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in ROW_COLUMNS}
@@ -104,13 +110,12 @@ def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes
     return columns, frames
 
 
-def slices(counts: Sequence[int], unit_bytes: int, frame: memoryview) -> Iterator[memoryview]:
-    """Cut a frame into one view per trajectory, without copying or decoding."""
-    start = 0
-    for count in counts:
-        stop = start + count * unit_bytes
-        yield frame[start:stop]
-        start = stop
+def slices(sizes: Sequence[int], frame: memoryview) -> list[memoryview]:
+    """Cut a frame into one view per trajectory, of so many bytes each, without copying or decoding."""
+    if not frame.nbytes:
+        return [frame] * len(sizes)
+    stops = list(accumulate(sizes))
+    return list(map(frame.__getitem__, map(slice, [0, *stops], stops)))
 
 
 def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
@@ -138,45 +143,47 @@ def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -
     """Every response token has one version: the lengths of the runs add up to the response."""
     if not columns["version_runs_count"]:
         return
-    runs = np.frombuffer(frames[_place_of("version_runs")], "<i4").reshape(-1, 2)
-    starts = np.cumsum([0, *columns["version_runs_count"][:-1]])
-    covered = np.add.reduceat(runs[:, 1], starts, dtype=np.int64)
-    wrong = np.flatnonzero(covered != columns["response_ids_count"])
-    if len(wrong):
-        tokens = columns["response_ids_count"][wrong[0]]
-        raise WireError(f"the version runs of row {wrong[0]} do not cover its {tokens} response tokens")
-    # Only an empty response has an empty run: otherwise a row could have more runs than tokens.
-    in_row = np.repeat(covered > 0, columns["version_runs_count"])
-    if (runs < 0).any() or (runs[in_row, 1] == 0).any():
+    runs = np.frombuffer(frames[_VERSION_RUNS], "<i4").reshape(-1, 2)
+    if len(runs) == len(columns["version_runs_count"]):  # no response spans a hot reload: what most puts are
+        covered = runs[:, 1].tolist()
+    else:
+        starts = np.cumsum([0, *columns["version_runs_count"][:-1]])
+        covered = np.add.reduceat(runs[:, 1], starts, dtype=np.int64).tolist()
+        # Only an empty response has an empty run: otherwise a row could have more runs than tokens.
+        in_row = np.repeat(np.array(covered) > 0, columns["version_runs_count"])
+        if (runs[in_row, 1] == 0).any():
+            raise WireError("version runs hold a negative number or an empty run")
+    if covered != columns["response_ids_count"]:
+        pairs = enumerate(zip(covered, columns["response_ids_count"], strict=True))
+        row, tokens = next((row, tokens) for row, (length, tokens) in pairs if length != tokens)
+        raise WireError(f"the version runs of row {row} do not cover its {tokens} response tokens")
+    if runs.min() < 0:
         raise WireError("version runs hold a negative number or an empty run")
 
 
 def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, failed: Sequence[bool]) -> None:
     """Raise WireError for what no model can have produced; rows of failed rollouts may be empty."""
-    by_kind = dict(zip((kind.name for kind in ARRAY_KINDS), frames, strict=True))
-    for name in ("prompt_ids", "response_ids"):
-        if np.frombuffer(by_kind[name], "<i4").min(initial=0) < 0:
+    for name, place in (("prompt_ids", _PROMPT_IDS), ("response_ids", _RESPONSE_IDS)):
+        if np.frombuffer(frames[place], "<i4").min(initial=0) < 0:
             raise WireError(f"negative token id in {name}")
-        if any(not count and not bad for count, bad in zip(columns[f"{name}_count"], failed, strict=True)):
+        counts = columns[f"{name}_count"]
+        if 0 in counts and any(not count and not bad for count, bad in zip(counts, failed, strict=True)):
             raise WireError(f"a trajectory without an error has empty {name}")
-    if not np.isfinite(np.frombuffer(by_kind["logprobs"], "<f4")).all():
+    logprobs = np.frombuffer(frames[_LOGPROBS], "<f4")
+    # A sum is finite only if all of it is, and is had in a quarter of the time; one that is not may be an overflow.
+    if not math.isfinite(logprobs.sum()) and not np.isfinite(logprobs).all():
         raise WireError("a log-probability is not finite")
 
 
 def version_runs_of(columns: dict[str, Any], frames: Sequence[memoryview]) -> list[npt.NDArray[Any]]:
     """The version runs of each trajectory, [V, 2]."""
-    place = _place_of("version_runs")
-    return arrays_of(columns["version_runs_count"], ARRAY_KINDS[place], frames[place])
-
-
-def _place_of(name: str) -> int:
-    return next(i for i, kind in enumerate(ARRAY_KINDS) if kind.name == name)
+    return arrays_of(columns["version_runs_count"], ARRAY_KINDS[_VERSION_RUNS], frames[_VERSION_RUNS])
 
 
 def arrays_of(counts: Sequence[int], kind: ArrayKind, frame: memoryview) -> list[npt.NDArray[Any]]:
     """Decode a frame into one array per trajectory: [count] or [count, width]."""
     shape = (-1,) if kind.width == 1 else (-1, kind.width)
-    views = slices(counts, kind.unit_bytes, frame)
+    views = slices([count * kind.unit_bytes for count in counts], frame)
     return [np.frombuffer(view, dtype=kind.dtype).reshape(shape) for view in views]
 
 

@@ -107,9 +107,9 @@ class Rows(ArrayCounts):
     @model_validator(mode="after")
     def _columns_are_equally_long(self) -> Self:
         rows = len(self.prompt_key)
-        for name in (*ROW_COLUMNS, *(f"{kind.name}_count" for kind in ARRAY_KINDS)):
-            if len(getattr(self, name)) != rows:
-                raise ValueError(f"column {name} has {len(getattr(self, name))} rows, prompt_key has {rows}")
+        for name, column in self.__dict__.items():
+            if len(column) != rows:
+                raise ValueError(f"column {name} has {len(column)} rows, prompt_key has {rows}")
         return self
 
 

@@ -80,7 +80,7 @@ class ServiceHarness:
         """Handle one request in a transaction of its own."""
         header = RequestHeader(v=1, type=message.TYPE, id=1, run=self.run.uuid, body={}, role=role, sender=sender)
         views = [memoryview(frame) for frame in frames or []]
-        request = Request.model_construct(header=header, message=message, frames=views)
+        request = Request(header, message, views)
         self.service.hear(header)
         with self.store.transaction():
             return self.service.handle(request)

@@ -7,6 +7,7 @@ Invariant: a posted request is repeated until it is answered, and it is answered
 Used by one thread.
 """
 
+import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class BufferClient:
         self._clock = clock or SystemClock()
         self._channel = ClientChannel(address)
         self._pending: dict[int, _Pending] = {}
+        self._due_at = -math.inf  # monotonic: nothing that is pending has to be sent before
         self._connections = 0
         self._last_id = 0
         self._heard_at = self._clock.monotonic()
@@ -68,6 +70,7 @@ class BufferClient:
         )
         patience = _RESEND_SECONDS + getattr(message, "wait_seconds", 0.0)
         self._pending[self._last_id] = _Pending(encoded, patience)
+        self._due_at = -math.inf
         self._send_due()
         return self._last_id
 
@@ -140,14 +143,18 @@ class BufferClient:
         """Send what was never sent or waits for too long. False if there is no connection to send on."""
         now = self._clock.monotonic()
         self._notice_reconnection()
+        if now < self._due_at:
+            return True
+        due_at = math.inf
         for pending in self._pending.values():
-            if pending.sent_at is not None and now - pending.sent_at < pending.patience:
-                continue
-            if not self._channel.send(pending.frames):
-                return False
-            if pending.sent_at is not None:  # it may be waiting behind others: asking ever more often does not help
-                pending.patience = min(2 * pending.patience, _LONGEST_PATIENCE_SECONDS)
-            pending.sent_at = now
+            if pending.sent_at is None or now - pending.sent_at >= pending.patience:
+                if not self._channel.send(pending.frames):
+                    return False
+                if pending.sent_at is not None:  # it may wait behind others: asking ever more often does not help
+                    pending.patience = min(2 * pending.patience, _LONGEST_PATIENCE_SECONDS)
+                pending.sent_at = now
+            due_at = min(due_at, pending.sent_at + pending.patience)
+        self._due_at = due_at
         return True
 
     def _notice_reconnection(self) -> None:
@@ -157,6 +164,7 @@ class BufferClient:
         first, self._connections = self._connections == 0, self._channel.connections
         for pending in self._pending.values() if not first else ():
             pending.sent_at = None
+        self._due_at = -math.inf
 
     def _accept(self, frames: list[memoryview]) -> Reply | None:
         try:

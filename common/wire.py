@@ -15,8 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tba.common.trajectory import ARRAY_KINDS, ROW_COLUMNS
-
 PROTOCOL_VERSION = 1
 MAX_ROWS = 1 << 16
 MAX_TOKENS = 1 << 24

@@ -171,7 +171,9 @@ def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, faile
             raise WireError(f"a trajectory without an error has empty {name}")
     logprobs = np.frombuffer(frames[_LOGPROBS], "<f4")
     # A sum is finite only if all of it is, and is had in a quarter of the time; one that is not may be an overflow.
-    if not math.isfinite(logprobs.sum()) and not np.isfinite(logprobs).all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = logprobs.sum()
+    if not math.isfinite(total) and not np.isfinite(logprobs).all():
         raise WireError("a log-probability is not finite")
 
 

@@ -52,7 +52,7 @@ class Delivery:
         self._waiting: deque[_Put] = deque()  # in order, after those that are posted
         self._posted: dict[int, _Put] = {}  # by request id
         self._posted_bytes = 0
-        self._sequence = 0
+        self.rows = 0  # put so far: the next sequence number
         self._estates: deque[_Estate] = deque()
         self._said = ""
         self._disk_trouble = ""
@@ -119,8 +119,8 @@ class Delivery:
         """Take a complete group: it is on disk, and on its way if there is room in the window, when this returns."""
         assert self._spool is not None, "nothing is generated before the buffer has told its run"
         columns, arrays = pack(trajectories)
-        message = wire.PutTrajectories(first_sequence=self._sequence, rows=wire.Rows.model_validate(columns))
-        self._sequence += len(trajectories)
+        message = wire.PutTrajectories(first_sequence=self.rows, rows=wire.Rows.model_validate(columns))
+        self.rows += len(trajectories)
         id_, frames = self._client.encode(message, arrays)
         place = self._written(self._spool, Record(id_, frames))
         put = _Put(id_, lease, sum(map(len, frames)), place, frames)

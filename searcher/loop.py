@@ -229,7 +229,7 @@ class Searcher:
             self._client.call(wire.Goodbye(), wire.Done, deadline_seconds=1.0)
         except BufferUnavailable as error:
             log.warning("left without goodbye", reason=str(error))
-        log.info("left", trajectories=self._groups.trajectories, errors=self._groups.errors)
+        log.info("left", rows=self._delivery.rows, errors=self._groups.errors)
 
 
 def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool]) -> None:

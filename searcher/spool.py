@@ -135,7 +135,7 @@ def _is_cut_short(tail: bytes) -> bool:
     if len(tail) < _START:
         return tail[: len(_MAGIC)] == _MAGIC[: len(tail)]
     magic, frames, _, size = _HEAD.unpack_from(tail)
-    return magic == _MAGIC and frames <= _MOST_FRAMES and _START + size > len(tail)
+    return bool(magic == _MAGIC and frames <= _MOST_FRAMES and _START + size > len(tail))
 
 
 def _checksum(*parts: bytes | memoryview) -> int:

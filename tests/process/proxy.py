@@ -12,8 +12,9 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 class Proxy:
     """Forwards every connection to `target`, a ZeroMQ endpoint, until it is told otherwise.
 
-    `silence` stops forwarding and says nothing: connections stay open, new ones are accepted by the system and get no
-    byte, as when packets are dropped. `cut` closes every connection and refuses new ones. `heal` ends either.
+    `silence` stops forwarding and says nothing, not even that an end has closed, as when packets are dropped: what is
+    under way arrives after `heal` on connections that are still open by then; one that was dialled meanwhile never
+    comes about. `cut` closes every connection and refuses new ones. `heal` ends either.
     """
 
     def __init__(self, target: str) -> None:
@@ -66,7 +67,9 @@ class Proxy:
             self._spawn(self._connect, near)
 
     def _connect(self, near: socket.socket) -> None:
-        self._open.wait()
+        if not self._open.is_set():
+            self._sockets.add(near)
+            return None
         try:
             far = socket.create_connection(self._target)
         except OSError:
@@ -80,6 +83,7 @@ class Proxy:
             while data := source.recv(_READ_BYTES):
                 self._open.wait()
                 sink.sendall(data)
+        self._open.wait()
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

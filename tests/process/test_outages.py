@@ -84,19 +84,20 @@ class Process:
     @property
     def sender(self) -> str:
         """Its name and start, known from the spool that it makes when it has joined."""
-        (name,) = [p.name for p in self._system.spool.glob(f"*{self._label}*") if p.name not in self._before]
+        (name,) = self._spools()
         return name
+
+    def _spools(self) -> list[str]:
+        names = [path.name for path in self._system.spool.glob(f"[!.]*{self._label}*")]
+        return [name for name in names if name not in self._before]
 
     def wait_for_rows(self, more: int = 1) -> str:
         """Wait until the buffer has so many more rows of this searcher. Returns its sender."""
-        wait_until(lambda: any(self._system.spool.glob(f"*{self._label}*")) and self._has_a_spool())
+        wait_until(self._spools)
         sender = self.sender
         there = len(self._system.stored().get(sender, []))
         wait_until(lambda: len(self._system.stored().get(sender, [])) >= there + more)
         return sender
-
-    def _has_a_spool(self) -> bool:
-        return any(path.name not in self._before for path in self._system.spool.glob(f"*{self._label}*"))
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

@@ -97,7 +97,7 @@ class Parser:
         demonstration = line.logprobs is None
         return Trajectory(
             prompt_key=_key(line, prompt_ids),
-            lease=0,
+            lease=wire.NO_VISIT,
             prompt_ids=np.asarray(prompt_ids, np.int32),
             response_ids=np.asarray(response_ids, np.int32),
             logprobs=np.asarray(line.logprobs if line.logprobs is not None else [0.0] * len(response_ids), np.float32),

@@ -21,8 +21,13 @@ _UNREAD_REQUESTS = 16
 _READ_BYTES = 4 << 20  # read at once, and one multipart more
 # A frame over the codec's limit gets an error reply; one over this is not even read: the peer is cut off.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
+# A peer that a network cut took away without a word is noticed 12 s after its last sign of life at the latest: either
+# side pings every 2 s, and ends a connection on which 10 s after a ping nothing came. A new connection that does not
+# come about is given up after 5 s and tried again, else the wait would go on for long after the cut: TCP asks again
+# ever more rarely, and ZeroMQ would wait 30 s for the greeting.
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
+_CONNECT_TIMEOUT_MS = 5_000
 _LINGER_MS = 500
 
 Peer = bytes
@@ -156,6 +161,8 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _HARD_FRAME_LIMIT)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
 
 
 def _bind_sentence(address: str, error: zmq.ZMQError) -> str:

@@ -36,17 +36,20 @@ M = TypeVar("M", bound=Message)
 class _Pending:
     frames: Frames
     patience: float  # seconds until the request is sent again
+    posted_at: float
     sent_at: float | None = None
 
 
 class BufferClient:
-    """One connection to the buffer. `sender` names this start of this process."""
+    """One connection to the buffer. `sender` names this start of this process, unless it speaks for another."""
 
-    def __init__(self, address: str, *, role: Role, name: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self, address: str, *, role: Role, name: str, sender: str = "", run: str = "", clock: Clock | None = None
+    ) -> None:
         self.address = address
         self.role: Role = role
-        self.sender = f"{name}.{uuid.uuid4().hex[:8]}"
-        self.run = ""
+        self.sender = sender or f"{name}.{uuid.uuid4().hex[:8]}"
+        self.run = run
         self.state: RunState | None = None
         self.trouble = ""  # the last passing failure, empty when all is well
         self._clock = clock or SystemClock()
@@ -62,17 +65,31 @@ class BufferClient:
         """Seconds since the buffer last answered anything."""
         return self._clock.monotonic() - self._heard_at
 
+    @property
+    def unanswered_seconds(self) -> float:
+        """Seconds that something has been asked and nothing was heard, as of the last `poll`."""
+        oldest = next(iter(self._pending.values()), None)
+        return self._clock.monotonic() - max(self._heard_at, oldest.posted_at) if oldest else 0.0
+
     def post(self, message: Message, frames: Sequence[bytes] = ()) -> int:
         """Send without waiting. Returns the id that the reply will carry."""
+        id_, encoded = self.encode(message, frames)
+        self.post_encoded(id_, encoded, wait_seconds=getattr(message, "wait_seconds", 0.0))
+        return id_
+
+    def encode(self, message: Message, frames: Sequence[bytes] = ()) -> tuple[int, Frames]:
+        """The id and the bytes of a request, to be posted once, now or later."""
         self._last_id += 1
-        encoded = encode_request(
+        return self._last_id, encode_request(
             message, id=self._last_id, role=self.role, sender=self.sender, run=self.run, frames=frames
         )
-        patience = _RESEND_SECONDS + getattr(message, "wait_seconds", 0.0)
-        self._pending[self._last_id] = _Pending(encoded, patience)
+
+    def post_encoded(self, id_: int, encoded: Frames, *, wait_seconds: float = 0.0) -> None:
+        """Send without waiting what `encode` gave, of this client or of an earlier one of this sender."""
+        self._last_id = max(self._last_id, id_)
+        self._pending[id_] = _Pending(encoded, _RESEND_SECONDS + wait_seconds, self._clock.monotonic())
         self._due_at = -math.inf
         self._send_due()
-        return self._last_id
 
     def is_pending(self, id_: int | None) -> bool:
         """Whether a posted request has no answer yet."""

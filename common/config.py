@@ -141,6 +141,11 @@ class SearchSection(Section):
     """Nucleus sampling: the smallest set of tokens with this much probability."""
     max_tokens: Positive = 512
     """Longest response, in tokens."""
+    spool_dir: Path | None = None
+    """Directory where searchers keep what the buffer has not acknowledged; by default `spool` in run.dir. One that
+    died is delivered for by the next one that starts with this directory on the same machine."""
+    spool_mib: PositiveFloat = 512.0
+    """Size of one searcher's spool in MiB, at which it stops to generate until the buffer is back."""
     canary_tolerance: PositiveFloat | None = None
     """Largest |log-probability difference| to the trainer that a hot reload may show on the canary. By default
     1e-3 where model.dtype is float32 and 0.5 where it is bfloat16, whose rounding alone makes up to about 0.15."""
@@ -247,6 +252,11 @@ class Config(Section):
     def checkpoints(self) -> Path:
         """Directory of the trainer's checkpoints."""
         return self.run.dir / "checkpoints"
+
+    @property
+    def spool(self) -> Path:
+        """Directory of the searchers' spools."""
+        return self.search.spool_dir or self.run.dir / "spool"
 
     @property
     def max_staleness(self) -> int | None:

@@ -29,6 +29,8 @@ Wait = Annotated[float, Field(ge=0, le=LONGEST_WAIT_SECONDS)]
 Role = Literal["searcher", "trainer", "publisher", "monitor", "importer"]
 # A trajectory that no policy of this run made, such as an imported one, has version -1.
 NO_POLICY = -1
+# The lease of a trajectory that answers no visit: an imported one, or one made while the buffer was away.
+NO_VISIT = 0
 PolicyVersion = Annotated[int, Field(ge=NO_POLICY, lt=1 << 63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 StopReason = Literal["eos", "length", "error"]

@@ -117,6 +117,7 @@ def summary_line(status: Status, steps: int, remaining: float | None) -> str:
     return "  ".join(parts) if status.step and not status.trainer_waits_for else f"{parts[0]}  {explain(status)}"
 
 
+_SPOOL_SHOWN_BYTES = 1 << 20  # less is on its way at any time
 _SHOWN = (("loss", "loss"), ("reward", "reward"), ("staleness", "staleness"))
 
 
@@ -128,6 +129,8 @@ def clients_table(status: Status) -> Table:
     for client in sorted(status.clients, key=lambda client: (client.role, client.sender)):
         if client.role in ("searcher", "trainer"):
             activity = f"{client.activity}: {client.reason}" if client.reason else client.activity
+            if (spooled := client.metrics.get("spool_bytes", 0.0)) >= _SPOOL_SHOWN_BYTES:
+                activity += f" ({spooled / 2**20:,.1f} MiB in its spool)"
             rate = client.metrics.get("tokens_per_second")
             table.add_row(
                 client.role,

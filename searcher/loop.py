@@ -1,8 +1,8 @@
 """The searcher's loop: follow the weights, lease prompts, step the engine, hand over complete groups.
 
 The engine never waits for the buffer: requests are posted and their replies taken when they come. While
-the buffer is away, the prompts that are leased already (two loads of the engine) are answered and wait in
-memory to be acknowledged; then generation pauses.
+the buffer is away, the prompts that are leased already are answered, then prompts of the searcher's own
+choice, into the spool; when that is full, generation pauses.
 """
 
 import os
@@ -19,10 +19,11 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, ConfigError, Refused
 from tba.common.log import get_logger
 from tba.common.process import notify_systemd
-from tba.common.trajectory import pack
+from tba.searcher.delivery import Delivery
 from tba.searcher.engine import Engine
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
+from tba.searcher.unleased import UnleasedPrompts
 from tba.searcher.weights import WeightsFollower
 
 log = get_logger(__name__)
@@ -64,15 +65,18 @@ class Searcher:
         self._clock = clock
         self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
         self._groups = GroupBuilder(engine, task, tokenizer, config.search)
-        self._held: set[int] = set()  # leases: generating, or put and not acknowledged
-        self._puts: dict[int, Group] = {}  # by request id, until acknowledged
+        self._delivery = Delivery(
+            client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
+        )
+        self._unleased = UnleasedPrompts(task.prompts(), config, client.sender)
+        self._held: set[int] = set()  # leases of groups that are being generated
+        self._without_lease = 0  # groups that are being generated and have none
         self._lease_request: int | None = None
         self._heartbeat_request: int | None = None
         self._wait_reason = ""
         self._lease_at = 0.0  # monotonic; not before this
         self._seen_running = False
         self._joined_at = clock.monotonic()
-        self._sequence = 0
         self._rates = _Rates(clock.monotonic())
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -84,9 +88,10 @@ class Searcher:
         while not (stop() or self._finished):
             self._weights.follow(self._client.state.weights if self._client.state else None)
             self._ask_for_prompts()
-            for generation in self._engine.step():
+            generations = [] if self._delivery.pause else self._engine.step()
+            for generation in generations:
                 self._hand_over(self._groups.finish(generation))
-            self._take_replies(0.0 if self._engine.in_flight else _IDLE_SECONDS)
+            self._take_replies(0.0 if self._engine.in_flight and not self._delivery.pause else _IDLE_SECONDS)
             self._heartbeat()
         self._leave()
 
@@ -108,6 +113,7 @@ class Searcher:
                     f"run {self._config.run.name}"
                 )
             register_prompts(self._client, self._task, stop)
+            self._delivery.open()
         except BufferUnavailable:  # raised only when asked to stop
             return
         self._joined_at, self._seen_running = self._clock.monotonic(), False
@@ -117,15 +123,17 @@ class Searcher:
     def _ask_for_prompts(self) -> None:
         """Keep two loads of prompts: one in the engine, one waiting for room in it."""
         search = self._config.search
-        if self._lease_request is not None or self._weights.current is None or self._clock.monotonic() < self._lease_at:
-            return
         loads = 2 * -(-search.max_in_flight // search.samples_per_prompt)
-        want = loads - len(self._held)
-        if want <= 0:
+        want = loads - len(self._held) - self._without_lease
+        if want <= 0 or self._weights.current is None or self._delivery.pause:
+            return
+        if self._delivery.away:
+            self._start(self._unleased.take(want))
+        if self._lease_request is not None or self._clock.monotonic() < self._lease_at:
             return
         request = wire.LeasePrompts(
             want=want,
-            held=sorted(self._held),
+            held=sorted({*self._held, *self._delivery.leases}),
             weights_version=self._weights.current.version,
             wait_seconds=_LEASE_WAIT_SECONDS,
         )
@@ -138,7 +146,8 @@ class Searcher:
             if reply.header.id == self._lease_request:
                 self._take_leases(reply)
             elif isinstance(reply.message, wire.PutAck):
-                self._held.discard(self._puts.pop(reply.header.id).visit.lease)
+                self._delivery.take(reply)
+        self._delivery.turn()
 
     def _take_leases(self, reply: Reply) -> None:
         self._lease_request = None
@@ -146,23 +155,31 @@ class Searcher:
         self._wait_reason = reply.message.reason
         if not reply.message.visits:
             self._lease_at = self._clock.monotonic() + _IDLE_SECONDS
-        for visit in reply.message.visits:
-            if visit.lease not in self._held:
+        known = {*self._held, *self._delivery.leases}
+        self._start([visit for visit in reply.message.visits if visit.lease not in known])
+
+    def _start(self, visits: Sequence[wire.Visit]) -> None:
+        for visit in visits:
+            if visit.lease == wire.NO_VISIT:
+                self._without_lease += 1
+            else:
                 self._held.add(visit.lease)
-                self._hand_over(self._groups.start(visit))
+            self._hand_over(self._groups.start(visit))
 
     def _hand_over(self, group: Group | None) -> None:
-        """Put a complete group; the sequence numbers make a repeated put harmless."""
+        """A complete group is the delivery's from now on."""
         if group is None:
             return
-        columns, frames = pack(group.done)
-        message = wire.PutTrajectories(first_sequence=self._sequence, rows=wire.Rows.model_validate(columns))
-        self._sequence += len(group.done)
-        self._puts[self._client.post(message, frames)] = group
+        lease = group.visit.lease
+        if lease == wire.NO_VISIT:
+            self._without_lease -= 1
+        else:
+            self._held.remove(lease)
+        self._delivery.put(group.done, lease)
 
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
-        if now - self._rates.at < _HEARTBEAT_SECONDS or self._client.is_pending(self._heartbeat_request):
+        if now - self._rates.at < _HEARTBEAT_SECONDS:
             return
         activity, reason = self._activity()
         metrics = self._metrics(now)
@@ -173,15 +190,18 @@ class Searcher:
             weights_version=current.version if current else None,
             metrics=metrics,
         )
-        self._heartbeat_request = self._client.post(heartbeat)
+        if not self._client.is_pending(self._heartbeat_request):
+            self._heartbeat_request = self._client.post(heartbeat)
         notify_systemd(f"STATUS={activity} {reason} {metrics['tokens_per_second']:.0f} tokens/s".strip())
         self._rates = _Rates(now, self._groups.tokens, self._groups.trajectories)
 
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
             return "waiting", self._weights.trouble or "no snapshot is published yet"
-        if self._puts and not self._engine.in_flight:
-            return "waiting", f"{len(self._puts)} groups are not acknowledged by the buffer"
+        if self._delivery.pause:
+            return "waiting", self._delivery.pause
+        if self._delivery.groups and not self._engine.in_flight:
+            return "waiting", f"{self._delivery.groups} groups are not acknowledged by the buffer"
         if not self._engine.in_flight:
             return "waiting", self._weights.trouble or self._wait_reason or "prompts"
         return "generating", self._weights.trouble
@@ -192,7 +212,7 @@ class Searcher:
             "tokens_per_second": (self._groups.tokens - self._rates.tokens) / seconds,
             "trajectories_per_second": (self._groups.trajectories - self._rates.trajectories) / seconds,
             "in_flight": float(self._engine.in_flight),
-            "unacknowledged_groups": float(len(self._puts)),
+            **self._delivery.metrics,
             "errors": float(self._groups.errors),
             "weights_load_seconds": self._weights.last_load_seconds,
             "canary_difference": self._weights.mismatch,
@@ -202,15 +222,14 @@ class Searcher:
     def _leave(self) -> None:
         """Wait a little for the acknowledgements, then give back what is not done."""
         deadline = self._clock.monotonic() + _DRAIN_SECONDS
-        while self._puts and self._clock.monotonic() < deadline:
+        while not self._delivery.is_done and self._clock.monotonic() < deadline:
             self._take_replies(_IDLE_SECONDS)
-        if self._puts:
-            log.warning("leaving with unacknowledged groups", groups=len(self._puts))
+        self._delivery.close()
         try:
             self._client.call(wire.Goodbye(), wire.Done, deadline_seconds=1.0)
         except BufferUnavailable as error:
             log.warning("left without goodbye", reason=str(error))
-        log.info("left", trajectories=self._groups.trajectories, errors=self._groups.errors)
+        log.info("left", rows=self._delivery.rows, errors=self._groups.errors)
 
 
 def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool]) -> None:

@@ -1,0 +1,366 @@
+"""Puts on disk until they are acknowledged: append-only segments of checksummed records. Files only, no sockets.
+
+    spool/SENDER/   lock   owner.json   00000000.puts   00000001.puts ...
+    spool/aside/    segments that hold something unreadable or refused, for people
+
+    record   magic, frames, request id, bytes, checksum | length of each frame | the frames of the request
+
+Invariant: the records of a segment are there until the puts of all of them are acknowledged. A directory whose lock
+nobody holds belongs to a searcher that has died: who takes the lock may deliver what is in it, in its name.
+
+Nothing is synced: what was appended survives the death of the process, and a power cut only as far as the system had
+written its pages back, some 30 s. What a power cut takes was never acknowledged; its prompts are leased again.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+from tba.common.errors import StorageError
+
+_MAGIC = b"tbaP"
+_HEAD = struct.Struct("<4sIQQ")  # magic, number of frames, request id, bytes after the checksum
+_CHECKSUM = struct.Struct("<Q")  # xxh3 of the head and all that follows
+_START = _HEAD.size + _CHECKSUM.size
+_MOST_FRAMES = 16
+_SEGMENT_BYTES = 8 << 20
+_SEGMENTS = 8  # at least so many within the limit, so that space is given back in parts
+_SUFFIX = ".puts"
+_LOCK, _OWNER, _ASIDE = "lock", "owner.json", "aside"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A request as it went, or will go, to the buffer: `frames` are its whole multipart."""
+
+    id: int
+    frames: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes of a segment that are no record. `torn`: the beginning of one whose end was never written."""
+
+    start: int
+    stop: int
+    torn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is."""
+
+    segment: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose puts a directory holds: the run's uuid and name, the sender of the puts, and its machine."""
+
+    run: str
+    run_name: str
+    sender: str
+    host: str
+
+
+# ---------------------------------------------------------------- records
+
+
+def encode(record: Record) -> list[bytes]:
+    """The parts of a record, in order; the frames are not copied."""
+    lengths = struct.pack(f"<{len(record.frames)}Q", *map(len, record.frames))
+    size = len(lengths) + sum(map(len, record.frames))
+    head = _HEAD.pack(_MAGIC, len(record.frames), record.id, size)
+    return [head, _CHECKSUM.pack(_checksum(head, lengths, *record.frames)), lengths, *record.frames]
+
+
+def scan(segment: bytes) -> Iterator[Record | Damage]:
+    """The records of a segment in order, and what is between them. After damage, the next sound record is found."""
+    at = 0
+    while at < len(segment):
+        if (found := _record_at(segment, at)) is not None:
+            record, at = found
+            yield record
+            continue
+        following = _next_record(segment, at + 1)
+        torn = following == len(segment) and _is_cut_short(segment[at:])
+        yield Damage(at, following, torn)
+        at = following
+
+
+def _record_at(segment: bytes, at: int) -> tuple[Record, int] | None:
+    """The record that starts here and where it ends; None if there is no sound one."""
+    if len(segment) - at < _START:
+        return None
+    head = segment[at : at + _HEAD.size]
+    magic, frames, id_, size = _HEAD.unpack(head)
+    start = at + _START
+    stop = start + size
+    if magic != _MAGIC or frames > _MOST_FRAMES or stop > len(segment) or 8 * frames > size:
+        return None
+    (checksum,) = _CHECKSUM.unpack_from(segment, at + _HEAD.size)
+    if _checksum(head, memoryview(segment)[start:stop]) != checksum:
+        return None
+    lengths = struct.unpack_from(f"<{frames}Q", segment, start)
+    return Record(id_, list(_cut(segment, start + 8 * frames, lengths))), stop
+
+
+def _cut(segment: bytes, at: int, lengths: Sequence[int]) -> Iterator[bytes]:
+    for length in lengths:
+        yield segment[at : at + length]
+        at += length
+
+
+def _next_record(segment: bytes, at: int) -> int:
+    """Where the next sound record starts; the end of the segment if there is none."""
+    while (at := segment.find(_MAGIC, at)) >= 0:
+        if _record_at(segment, at) is not None:
+            return at
+        at += 1
+    return len(segment)
+
+
+def _is_cut_short(tail: bytes) -> bool:
+    if len(tail) < _START:
+        return tail[: len(_MAGIC)] == _MAGIC[: len(tail)]
+    magic, frames, _, size = _HEAD.unpack_from(tail)
+    return bool(magic == _MAGIC and frames <= _MOST_FRAMES and _START + size > len(tail))
+
+
+def _checksum(*parts: bytes | memoryview) -> int:
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+# ---------------------------------------------------------------- the spool of a living searcher
+
+
+@dataclass(slots=True)
+class _Segment:
+    bytes: int = 0
+    unacknowledged: int = 0
+
+
+class Spool:
+    """The puts of this start of a searcher. Used by one thread.
+
+    Raises StorageError if the directory cannot be made.
+    """
+
+    def __init__(self, root: Path, owner: Owner, *, limit_bytes: int) -> None:
+        self.directory = root / owner.sender
+        self.limit_bytes = limit_bytes
+        self._segment_bytes = min(_SEGMENT_BYTES, max(1, limit_bytes // _SEGMENTS))
+        self._segments: dict[int, _Segment] = {}
+        self._current = -1
+        self._file: int | None = None
+        with _storage_errors(root):
+            self._lock = _make(self.directory, owner)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on disk, of segments that are not all acknowledged and of the one that is written."""
+        return sum(segment.bytes for segment in self._segments.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more should be appended; what is appended all the same is kept."""
+        return self.bytes >= self.limit_bytes
+
+    def append(self, record: Record) -> Place:
+        """Write a record. Raises StorageError if the disk does not take it; the spool is then as before."""
+        parts = encode(record)
+        size = sum(map(len, parts))
+        with _storage_errors(self.directory):
+            file, segment = self._open_segment()
+            _write(file, parts, at=segment.bytes)
+        place = Place(self._current, segment.bytes, size)
+        segment.bytes += size
+        segment.unacknowledged += 1
+        return place
+
+    def read(self, place: Place) -> Record | None:
+        """A record that was appended; None, and its segment is kept aside, if it is damaged on the disk."""
+        path = self._path(place.segment)
+        with _storage_errors(path), path.open("rb") as file:
+            file.seek(place.offset)
+            found = next(scan(file.read(place.bytes)), None)
+            if isinstance(found, Record):
+                return found
+            _set_aside(path, copy=True)
+        return None
+
+    def acknowledge(self, place: Place) -> None:
+        """The put of this record is in the database: a segment without any other goes."""
+        segment = self._segments[place.segment]
+        segment.unacknowledged -= 1
+        if not segment.unacknowledged and place.segment != self._current:
+            self._path(place.segment).unlink(missing_ok=True)
+            del self._segments[place.segment]
+
+    def close(self) -> None:
+        """Leave what is not acknowledged to the next searcher; if that is nothing, leave no directory."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if not any(segment.unacknowledged for segment in self._segments.values()):
+            shutil.rmtree(self.directory, ignore_errors=True)
+        self._lock.close()
+
+    def _open_segment(self) -> tuple[int, _Segment]:
+        """The segment to append to: the current one, the current one emptied, or a new one."""
+        segment = self._segments.get(self._current)
+        if self._file is not None and segment is not None:
+            if segment.bytes < self._segment_bytes:
+                return self._file, segment
+            if not segment.unacknowledged:
+                os.ftruncate(self._file, 0)
+                segment.bytes = 0
+                return self._file, segment
+            os.close(self._file)
+            self._file = None
+        self._current += 1
+        self._file = os.open(self._path(self._current), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        segment = self._segments[self._current] = _Segment()
+        return self._file, segment
+
+    def _path(self, segment: int) -> Path:
+        return self.directory / f"{segment:08}{_SUFFIX}"
+
+
+def _write(file: int, parts: Sequence[bytes], *, at: int) -> None:
+    """Write all parts at a place, or nothing: what came of them is cut off again."""
+    size = sum(map(len, parts))
+    try:
+        if os.pwritev(file, parts, at) != size:
+            raise OSError("the disk took a part of it: it is full, or a limit is reached")
+    except OSError:
+        with contextlib.suppress(OSError):  # the torn record is skipped by who reads it
+            os.ftruncate(file, at)
+        raise
+
+
+def _make(directory: Path, owner: Owner) -> IO[str]:
+    """A directory with its owner and lock in it from the moment that it has its name."""
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    lock = (temporary / _LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (temporary / _OWNER).write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    temporary.rename(directory)
+    return lock
+
+
+# ---------------------------------------------------------------- the spools of dead ones
+
+
+class Orphan:
+    """The spool of a searcher that has died, locked by us."""
+
+    def __init__(self, directory: Path, owner: Owner, lock: IO[str]) -> None:
+        self.directory = directory
+        self.owner = owner
+        self.damaged = 0
+        self._lock = lock
+        self._aside: set[Path] = set()
+
+    def records(self) -> Iterator[tuple[Path, Record]]:
+        """Its records in the order of writing, each with its segment. Counts what is damaged.
+
+        Raises StorageError if a segment cannot be read.
+        """
+        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
+            with _storage_errors(path):
+                segment = path.read_bytes()
+            for found in scan(segment):
+                if isinstance(found, Record):
+                    yield path, found
+                elif not found.torn:
+                    self.damaged += 1
+                    self.keep(path)
+
+    def keep(self, segment: Path) -> None:
+        """Something of this segment was not delivered: it is put aside when the spool is removed."""
+        self._aside.add(segment)
+
+    @property
+    def kept(self) -> list[Path]:
+        """Where the segments are, or will be, that were put aside."""
+        return [_aside(path) for path in sorted(self._aside)]
+
+    def remove(self) -> None:
+        """All that can be delivered is. Raises StorageError."""
+        with _storage_errors(self.directory):
+            for path in self._aside:
+                _set_aside(path, copy=False)
+            shutil.rmtree(self.directory)
+        self._lock.close()
+
+    def close(self) -> None:
+        """Leave it, with what is in it, to another searcher."""
+        self._lock.close()
+
+
+def find_orphans(root: Path, host: str) -> list[Orphan]:
+    """The spools of dead searchers of this machine, whatever their run, locked. Oldest first."""
+    directories = [path for path in root.glob("*") if path.name != _ASIDE and (path / _OWNER).is_file()]
+    found = [_take(path, host) for path in sorted(directories, key=_age)]
+    return [orphan for orphan in found if orphan is not None]
+
+
+def _age(directory: Path) -> float:
+    with contextlib.suppress(OSError):
+        return (directory / _OWNER).stat().st_mtime
+    return 0.0
+
+
+def _take(directory: Path, host: str) -> Orphan | None:
+    """Lock a directory. None if its searcher lives, or is of another machine, whose locks we may not see."""
+    try:
+        owner = Owner(**json.loads((directory / _OWNER).read_text(encoding="utf-8")))
+        lock = (directory / _LOCK).open("r+")
+    except (OSError, ValueError, TypeError):  # just removed, or not ours
+        return None
+    try:
+        if owner.host == host:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (directory / _OWNER).is_file():  # nobody delivered and removed it meanwhile
+                return Orphan(directory, owner, lock)
+    except OSError:
+        pass
+    lock.close()
+    return None
+
+
+def _aside(segment: Path) -> Path:
+    return segment.parent.parent / _ASIDE / f"{segment.parent.name}-{segment.name}"
+
+
+def _set_aside(segment: Path, *, copy: bool) -> None:
+    kept = _aside(segment)
+    kept.parent.mkdir(exist_ok=True)
+    if copy:
+        shutil.copyfile(segment, kept)
+    else:
+        segment.rename(kept)
+
+
+@contextlib.contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"the spool {path}: {error.strerror or error}") from error

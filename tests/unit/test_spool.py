@@ -1,0 +1,217 @@
+"""The spool as files: what is appended comes back, whatever happens to the end of a file, and space is given back."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tba.common.errors import StorageError
+from tba.searcher.spool import Damage, Orphan, Owner, Record, Spool, encode, find_orphans, scan
+
+OWNER = Owner(run="r" * 32, run_name="run", sender="node-cpu0.1", host="node")
+RECORDS = st.lists(
+    st.builds(Record, st.integers(0, 2**63 - 1), st.lists(st.binary(max_size=40), max_size=6)), max_size=6
+)
+BIG = 1 << 20
+
+
+def written(records: list[Record]) -> list[bytes]:
+    return [b"".join(encode(record)) for record in records]
+
+
+@given(RECORDS)
+def test_records_come_back_as_they_were(records):
+    assert list(scan(b"".join(written(records)))) == records
+
+
+@given(RECORDS, st.builds(Record, st.integers(0, 9), st.lists(st.binary(max_size=30), max_size=3)))
+def test_a_tail_that_is_torn_at_any_byte_costs_the_torn_record_only(records, last):
+    whole, tail = b"".join(written(records)), b"".join(encode(last))
+    for cut in range(1, len(tail)):
+        assert list(scan(whole + tail[:cut])) == [*records, Damage(len(whole), len(whole) + cut, torn=True)]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=5), st.data())
+def test_a_changed_byte_costs_one_record_and_is_told(bodies, data):
+    records = [Record(n, [body]) for n, body in enumerate(bodies)]
+    parts = written(records)
+    hit = data.draw(st.integers(0, len(parts) - 1))
+    at = data.draw(st.integers(0, len(parts[hit]) - 1))
+    changed = bytearray(parts[hit])
+    changed[at] ^= data.draw(st.integers(1, 255))
+    found = list(scan(b"".join([*parts[:hit], bytes(changed), *parts[hit + 1 :]])))
+    assert [item for item in found if isinstance(item, Record)] == [r for r in records if r.id != hit]
+    (damage,) = [item for item in found if isinstance(item, Damage)]
+    assert (damage.start, damage.stop) == (sum(map(len, parts[:hit])), sum(map(len, parts[: hit + 1])))
+
+
+@given(RECORDS, st.integers(1, 64))
+def test_zeros_at_the_end_after_a_power_cut_are_no_record(records, zeros):
+    found = list(scan(b"".join(written(records)) + bytes(zeros)))
+    assert [item for item in found if isinstance(item, Record)] == records
+
+
+@pytest.fixture
+def spool(tmp_path):
+    spool = Spool(tmp_path, OWNER, limit_bytes=BIG)
+    yield spool
+    spool.close()
+
+
+def files_of(spool: Spool) -> list[Path]:
+    return sorted(spool.directory.glob("*.puts"))
+
+
+def record(id_: int, size: int = 1000) -> Record:
+    return Record(id_, [id_.to_bytes(4, "little") * (size // 4)])
+
+
+def test_a_record_is_read_back_from_any_segment(spool):
+    places = [spool.append(record(n, 100_000)) for n in range(8)]
+    assert len(files_of(spool)) > 2
+    assert [spool.read(place) for place in places] == [record(n, 100_000) for n in range(8)]
+
+
+def test_a_segment_goes_when_all_its_records_are_acknowledged(spool):
+    places = [spool.append(record(n, 100_000)) for n in range(8)]
+    before = spool.bytes
+    first = [place for place in places if place.segment == 0]
+    for place in first[:-1]:
+        spool.acknowledge(place)
+    assert spool.bytes == before
+    spool.acknowledge(first[-1])
+    assert spool.bytes == before - sum(place.bytes for place in first)
+    assert not any(path.name == "00000000.puts" for path in files_of(spool))
+
+
+def test_when_the_buffer_is_quick_one_segment_is_written_over_and_over(spool):
+    for n in range(100):
+        spool.acknowledge(spool.append(record(n, 50_000)))
+    assert len(files_of(spool)) == 1
+    assert spool.bytes < BIG / 4
+
+
+def test_the_spool_is_full_at_its_limit_and_is_not_when_a_part_is_acknowledged(spool):
+    places = []
+    while not spool.is_full:
+        places.append(spool.append(record(len(places), 20_000)))
+    assert BIG <= sum(path.stat().st_size for path in files_of(spool)) < BIG + 21_000
+    for place in places[: len(places) // 2]:
+        spool.acknowledge(place)
+    assert not spool.is_full
+    assert [spool.read(place) for place in places[len(places) // 2 :]] == [
+        record(n, 20_000) for n in range(len(places) // 2, len(places))
+    ]
+
+
+def test_what_the_disk_refuses_leaves_the_spool_as_it_was(spool, monkeypatch):
+    good = spool.append(record(1))
+    real = os.pwritev
+
+    def full_after_100_bytes(file, parts, at):
+        real(file, [b"".join(parts)[:100]], at)
+        return 100
+
+    monkeypatch.setattr(os, "pwritev", full_after_100_bytes)
+    with pytest.raises(StorageError, match="the disk is full|the disk took a part"):
+        spool.append(record(2))
+    monkeypatch.undo()
+    after = spool.append(record(3))
+    assert [spool.read(good), spool.read(after)] == [record(1), record(3)]
+    assert list(scan(files_of(spool)[0].read_bytes())) == [record(1), record(3)]
+
+
+def test_a_record_that_the_disk_has_changed_is_not_delivered_and_its_segment_is_kept(spool, tmp_path):
+    places = [spool.append(record(n)) for n in range(2)]
+    damage(files_of(spool)[0], places[0].offset + 500)
+    assert [spool.read(place) for place in places] == [None, record(1)]
+    assert [path.name for path in (tmp_path / "aside").iterdir()] == ["node-cpu0.1-00000000.puts"]
+
+
+def damage(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_spool_without_anything_left_leaves_no_directory(tmp_path):
+    spool = Spool(tmp_path, OWNER, limit_bytes=BIG)
+    spool.acknowledge(spool.append(record(1)))
+    spool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spool_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="the spool .*file"):
+        Spool(tmp_path / "file", OWNER, limit_bytes=BIG)
+
+
+# ---------------------------------------------------------------- dead searchers
+
+
+def abandoned(root: Path, count: int, owner: Owner = OWNER) -> list[Record]:
+    """A spool as a searcher leaves it that ends without its puts acknowledged."""
+    spool = Spool(root, owner, limit_bytes=BIG)
+    records = [record(n, 50_000) for n in range(count)]
+    for item in records:
+        spool.append(item)
+    spool.close()
+    return records
+
+
+def the_orphan(root: Path) -> Orphan:
+    (orphan,) = find_orphans(root, "node")
+    return orphan
+
+
+def test_the_spool_of_a_dead_searcher_is_found_with_all_its_records_in_order(tmp_path):
+    records = abandoned(tmp_path, 6)
+    orphan = the_orphan(tmp_path)
+    assert orphan.owner == OWNER
+    assert [item for _, item in orphan.records()] == records
+    orphan.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_spool_of_a_living_searcher_is_not_taken(spool, tmp_path):
+    spool.append(record(1))
+    assert find_orphans(tmp_path, "node") == []
+
+
+def test_a_spool_is_taken_by_one_searcher_only_and_by_another_when_that_gives_it_up(tmp_path):
+    abandoned(tmp_path, 2)
+    orphan = the_orphan(tmp_path)
+    assert find_orphans(tmp_path, "node") == []
+    orphan.close()
+    the_orphan(tmp_path).close()
+
+
+def test_the_spool_of_another_machine_is_not_taken(tmp_path):
+    abandoned(tmp_path, 2)
+    assert find_orphans(tmp_path, "elsewhere") == []
+
+
+def test_what_is_damaged_is_counted_and_kept_aside_and_the_rest_comes(tmp_path):
+    records = abandoned(tmp_path, 2)
+    segment = next(tmp_path.glob("*/*.puts"))
+    damage(segment, 30_000)
+    orphan = the_orphan(tmp_path)
+    assert [item for _, item in orphan.records()] == records[1:]
+    assert orphan.damaged == 1
+    orphan.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["aside"]
+    assert [path.is_file() for path in orphan.kept] == [True]
+    assert find_orphans(tmp_path, "node") == []
+
+
+def test_a_directory_that_is_no_spool_is_left_alone(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/owner.json").write_text("{")
+    assert find_orphans(tmp_path, "node") == []
+    assert find_orphans(tmp_path / "missing", "node") == []

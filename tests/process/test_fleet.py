@@ -124,7 +124,8 @@ def test_a_guard_that_was_killed_is_replaced(fleet_config, start_fleet, tmp_path
     wait_for_output(tmp_path, "2/2 searchers up")
 
     def guards():
-        return [child for child in psutil.Process(fleet.pid).children() if "tba.deploy.guard" in child.cmdline()]
+        children = [child for child in psutil.Process(fleet.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in children if "tba.deploy.guard" in child.cmdline()]
 
     (guard,) = guards()
     guard.kill()

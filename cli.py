@@ -82,40 +82,42 @@ def _root(
 def search(
     config: ConfigFile = None,
     sets: Assignments = None,
-    gpus: Annotated[str | None, typer.Option(help="One searcher per GPU: 0-6, 0,2,4, all.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="One searcher per GPU: 0-6, 0,2,4, UUIDs, all.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option("--tp", min=1, help="GPUs per searcher.")] = None,
     cpu: Annotated[int | None, typer.Option(min=1, help="This many searchers on the CPU instead.")] = None,
     index: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Generate and score responses until the run is finished."""
     not_both(cpu is not None, gpus is not None, "--cpu", "--gpus")
-    resolved = resolve(config, sets, {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu})
-    from tba.common.devices import CPU, choose_gpus, list_gpus, pin
+    flags = {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu}
+    resolved = resolve(config, sets, {**flags, "search.tensor_parallel": tensor_parallel})
+    from tba.common.devices import CPU, label, pin
+    from tba.deploy.launcher import searcher_groups
 
-    if resolved.config.search.gpus == CPU:
-        if (count := resolved.config.search.cpu_searchers) > 1:
-            return _search_in_children(
-                resolved, _pass_on(config, sets), [["--cpu", "1", "--index", str(n)] for n in range(count)]
-            )
-        return _search_here(resolved, CPU, f"cpu{index}")
-    chosen = choose_gpus(resolved.config.search.gpus, list_gpus())
-    if len(chosen) > 1:
-        return _search_in_children(resolved, _pass_on(config, sets), [["--gpus", gpu] for gpu in chosen])
-    pin(chosen[0])
-    return _search_here(resolved, "cuda", f"gpu{chosen[0]}" if chosen[0].isdigit() else chosen[0])
+    search = resolved.config.search
+    if search.gpus == CPU:
+        if search.cpu_searchers == 1:
+            return _search_here(resolved, CPU, f"cpu{index}")
+        return _search_in_children(resolved, _pass_on(config, sets))
+    groups = searcher_groups(resolved.config)
+    if len(groups) > 1:
+        return _search_in_children(resolved, _pass_on(config, sets))
+    pin(groups[0])
+    return _search_here(resolved, "cuda", label(groups[0]))
 
 
 def _search_here(resolved: "Resolved", device: str, label: str) -> None:
-    stop = start_process(f"search-{label}")
+    stop = start_process(f"search-{label}", gpu=label)
     from tba.searcher.run import search as run_searcher
 
     run_searcher(resolved.config, device=device, label=label, stop=stop)
 
 
-def _search_in_children(resolved: "Resolved", arguments: Sequence[str], flags: Sequence[Sequence[str]]) -> None:
+def _search_in_children(resolved: "Resolved", arguments: Sequence[str]) -> None:
     stop = start_process("search")
-    from tba.deploy.launcher import run_searchers
+    from tba.deploy.launcher import Fleet
 
-    run_searchers(resolved.config, [["search", *arguments, *extra] for extra in flags], stop)
+    Fleet(resolved.config, arguments).run(stop)
 
 
 @app.command()
@@ -145,7 +147,7 @@ def train(
 
     device = CPU
     if resolved.config.train.gpu != CPU:
-        pin(choose_gpus(resolved.config.train.gpu, list_gpus())[0])
+        pin(choose_gpus(resolved.config.train.gpu, list_gpus()))
         device = "cuda"
     stop = start_process("train")
     need("torch", "train")
@@ -272,7 +274,7 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     if (device := resolved.config.search.gpus) != CPU:
-        pin(choose_gpus(device, list_gpus())[0])
+        pin(choose_gpus(device, list_gpus())[:1])
         device = "cuda"
     need("torch", "train")
     from dataclasses import asdict

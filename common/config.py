@@ -128,7 +128,9 @@ class SearchSection(Section):
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
     gpus: Annotated[str, Field(pattern=_GPU_LIST)] = "all"
-    """GPUs, one searcher each: `0-6`, `0,2,4`, `all`, or `cpu`."""
+    """GPUs, one searcher each: `0-6`, `0,2,4`, UUIDs, `all`, or `cpu`."""
+    tensor_parallel: Positive = 1
+    """vLLM: GPUs that share one engine; `gpus` is cut into consecutive groups of so many, one searcher each."""
     cpu_searchers: Positive = 1
     """Number of searchers when gpus is `cpu`."""
     samples_per_prompt: Positive = 24
@@ -216,12 +218,19 @@ class EvalSection(Section):
 
 
 class LaunchSection(Section):
-    """`tba run`: how the launcher treats its children."""
+    """`tba run`, and `tba search` with several searchers: how children are watched."""
 
     max_restarts: NonNegative = 5
-    """Times that each child is restarted after it failed or was killed."""
+    """Failures in a row after which a child counts as broken. It is still restarted while another child does its work:
+    the launcher gives up when the buffer, the trainer, or all searchers are broken."""
     restart_delay_seconds: NonNegativeFloat = 1.0
-    """Pause before a restart; doubles each time."""
+    """Pause before a restart, in seconds; doubles with each failure in a row."""
+    restart_delay_max_seconds: NonNegativeFloat = 60.0
+    """Longest pause before a restart, in seconds."""
+    stable_seconds: PositiveFloat = 600.0
+    """A child that ran for so long, in seconds, has its failures forgotten."""
+    summary_seconds: PositiveFloat = 10.0
+    """`tba search` with several searchers: seconds between two summary lines."""
     drain_seconds: PositiveFloat = 20.0
     """Time for a child to end after SIGTERM, before it is killed."""
 

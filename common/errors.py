@@ -5,6 +5,7 @@
     │   ├── MissingExtra     exit 78  an optional dependency is not installed
     │   └── LockTaken        exit 78  another process has what can be had once
     ├── UsageError           exit 2   the command line asks for something that cannot be
+    ├── DeviceBusy                    a GPU has not enough free memory
     ├── WireError                     a message is malformed
     │   ├── VersionMismatch           the peer speaks another protocol version
     │   └── Oversize                  a frame or a field is over its limit
@@ -55,6 +56,10 @@ class UsageError(TbaError):
     """The command line asks for something that cannot be done."""
 
     exit_code = EXIT_USAGE
+
+
+class DeviceBusy(TbaError):
+    """A GPU has not enough free memory for an engine. Passes by itself, so that systemd tries again."""
 
 
 class WireError(TbaError):

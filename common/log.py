@@ -41,11 +41,20 @@ def get_logger(name: str) -> FieldLogger:
     return FieldLogger(logging.getLogger(name))
 
 
-def configure(role: str, *, level: str = "INFO") -> None:
-    """Send the logs of this process to standard error, in the form that suits who reads it."""
+def json_wanted() -> bool:
+    """Whether logs are JSON lines: under systemd, or if TBA_LOG says so."""
+    return "JOURNAL_STREAM" in os.environ or os.environ.get("TBA_LOG") == "json"
+
+
+def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
+    """Send the logs of this process to standard error, in the form that suits who reads it.
+
+    `gpu` names the device of a searcher in each JSON line; in text the role does.
+    """
     handler = _StderrHandler()
-    json_wanted = "JOURNAL_STREAM" in os.environ or os.environ.get("TBA_LOG") == "json"
-    handler.setFormatter(JsonFormatter(role) if json_wanted else TextFormatter(role, colour=sys.stderr.isatty()))
+    handler.setFormatter(
+        JsonFormatter(role, gpu=gpu) if json_wanted() else TextFormatter(role, colour=sys.stderr.isatty())
+    )
     root = logging.getLogger("tba")
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -83,9 +92,10 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, *, gpu: str = "") -> None:
         super().__init__()
         self._role = role
+        self._gpu = {"gpu": gpu} if gpu else {}
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -93,6 +103,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "role": self._role,
             "pid": record.process,
+            **self._gpu,
             "event": record.getMessage(),
             **_fields(record),
         }

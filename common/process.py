@@ -7,9 +7,11 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SAME_REQUEST_SECONDS = 1.0
 PARENT_VARIABLE = "TBA_PARENT_PID"
 
@@ -49,6 +51,43 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before the call
         sys.exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent ends, so that none is lost sight of. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def child_pids() -> set[int]:
+    """The children of this process, adopted ones and zombies included; empty where the kernel does not list them."""
+    found: set[int] = set()
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found.update(map(int, listing.read_text().split()))
+    return found
+
+
+class NotifySocket:
+    """What a child tells by `notify_systemd`, heard by the process that started it."""
+
+    def __init__(self) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        # The kernel chooses a free abstract name: no file that a killed process would leave behind.
+        self._channel.bind("")
+        self.address = "@" + self._channel.getsockname()[1:].decode()
+
+    def receive(self) -> list[str]:
+        """The lines that came since the last call, such as `READY=1`."""
+        lines = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                lines += self._channel.recv(4096).decode(errors="replace").splitlines()
+        return lines
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._channel.close()
 
 
 def notify_systemd(state: str) -> None:

@@ -45,7 +45,7 @@ def not_both(first: bool, second: bool, *names: str) -> None:
         raise UsageError(f"{' and '.join(names)} exclude each other")
 
 
-def start_process(role: str, *, level: str = "INFO", drains: bool = True) -> Callable[[], bool]:
+def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> Callable[[], bool]:
     """What every long-running command does first. Returns the stop signal.
 
     A command that does not drain ends at the first signal, as programs do.
@@ -54,7 +54,7 @@ def start_process(role: str, *, level: str = "INFO", drains: bool = True) -> Cal
     from tba.common.process import StopSignal, die_with_parent
 
     die_with_parent()
-    configure(role, level=level)
+    configure(role, level=level, gpu=gpu)
     return StopSignal() if drains else lambda: False
 
 

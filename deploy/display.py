@@ -1,6 +1,8 @@
 """What `tba run` and `tba status` show: one table for people on a terminal, lines for pipes."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -119,6 +121,65 @@ def summary_line(status: Status, steps: int, remaining: float | None) -> str:
 
 _SPOOL_SHOWN_BYTES = 1 << 20  # less is on its way at any time
 _SHOWN = (("loss", "loss"), ("reward", "reward"), ("staleness", "staleness"))
+
+
+@dataclass(frozen=True)
+class SearcherState:
+    """One searcher as its supervisor sees it. `sender` is what the buffer calls it, without the part after the dot."""
+
+    label: str
+    sender: str
+    running: bool
+    ready: bool
+    done: bool
+    failures: int
+    broken: bool
+    last_code: int | None
+    starts_in: float  # seconds
+
+    def trouble(self) -> str:
+        """Why it does not search, empty if it does or is done."""
+        if self.done or (self.running and not self.broken):
+            return ""
+        how = "broken, " if self.broken else ""
+        when = "is tried again now" if self.running else f"starts again in {self.starts_in:.0f} s"
+        return f"{self.label} {how}{when} (failed {self.failures} times, last exit code {self.last_code})"
+
+
+def fleet_line(states: Sequence[SearcherState], status: Status | None) -> str:
+    """The searchers of one machine in one line; their figures as they told the buffer, None if it is away."""
+    up = sum(state.running and state.ready for state in states)
+    starting = sum(state.running and not state.ready for state in states)
+    parts = [f"{up}/{len(states)} searchers up" + (f", {starting} starting" if starting else "")]
+    parts += [trouble for state in states if (trouble := state.trouble())]
+    if status is None:
+        return "; ".join([*parts, "the buffer does not answer"])
+    labels = {state.sender: state.label for state in states}
+    ours = {
+        labels[name]: client for client in searchers(status) if (name := client.sender.rpartition(".")[0]) in labels
+    }
+    return "; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours)])
+
+
+def _fleet_figures(clients: Sequence[ClientStatus]) -> str:
+    def total(key: str) -> float:
+        return sum(client.metrics.get(key, 0.0) for client in clients)
+
+    versions = sorted({client.weights_version for client in clients if client.weights_version is not None})
+    newest = "none" if not versions else f"v{versions[0]}" + (f" to v{versions[-1]}" if len(versions) > 1 else "")
+    return (
+        f"{total('tokens_per_second'):,.0f} tokens/s, {total('trajectories_per_second'):.1f} trajectories/s, "
+        f"{total('in_flight'):.0f} in flight, weights {newest}, {total('errors'):.0f} errors"
+    )
+
+
+def _fleet_waits(clients: dict[str, ClientStatus]) -> list[str]:
+    """`waiting: REASON (gpu0, gpu2)`, one for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for label, client in clients.items():
+        if client.activity == "waiting":
+            reasons.setdefault(client.reason, []).append(label)
+    return [f"waiting: {reason} ({', '.join(labels)})" for reason, labels in reasons.items()]
 
 
 def clients_table(status: Status) -> Table:

@@ -56,8 +56,8 @@ def _engine(config: Config) -> tuple[str, str]:
 
 
 def _gpus(config: Config) -> tuple[str, str]:
-    present = list_gpus()
     try:
+        present = list_gpus()
         for wanted in (config.search.gpus, config.train.gpu):
             if wanted != CPU:
                 choose_gpus(wanted, present)

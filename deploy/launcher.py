@@ -1,15 +1,15 @@
-"""`tba run`: the whole system on this machine, as child processes with one live display."""
+"""`tba run` and `tba search` with several searchers: child processes of this machine under one supervisor."""
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 
 from tba.common.client import BufferClient
 from tba.common.config import Config
-from tba.common.devices import CPU, choose_gpus, list_gpus
+from tba.common.cores import Core, share_cores, threads_of, usable_cores
+from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
 from tba.common.errors import (
-    EXIT_CONFIG,
-    EXIT_USAGE,
     BufferUnavailable,
     ConfigError,
     Refused,
@@ -17,10 +17,11 @@ from tba.common.errors import (
     UsageError,
 )
 from tba.common.log import get_logger
+from tba.common.process import notify_systemd
 from tba.common.wire import GetStatus, Status
-from tba.deploy.display import Display
+from tba.deploy.display import Display, SearcherState, fleet_line
 from tba.deploy.picture import METRICS_FILE
-from tba.deploy.supervisor import Child, Supervisor
+from tba.deploy.supervisor import HOPELESS, Child, Supervisor
 
 log = get_logger(__name__)
 
@@ -34,17 +35,14 @@ class Launcher:
     def __init__(self, config: Config, arguments: Sequence[str], *, resume: bool) -> None:
         self._config = config
         self._buffer = self._child("buffer", "buffer", ["buffer", "serve", *arguments])
-        self._searchers = [
-            self._child(name, "search", ["search", *arguments, *flags], always=True)
-            for name, flags in searcher_flags(config)
-        ]
+        log_files = config.run.dir / "logs"
+        self._searchers = searcher_children(config, arguments, always=True)
+        for child in self._searchers:
+            child.name = f"search-{child.name.removeprefix('cpu').removeprefix('gpu')}"
+            child.log_file = log_files / f"{child.name}.log"
         first, later = (["--resume"], []) if resume else ([], ["--resume"])
         self._trainer = self._child("trainer", "trainer", ["train", *arguments, *first], after_first=later)
-        self._supervisor = Supervisor(
-            [self._buffer, *self._searchers, self._trainer],
-            max_restarts=config.launch.max_restarts,
-            restart_delay=config.launch.restart_delay_seconds,
-        )
+        self._supervisor = Supervisor([self._buffer, *self._searchers, self._trainer], config.launch)
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
         """Run until the trainer has made its last step (True) or `stop()` (False). No child outlives this call.
@@ -55,17 +53,23 @@ class Launcher:
         client = BufferClient(self._config.buffer.address, role="monitor", name="launcher")
         try:
             self._refuse_foreign_buffer(client)
-            with display:
-                self._watch(client, stop, display)
-                _raise_if_failed(self._supervisor)
-                if (status := ask_status(client)) is not None:
-                    display.show(status, last=True)
-                if stop():
-                    display.say("stopping: the trainer saves a checkpoint")
-            return status is not None and status.finished and not stop()
+            with self._supervisor:
+                try:
+                    return self._work(client, stop, display)
+                finally:
+                    self._end()
         finally:
-            self._end()
             client.close()
+
+    def _work(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> bool:
+        with display:
+            self._watch(client, stop, display)
+            _raise_if_failed(self._supervisor)
+            if (status := ask_status(client)) is not None:
+                display.show(status, last=True)
+            if stop():
+                display.say("stopping: the trainer saves a checkpoint")
+        return status is not None and status.finished and not stop()
 
     def _refuse_foreign_buffer(self, client: BufferClient) -> None:
         """Our searchers would join it and put their trajectories into somebody else's run."""
@@ -104,41 +108,75 @@ def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[
     """`tba eval --all` as a child, its output in a log. False if stopped; raises TbaError if it fails."""
     log_file = config.run.dir / "logs" / "eval.log"
     child = Child("eval", "eval", ["eval", "--all", *arguments], log_file, environment=_threads(config))
-    supervisor = Supervisor([child], max_restarts=0, restart_delay=0.0)
-    try:
+    once = config.launch.model_copy(update={"max_restarts": 0})
+    with Supervisor([child], once) as supervisor:
         while not (stop() or child.ended):
-            supervisor.tend()
-            time.sleep(_TEND_SECONDS)
-    finally:
-        supervisor.stop([child], drain_seconds=1.0)
-    _raise_if_failed(supervisor)
-    return not stop()
-
-
-def run_searchers(config: Config, commands: Sequence[Sequence[str]], stop: Callable[[], bool]) -> None:
-    """Several searchers under one supervisor, until all are done or `stop()`.
-
-    Raises TbaError if one fails for good.
-    """
-    children = [
-        Child(f"search-{n}", "search", command, log_file=None, environment=_threads(config))
-        for n, command in enumerate(commands)
-    ]
-    supervisor = Supervisor(
-        children, max_restarts=config.launch.max_restarts, restart_delay=config.launch.restart_delay_seconds
-    )
-    try:
-        while not (stop() or all(child.ended for child in children)):
             supervisor.tend()
             _raise_if_failed(supervisor)
             time.sleep(_TEND_SECONDS)
-    finally:
-        supervisor.stop(children, drain_seconds=config.launch.drain_seconds)
+        supervisor.stop([child], drain_seconds=1.0)
+    return not stop()
+
+
+class Fleet:
+    """The searchers of this machine under one supervisor, with a summary line every now and then."""
+
+    def __init__(self, config: Config, arguments: Sequence[str]) -> None:
+        self._config = config
+        self._children = searcher_children(config, arguments, always=False)
+        self._supervisor = Supervisor(self._children, config.launch)
+        self._summary_at = time.monotonic() + config.launch.summary_seconds
+        self._ready = False
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Until all searchers are done or `stop()`. No child outlives this call.
+
+        Raises TbaError if the configuration is wrong for one of them, or all of them are broken.
+        """
+        client = BufferClient(self._config.buffer.address, role="monitor", name="fleet")
+        try:
+            with self._supervisor:
+                while not (stop() or all(child.ended for child in self._children)):
+                    self._supervisor.tend()
+                    _raise_if_failed(self._supervisor)
+                    self._tell_systemd()
+                    self._summarise(client)
+                    time.sleep(_TEND_SECONDS)
+                self._supervisor.stop(self._children, drain_seconds=self._config.launch.drain_seconds)
+        finally:
+            client.close()
+
+    def _tell_systemd(self) -> None:
+        if not self._ready and any(child.ready for child in self._children):
+            self._ready = True
+            notify_systemd("READY=1")
+
+    def _summarise(self, client: BufferClient) -> None:
+        if time.monotonic() < self._summary_at:
+            return
+        self._summary_at = time.monotonic() + self._config.launch.summary_seconds
+        line = fleet_line([self._state(child) for child in self._children], ask_status(client))
+        log.info(line)
+        notify_systemd(f"STATUS={line}")
+
+    def _state(self, child: Child) -> SearcherState:
+        return SearcherState(
+            label=child.name,
+            sender=f"{socket.gethostname()}-{child.name}",
+            running=child.process is not None,
+            ready=child.ready,
+            done=child.ended,
+            failures=child.failures,
+            broken=self._supervisor.broken(child),
+            last_code=child.last_code,
+            starts_in=max(child.start_at - time.monotonic(), 0.0),
+        )
 
 
 def check_start(config: Config, *, resume: bool) -> None:
     """Refuse what would fail later. Raises UsageError if a new run would overwrite an old one, or none is there."""
-    searcher_flags(config)  # names missing GPUs
+    if config.search.gpus != CPU:
+        searcher_groups(config)  # names missing and busy GPUs
     if config.train.gpu != CPU:
         choose_gpus(config.train.gpu, list_gpus())
     metrics = config.run.dir / METRICS_FILE  # made by the trainer: an attempt that failed before is no run
@@ -150,12 +188,49 @@ def check_start(config: Config, *, resume: bool) -> None:
         raise UsageError(f"{config.run.dir} holds no run to resume: leave --resume away, or name its run.dir")
 
 
-def searcher_flags(config: Config) -> list[tuple[str, list[str]]]:
-    """Name and device flags of each searcher process: one per GPU, or `cpu_searchers` on the CPU."""
-    if config.search.gpus == CPU:
-        return [(f"search-{n}", ["--cpu", "1", "--index", str(n)]) for n in range(config.search.cpu_searchers)]
-    gpus = choose_gpus(config.search.gpus, list_gpus())
-    return [(f"search-{gpu}", ["--gpus", gpu]) for gpu in gpus]
+def searcher_groups(config: Config) -> list[list[str]]:
+    """The GPUs of each searcher. Raises UsageError for a missing GPU, DeviceBusy for one without free memory."""
+    present = list_gpus()
+    chosen = choose_gpus(config.search.gpus, present)
+    if config.search.engine == "vllm":  # which takes its part of the memory at once
+        check_free(chosen, present, utilization=config.search.gpu_memory_utilization)
+    return group_gpus(chosen, config.search.tensor_parallel)
+
+
+def searcher_children(config: Config, arguments: Sequence[str], *, always: bool) -> list[Child]:
+    """A child for each engine: one per group of GPUs, or `cpu_searchers` on the CPU, each with its share of cores."""
+    if config.search.gpus != CPU:
+        return [
+            Child(
+                label(group),
+                "search",
+                ["search", *arguments, "--gpus", ",".join(group), "--tp", str(len(group))],
+                log_file=None,
+                always=always,
+                environment=_threads(config),
+            )
+            for group in searcher_groups(config)
+        ]
+    count = config.search.cpu_searchers
+    others = int(always and config.train.gpu == CPU)
+    return [
+        Child(
+            f"cpu{n}",
+            "search",
+            ["search", *arguments, "--cpu", "1", "--index", str(n)],
+            log_file=None,
+            always=always,
+            environment={"OMP_NUM_THREADS": str(threads)} if "OMP_NUM_THREADS" not in os.environ else {},
+            cores=share,
+        )
+        for n, (share, threads) in enumerate(_cpu_shares(count, others=others))
+    ]
+
+
+def _cpu_shares(searchers: int, *, others: int) -> list[tuple[list[Core], int]]:
+    """Cores and OpenMP threads of each searcher, with room for `others` that compute on the CPU too."""
+    shares = share_cores(usable_cores(), searchers + others)
+    return [(share, threads_of(share, shared_by=shares.count(share))) for share in shares[:searchers]]
 
 
 def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | None:
@@ -173,9 +248,16 @@ def _threads(config: Config) -> dict[str, str]:
 
 
 def _raise_if_failed(supervisor: Supervisor) -> None:
-    if failed := supervisor.failed():
-        what_it_said = f"; the end of {failed.log_file}:\n{failed.log_tail().rstrip()}" if failed.log_file else ""
-        error = TbaError(f"{failed.name} failed with exit code {failed.exit_code}{what_it_said}")
-        if failed.exit_code in (EXIT_CONFIG, EXIT_USAGE):
-            error.exit_code = failed.exit_code
-        raise error
+    failed = supervisor.failed()
+    if failed is None:
+        return
+    code, tail = failed.last_code, failed.log_tail()
+    sentence = next((line for line in reversed(tail.splitlines()) if line.startswith("error: ")), "")
+    if code in HOPELESS and sentence:
+        error = TbaError(f"{failed.name}: {sentence.removeprefix('error: ')}")
+    else:
+        where = f" of {failed.log_file}" if failed.log_file else ""
+        error = TbaError(f"{failed.name} failed with exit code {code}; the end{where}:\n{tail}")
+    if code in HOPELESS:
+        error.exit_code = code
+    raise error

@@ -2,10 +2,15 @@
 
     waiting ──► running ──► done          (exit code 0, unless it is to run always)
        ▲           │
-       └── backoff ┴──► failed            (78 or 2: restarting cannot help; or too many restarts)
+       └── backoff ┴──► hopeless          (78 or 2: restarting cannot help)
 
-Every child is the leader of a process group of its own, so that Ctrl-C reaches only the launcher, which
-then ends them in order. A child also ends when the launcher is killed (`tba.common.process`).
+Every child is the leader of a session of its own, so that Ctrl-C reaches only the supervisor, which then ends them
+in order. Three things see to it that nothing is left behind:
+- a child ends when the supervisor is killed (PR_SET_PDEATHSIG, `tba.common.process`);
+- when a child ends, its session is killed, and so is what had left that session: the supervisor is the subreaper,
+  so orphans become its own children;
+- when the supervisor is killed, `tba.deploy.guard` kills the sessions. Only a process that has left its child's
+  session survives that; under systemd the control group catches it.
 """
 
 import contextlib
@@ -18,17 +23,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
+from tba.common.config import LaunchSection
+from tba.common.cores import Core, starting_on
 from tba.common.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
 from tba.common.log import get_logger
-from tba.common.process import PARENT_VARIABLE
+from tba.common.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
+from tba.deploy.guard import session_of
+from tba.deploy.relay import Relay
 
 log = get_logger(__name__)
 
-_HOPELESS = (EXIT_CONFIG, EXIT_USAGE)
+HOPELESS = (EXIT_CONFIG, EXIT_USAGE)
 _POLL_SECONDS = 0.1
-_HEALTHY_SECONDS = 600.0
+_LAST_LINES_SECONDS = 2.0
+_ORPHANS_SECONDS = 5.0
+_REAP_SECONDS = 0.005
 _TAIL_LINES = 15
 
 
@@ -36,7 +47,7 @@ _TAIL_LINES = 15
 class Child:
     """One `tba` process. `after_first` are arguments that only a restart gets, such as --resume.
 
-    Its output goes to `log_file`, or where ours goes if that is None.
+    Its output goes to `log_file`, or line by line where ours goes if that is None.
     """
 
     name: str
@@ -46,9 +57,13 @@ class Child:
     after_first: Sequence[str] = ()
     always: bool = False  # also start it again when it ended with exit code 0
     environment: dict[str, str] = field(default_factory=dict)
+    cores: Sequence[Core] | None = None  # None: those of the supervisor
     process: subprocess.Popen[bytes] | None = None
+    relay: Relay | None = None
+    ready: bool = False  # it has said so since its last start
     starts: int = 0
     failures: int = 0  # in a row; forgotten when it has run well for a while
+    last_code: int | None = None  # of its last end
     started_at: float = 0.0  # monotonic
     start_at: float = 0.0  # monotonic; when a restart is due
     exit_code: int | None = None  # of the last end; None while it runs or waits for a restart
@@ -64,42 +79,69 @@ class Child:
         return self.exit_code is not None
 
     def log_tail(self) -> str:
-        """The last lines that it wrote, where there is a file of them."""
-        if self.log_file is None:
-            return ""
-        with contextlib.suppress(OSError), self.log_file.open(encoding="utf-8", errors="replace") as file:
-            return "".join(deque(file, _TAIL_LINES))
+        """The last lines that it wrote."""
+        if self.relay is not None:
+            return "\n".join(self.relay.tail)
+        if self.log_file is not None:
+            with contextlib.suppress(OSError), self.log_file.open(encoding="utf-8", errors="replace") as file:
+                return "".join(deque(file, _TAIL_LINES)).rstrip()
         return ""
 
 
 class Supervisor:
-    """Runs children and restarts those that fail. Used by one thread."""
+    """Runs children and restarts those that fail. Used by one thread, as a context: none outlives it."""
 
-    def __init__(self, children: Sequence[Child], *, max_restarts: int, restart_delay: float) -> None:
+    def __init__(self, children: Sequence[Child], launch: LaunchSection) -> None:
         self.children = list(children)
-        self._max_restarts = max_restarts
-        self._restart_delay = restart_delay
+        self._launch = launch
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._notices = {child.name: NotifySocket() for child in children}
+
+    def __enter__(self) -> Self:
+        adopt_orphans()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill(self.children)
+        for notices in self._notices.values():
+            notices.close()
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it was killed; there is nothing left to guard
+                self._guard.stdin.close()
+            self._guard.wait()
 
     def tend(self) -> None:
         """Start what is due, notice what has ended. Call it often."""
+        self._keep_guard()
+        self._reap_orphans()
         for child in self.children:
             if child.process is not None:
+                child.ready |= "READY=1" in self._notices[child.name].receive()
                 self._notice_end(child)
             elif not child.ended and time.monotonic() >= child.start_at:
                 self._start(child)
 
+    def broken(self, child: Child) -> bool:
+        """It has failed too often in a row."""
+        return child.failures > self._launch.max_restarts
+
     def failed(self) -> Child | None:
-        """A child whose end is the end of all: it ended badly for good, and no other does its work."""
+        """A child whose end is the end of all: no restart can help it, or it is broken and so are all like it."""
         for child in self.children:
             peers = [other for other in self.children if other.kind == child.kind]
-            if child.exit_code in _HOPELESS or (child.exit_code and all(other.exit_code for other in peers)):
+            if child.exit_code in HOPELESS or (
+                self.broken(child) and all(self.broken(other) or other.ended for other in peers)
+            ):
                 return child
         return None
 
     def stop(self, children: Sequence[Child], *, drain_seconds: float) -> None:
-        """SIGTERM, time to drain, then SIGKILL to the whole process group."""
+        """SIGTERM, time to drain, then SIGKILL to the whole session."""
         for child in children:
-            _signal(child, signal.SIGTERM)
+            if _running(child):
+                assert child.process is not None
+                child.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + drain_seconds
         while any(_running(child) for child in children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -110,44 +152,111 @@ class Supervisor:
         for child in children:
             if _running(child):
                 log.warning("child killed", child=child.name, pid=child.pid)
-            _signal_group(child, signal.SIGKILL)
             if child.process is not None:
-                child.exit_code = child.process.wait()
-                child.process = None
+                child.exit_code = self._bury(child)
             elif child.exit_code is None:
                 child.exit_code = 0  # it was waiting for a restart that nobody needs now
 
     def _start(self, child: Child) -> None:
         command = [sys.executable, "-m", "tba", *child.arguments, *(child.after_first if child.starts else ())]
         environment = {**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())}
-        environment.pop("NOTIFY_SOCKET", None)  # readiness is the launcher's to tell
-        with _output_of(child) as output:
+        environment["NOTIFY_SOCKET"] = self._notices[child.name].address  # what systemd hears is ours to tell
+        self._notices[child.name].receive()  # the last words of the one before
+        with _output_of(child) as output, starting_on(child.cores):
             child.process = subprocess.Popen(  # noqa: S603
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output or subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
+        self._tell_guard(f"+{child.process.pid}")
+        if child.process.stdout is not None:
+            child.relay = Relay(child.process.stdout, child.name, self.children.index(child))
         child.starts += 1
+        child.ready = False
         child.started_at = time.monotonic()
         log.info("child started", child=child.name, pid=child.process.pid, start=child.starts)
 
     def _notice_end(self, child: Child) -> None:
         assert child.process is not None
-        code = child.process.poll()
-        if code is None:
+        if child.process.poll() is None:
+            self._forget_failures(child)
             return
-        _signal_group(child, signal.SIGKILL)  # grandchildren, such as the workers of an engine
-        child.process = None
-        if time.monotonic() - child.started_at > _HEALTHY_SECONDS:
-            child.failures = 0
+        self._forget_failures(child)
+        code = child.last_code = self._bury(child)
         child.failures += code != 0
-        hopeless = code in _HOPELESS or child.failures > self._max_restarts
-        if hopeless or (code == 0 and not child.always):
+        if code in HOPELESS or (code == 0 and not child.always):
             child.exit_code = code
             log.info("child ended", child=child.name, exit_code=code)
             return
-        delay = self._restart_delay * 2 ** max(child.failures - 1, 0)
+        delay = backoff(self._launch, child.failures)
         child.start_at = time.monotonic() + delay
         say = log.warning if code else log.info  # a searcher that leaves a finished run is no trouble
         say("child ended, and starts again", child=child.name, exit_code=code, in_seconds=delay)
+
+    def _forget_failures(self, child: Child) -> None:
+        if time.monotonic() - child.started_at > self._launch.stable_seconds:
+            child.failures = 0
+
+    def _bury(self, child: Child) -> int:
+        """Kill a child and all that it started; its exit code."""
+        assert child.process is not None
+        pid = child.process.pid
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        code = child.process.wait()
+        child.process, child.ready = None, False
+        self._reap_orphans(kill=True)
+        self._tell_guard(f"-{pid}")
+        if child.relay is not None:
+            child.relay.finish(_LAST_LINES_SECONDS)
+        return code
+
+    def _reap_orphans(self, *, kill: bool = False) -> None:
+        """Take the exit codes of adopted processes; `kill` those that are in no running child's session."""
+        living = {child.pid for child in self.children if child.pid}
+        known = living | ({self._guard.pid} if self._guard else set())
+        deadline = time.monotonic() + _ORPHANS_SECONDS  # one that hangs in a driver does not die before that returns
+        while orphans := child_pids() - known:
+            # What a doomed one has started becomes ours when it ends, so again until there is none.
+            doomed = {pid for pid in orphans if kill and session_of(pid) not in living}
+            for pid in doomed:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in orphans:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if not doomed or time.monotonic() > deadline:
+                return
+            time.sleep(_REAP_SECONDS)
+
+    def _keep_guard(self) -> None:
+        """Start the guard, again if somebody has killed it."""
+        if self._guard is not None and self._guard.poll() is None:
+            return
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "tba.deploy.guard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for child in self.children:
+            if child.pid:
+                self._tell_guard(f"+{child.pid}")
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # the next one is told all
+                self._guard.stdin.write(f"{line}\n".encode())
+                self._guard.stdin.flush()
+
+
+def backoff(launch: LaunchSection, failures: int) -> float:
+    """Seconds before the next start after so many failures in a row."""
+    doublings = min(max(failures - 1, 0), 60)
+    return min(launch.restart_delay_seconds * 2.0**doublings, launch.restart_delay_max_seconds)
 
 
 def _output_of(child: Child) -> contextlib.AbstractContextManager[IO[bytes] | None]:
@@ -162,14 +271,3 @@ def _output_of(child: Child) -> contextlib.AbstractContextManager[IO[bytes] | No
 
 def _running(child: Child) -> bool:
     return child.process is not None and child.process.poll() is None
-
-
-def _signal(child: Child, number: int) -> None:
-    if child.process is not None and child.process.poll() is None:
-        child.process.send_signal(number)
-
-
-def _signal_group(child: Child, number: int) -> None:
-    if child.process is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, number)

@@ -22,7 +22,7 @@ log = get_logger(__name__)
 def search(config: Config, *, device: str, label: str, stop: Callable[[], bool]) -> None:
     """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
 
-    `label` tells the searchers of this machine apart: `cpu0`, `gpu3`, or the UUID of a GPU.
+    `label` tells the searchers of this machine apart: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
 
     Raises ConfigError for a model or task that cannot be loaded, Refused if the buffer will not have us.
     """
@@ -74,7 +74,7 @@ def _vllm_engine(config: Config, seed: int) -> Engine:
         seed=seed,
         kv_cache_gib=search.kv_cache_gib,
         gpu_memory_utilization=search.gpu_memory_utilization,
-        tensor_parallel=1,
+        tensor_parallel=search.tensor_parallel,
         enforce_eager=search.enforce_eager,
         canary_tolerance=config.canary_tolerance,
     )

@@ -223,7 +223,7 @@ def test_no_child_outlives_a_launcher_that_is_killed(small_run, start_tba):
     launcher = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 1)
     children = psutil.Process(launcher.pid).children(recursive=True)
-    assert len(children) == 4
+    assert len(children) == 5, "four roles and the guard"
     os.kill(launcher.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []

@@ -1,23 +1,25 @@
-"""Lists of GPUs."""
+"""Lists of GPUs, and what nvidia-smi says of them: a small program on PATH stands for it."""
 
 import pytest
 
-from tba.common.devices import choose_gpus
-from tba.common.errors import UsageError
+from tba.common.devices import Gpu, check_free, choose_gpus, group_gpus, label, list_gpus
+from tba.common.errors import DeviceBusy, UsageError
 
-EIGHT = [str(n) for n in range(8)]
+EIGHT = [Gpu(str(n), uuid=f"GPU-{n}aaa-{n}", total_mib=80_000) for n in range(8)]
+NAMES = [str(n) for n in range(8)]
 
 
 @pytest.mark.parametrize(
     ("wanted", "chosen"),
-    [("0-6", EIGHT[:7]), ("7", ["7"]), ("0,2,4", ["0", "2", "4"]), ("0-1,7", ["0", "1", "7"]), ("all", EIGHT)],
+    [("0-6", NAMES[:7]), ("7", ["7"]), ("0,2,4", ["0", "2", "4"]), ("0-1,7", ["0", "1", "7"]), ("all", NAMES)],
 )
 def test_a_list_of_gpus_is_understood(wanted, chosen):
     assert choose_gpus(wanted, EIGHT) == chosen
 
 
-def test_a_uuid_is_passed_on():
-    assert choose_gpus("GPU-8f3a", EIGHT) == ["GPU-8f3a"]
+@pytest.mark.parametrize("name", ["GPU-3aaa-3", "GPU-3a", "MIG-1"])
+def test_a_uuid_is_passed_on(name):
+    assert choose_gpus(name, EIGHT) == [name]
 
 
 @pytest.mark.parametrize("wanted", ["", "a", "3-1", "0;1", "-1", "1-"])
@@ -26,16 +28,78 @@ def test_a_malformed_list_is_refused(wanted):
         choose_gpus(wanted, EIGHT)
 
 
-def test_a_missing_gpu_is_named_with_those_that_are_there():
-    with pytest.raises(UsageError, match="GPU 9 was asked for .*; this machine has 0, 1"):
-        choose_gpus("0,9", ["0", "1"])
+@pytest.mark.parametrize("name", ["9", "GPU-9"])
+def test_a_missing_gpu_is_named_with_those_that_are_there(name):
+    with pytest.raises(UsageError, match=f"GPU {name} was asked for .* not there; this machine has 0 .GPU-0aaa-0., 1"):
+        choose_gpus(f"0,{name}", EIGHT[:2])
 
 
-def test_a_gpu_that_stands_twice_is_named():
+def test_the_beginning_of_several_uuids_is_refused():
+    with pytest.raises(UsageError, match="several UUIDs"):
+        choose_gpus("GPU-", EIGHT)
+
+
+@pytest.mark.parametrize("wanted", ["0-3,3", "3,GPU-3aaa"])
+def test_a_gpu_that_stands_twice_is_named(wanted):
     with pytest.raises(UsageError, match="GPU 3 stands twice"):
-        choose_gpus("0-3,3", EIGHT)
+        choose_gpus(wanted, EIGHT)
 
 
 def test_a_machine_without_gpus_says_so():
-    with pytest.raises(UsageError, match="shows no GPU: use --cpu"):
+    with pytest.raises(UsageError, match="shows no GPU .* use --cpu"):
         choose_gpus("0", [])
+
+
+def test_gpus_are_cut_into_consecutive_groups():
+    assert group_gpus(["0", "1", "4", "5"], 2) == [["0", "1"], ["4", "5"]]
+    assert [label(group) for group in (["3"], ["0", "1"], ["GPU-8f"])] == ["gpu3", "gpu0-1", "GPU-8f"]
+    with pytest.raises(UsageError, match=r"3 GPUs \(0, 1, 2\) cannot be cut into groups of .* = 2"):
+        group_gpus(["0", "1", "2"], 2)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Puts a program named nvidia-smi on PATH that answers the two queries, or fails."""
+
+    def install(gpus: str = "", apps: str = "", failure: str = "") -> None:
+        (tmp_path / "gpus").write_text(gpus)
+        (tmp_path / "apps").write_text(apps)
+        fails = f"echo '{failure}'; exit 9" if failure else ""
+        program = tmp_path / "nvidia-smi"
+        program.write_text(
+            f'#!/bin/sh\n{fails}\ncase "$1" in --query-gpu=*) cat {tmp_path}/gpus;; *) cat {tmp_path}/apps;; esac\n'
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return install
+
+
+TWO = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 70000\n"
+
+
+def test_a_busy_gpu_is_named_with_who_holds_it(nvidia_smi):
+    nvidia_smi(TWO, "GPU-bb, 4711, /usr/bin/python3, 69990\n")
+    gpus = list_gpus()
+    assert [gpu.index for gpu in gpus] == ["0", "1"]
+    check_free(["0"], gpus, utilization=0.9)
+    check_free(["1"], gpus, utilization=0.1)
+    with pytest.raises(DeviceBusy, match=r"GPU 1 is busy: python3 \(pid 4711, 69990 MiB\).*needs 73403 MiB; end that"):
+        check_free(["0", "1"], gpus, utilization=0.9)
+
+
+def test_what_a_scheduler_hides_is_not_there(nvidia_smi, monkeypatch):
+    nvidia_smi(TWO)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
+    assert [gpu.index for gpu in list_gpus()] == ["1"]
+    with pytest.raises(UsageError, match="GPU 0 was asked for"):
+        choose_gpus("0", list_gpus())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list_gpus() == []
+
+
+def test_a_driver_that_fails_is_told_in_its_own_words(nvidia_smi):
+    nvidia_smi(failure="NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.")
+    with pytest.raises(UsageError, match="no GPU can be used: NVIDIA-SMI has failed because"):
+        list_gpus()

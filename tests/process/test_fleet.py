@@ -1,0 +1,217 @@
+"""`tba search` with several searchers: real processes on the CPU, ended and killed in every way."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+# A searcher that has started a worker, as engines do, and one that has left the searcher's session.
+WORKERS = """
+import subprocess, sys, os
+if "--index" in sys.orig_argv:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "worker-of-a-searcher"])
+if "--index" in sys.orig_argv and {escape}:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "escaped"], start_new_session=True)
+"""
+
+
+@pytest.fixture
+def fleet_config(make_config, example_model):
+    """A run whose searchers find no snapshot: they join, and wait."""
+
+    def make(**launch):
+        return make_config(
+            model={"path": str(example_model), "dtype": "float32"},
+            task={"name": "arithmetic", "limit": 8},
+            search={"engine": "transformers", "gpus": "cpu", "max_in_flight": 8},
+            launch={"restart_delay_seconds": 0.1, "drain_seconds": 10.0, "summary_seconds": 0.5} | launch,
+        )
+
+    return make
+
+
+@pytest.fixture
+def start_fleet(start_tba, tmp_path, monkeypatch):
+    """Starts a buffer and searchers. The `site` code runs first in every process of the fleet."""
+
+    def start(run, count: int = 2, site: str = "", *options: str) -> subprocess.Popen[bytes]:
+        start_tba("buffer", "serve", "--config", run.file)
+        if site:
+            (tmp_path / "site").mkdir()
+            (tmp_path / "site/sitecustomize.py").write_text(site)
+            monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+        return start_tba("search", "--cpu", str(count), "--config", run.file, *options)
+
+    return start
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def output(tmp_path: Path) -> str:
+    return (tmp_path / "tba1.log").read_text(errors="replace")
+
+
+def wait_for_output(tmp_path: Path, pattern: str) -> None:
+    wait_until(lambda: re.search(pattern, output(tmp_path)) is not None)
+
+
+def searchers_of(fleet: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
+    """The searchers by their index."""
+    children = [child for child in psutil.Process(fleet.pid).children() if "--index" in child.cmdline()]
+    return {child.cmdline()[-1]: child for child in children}
+
+
+def descendants(fleet: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(fleet.pid).children(recursive=True)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_sigterm_drains_all_and_exits_0(fleet_config, start_fleet, tmp_path):
+    fleet = start_fleet(fleet_config())
+    wait_for_output(tmp_path, r"2/2 searchers up; 0 tokens/s.*waiting: no snapshot is published yet \(cpu0, cpu1\)")
+    shares = [set(child.cpu_affinity()) for child in searchers_of(fleet).values()]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert shares[0].isdisjoint(shares[1])
+    children = descendants(fleet)
+    fleet.terminate()
+    assert fleet.wait(30) == 0
+    assert_gone(children)
+    assert len(re.findall(r"^cpu[01] \| .* left ", output(tmp_path), re.MULTILINE)) == 2
+    assert all(re.match(r"cpu[01] \| |\d\d:\d\d:\d\d search ", line) for line in output(tmp_path).splitlines())
+
+
+def test_a_searcher_that_is_killed_comes_back_and_its_workers_go(fleet_config, start_fleet, tmp_path):
+    fleet = start_fleet(fleet_config(), 2, WORKERS.format(escape=True))
+    wait_for_output(tmp_path, "2/2 searchers up")
+    victim, other = searchers_of(fleet)["0"], searchers_of(fleet)["1"]
+    workers = victim.children(recursive=True)
+    assert len(workers) == 2
+    victim.kill()
+    assert_gone(workers)
+    wait_for_output(tmp_path, r"child started child=cpu0 pid=\d+ start=2")
+    assert other.is_running()
+    assert len(other.children()) == 2
+
+
+def test_nothing_outlives_a_fleet_that_is_killed(fleet_config, start_fleet, tmp_path):
+    fleet = start_fleet(fleet_config(), 2, WORKERS.format(escape=False))
+    wait_for_output(tmp_path, "2/2 searchers up")
+    processes = descendants(fleet)
+    assert sum("worker-of-a-searcher" in process.cmdline() for process in processes) == 2
+    fleet.kill()
+    assert_gone(processes)
+
+
+def test_a_guard_that_was_killed_is_replaced(fleet_config, start_fleet, tmp_path):
+    fleet = start_fleet(fleet_config(), 2, WORKERS.format(escape=False))
+    wait_for_output(tmp_path, "2/2 searchers up")
+
+    def guards():
+        children = [child for child in psutil.Process(fleet.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in children if "tba.deploy.guard" in child.cmdline()]
+
+    (guard,) = guards()
+    guard.kill()
+    wait_until(lambda: [child.pid for child in guards()] not in ([], [guard.pid]))
+    processes = descendants(fleet)
+    fleet.kill()
+    assert_gone(processes)
+
+
+def test_a_second_sigterm_stops_at_once(fleet_config, start_fleet, tmp_path):
+    deaf = "import signal, sys\nif '--index' in sys.orig_argv: signal.signal = lambda *_: None\n"
+    # SIGTERM ignored from the start is ignored after exec, too: these searchers never drain.
+    fleet = start_fleet(
+        fleet_config(drain_seconds=300.0), 2, f"import signal\nsignal.signal(15, signal.SIG_IGN)\n{deaf}"
+    )
+    wait_for_output(tmp_path, "2/2 searchers up")
+    processes = descendants(fleet)
+    fleet.terminate()
+    started = time.monotonic()
+    while fleet.poll() is None and time.monotonic() - started < 20:
+        fleet.terminate()
+        time.sleep(0.3)
+    assert fleet.returncode == 128 + signal.SIGTERM
+    assert_gone(processes)
+
+
+def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet, tmp_path):
+    broken = "import sys, os\nif sys.argv[-2:] == ['--index', '1']: os._exit(3)\n"
+    fleet = start_fleet(fleet_config(max_restarts=2, restart_delay_max_seconds=0.2), 2, _late(broken))
+    wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\)")
+    assert fleet.poll() is None
+    assert searchers_of(fleet)["0"].is_running()
+
+
+def test_a_fleet_whose_searchers_are_all_broken_fails(fleet_config, start_fleet, tmp_path):
+    fleet = start_fleet(
+        fleet_config(max_restarts=2), 2, _late("import sys, os\nif '--index' in sys.argv: os._exit(3)\n")
+    )
+    assert fleet.wait(60) == 1
+    assert "failed with exit code 3" in output(tmp_path)
+    assert output(tmp_path).count("child started") >= 6
+
+
+def _late(code: str) -> str:
+    """Code that needs sys.argv, which is not set yet when sitecustomize runs: the command line is in orig_argv."""
+    return code.replace("sys.argv", "sys.orig_argv")
+
+
+def test_a_wrong_configuration_of_one_ends_the_fleet_with_its_sentence(fleet_config, start_tba, tmp_path):
+    run = fleet_config()
+    start_tba("buffer", "serve", "--config", run.file)
+    fleet = start_tba("search", "--cpu", "2", "--config", run.file, "--set", "run.name=other")
+    assert fleet.wait(90) == 78
+    last = output(tmp_path).splitlines()[-1]
+    assert re.fullmatch(r"error: cpu[01]: the buffer at .* serves run test, this configuration is of run other", last)
+    assert output(tmp_path).count("child started") == 2
+
+
+def test_readiness_and_status_reach_systemd_and_lines_are_json(fleet_config, start_fleet, tmp_path, monkeypatch):
+    from tba.common.process import NotifySocket
+
+    systemd = NotifySocket()
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+    monkeypatch.setenv("JOURNAL_STREAM", "1:1")
+    fleet = start_fleet(fleet_config(), 2, "import sys\nif '--index' in sys.orig_argv: print('not ours', flush=True)\n")
+    told: list[str] = []
+    wait_until(lambda: told.extend(systemd.receive()) or any("2/2 searchers up" in line for line in told))
+    systemd.close()
+    assert "READY=1" in told
+    fleet.terminate()
+    assert fleet.wait(30) == 0
+    lines = [json.loads(line) for line in output(tmp_path).splitlines()]
+    assert {line["gpu"] for line in lines if line["event"] == "joined"} == {"cpu0", "cpu1"}
+    assert {line["gpu"] for line in lines if line.get("line") == "not ours"} == {"cpu0", "cpu1"}
+
+
+def test_lines_of_many_children_are_never_torn(tmp_path):
+    program = """
+import subprocess, sys
+from tba.deploy.relay import Relay
+say = "import sys\\nfor n in range(2000): sys.stdout.write(sys.argv[1] * 50); sys.stdout.write('.\\\\n')"
+children = [subprocess.Popen([sys.executable, "-c", say, x], stdout=subprocess.PIPE) for x in "abcd"]
+relays = [Relay(child.stdout, f"gpu{n}", n) for n, child in enumerate(children)]
+for relay in relays: relay.finish(60)
+"""
+    result = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True)
+    expected = {f"gpu{n} | {letter * 50}." for n, letter in enumerate("abcd")}
+    lines = result.stderr.splitlines()
+    assert (len(lines), set(lines)) == (8000, expected)

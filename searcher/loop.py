@@ -2,7 +2,8 @@
 
 The engine never waits for the buffer: requests are posted and their replies taken when they come. While
 the buffer is away, the prompts that are leased already (two loads of the engine) are answered and wait in
-memory to be acknowledged; then generation pauses.
+memory to be acknowledged; then generation pauses. While it is there the engine never drains: its queue
+holds another load of requests.
 """
 
 import os
@@ -21,6 +22,7 @@ from tba.common.log import get_logger
 from tba.common.process import notify_systemd
 from tba.common.trajectory import pack
 from tba.searcher.engine import Engine
+from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.weights import WeightsFollower
@@ -33,6 +35,7 @@ _IDLE_SECONDS = 0.05
 _DRAIN_SECONDS = 5.0
 _TAKE_UP_SECONDS = 60.0
 _REGISTER_CHUNK = 10_000
+_REFILLS = 8  # prompts are leased when an eighth of the two loads is used up
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class Searcher:
         engine: Engine,
         task: Task,
         tokenizer: Tokenizer,
+        exploration: Exploration,
         client: BufferClient,
         clock: Clock,
     ) -> None:
@@ -63,7 +67,7 @@ class Searcher:
         self._client = client
         self._clock = clock
         self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
-        self._groups = GroupBuilder(engine, task, tokenizer, config.search)
+        self._groups = GroupBuilder(engine, task, tokenizer, exploration, samples=config.search.samples_per_prompt)
         self._held: set[int] = set()  # leases: generating, or put and not acknowledged
         self._puts: dict[int, Group] = {}  # by request id, until acknowledged
         self._lease_request: int | None = None
@@ -115,13 +119,19 @@ class Searcher:
         notify_systemd("READY=1")
 
     def _ask_for_prompts(self) -> None:
-        """Keep two loads of prompts: one in the engine, one waiting for room in it."""
-        search = self._config.search
+        """Keep two loads of requests: one in the engine, and one that waits for places in it.
+
+        Counted in requests, not in groups: of a group whose last response is long, the other places are free.
+        What the buffer has not acknowledged is limited to two loads as well.
+        """
         if self._lease_request is not None or self._weights.current is None or self._clock.monotonic() < self._lease_at:
             return
-        loads = 2 * -(-search.max_in_flight // search.samples_per_prompt)
-        want = loads - len(self._held)
-        if want <= 0:
+        samples = self._config.search.samples_per_prompt
+        target = 2 * max(self._config.search.max_in_flight, samples)
+        want = -(-(target - self._engine.in_flight) // samples)
+        want = min(want, -(-target // samples) - len(self._puts), wire.MAX_ROWS - len(self._held))
+        # Few larger requests rather than one for each group that is complete.
+        if want < max(1, target // samples // _REFILLS):
             return
         request = wire.LeasePrompts(
             want=want,

@@ -140,16 +140,16 @@ def print_rates(name: str, rates: dict[str, list[Rate]]) -> None:
 
 
 def make_model(size: Size, folder: Path) -> Path:
-    """A random Qwen2 with a tokenizer of made-up words, and prompts.jsonl beside it."""
+    """A random Llama with a tokenizer of made-up words, and prompts.jsonl beside it."""
     import numpy as np
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     special = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
     shape = size.shape | special | {"max_position_embeddings": CONTEXT, "vocab_size": size.vocabulary}
-    model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **shape)).to(getattr(torch, size.dtype))
+    model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **shape)).to(getattr(torch, size.dtype))
     model.generation_config.eos_token_id = endings(size)
     model.save_pretrained(folder / "model")
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(size.vocabulary)}, unk_token="w0"))

@@ -6,9 +6,9 @@ documentation: `docs/configuration.md` and the comments of `tba config show` are
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -18,6 +18,8 @@ _ONE_GPU = r"^(cpu|\d+|GPU-\S+|MIG-\S+)$"
 _GPU_LIST = r"^(cpu|all|((\d+(-\d+)?|GPU-[^,\s]+|MIG-[^,\s]+)(,|$))+)$"
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+# One value, several to choose from, or the ends of a range.
+Explored = float | tuple[float, ...] | dict[Literal["min", "max"], float]
 
 
 class Section(BaseModel):
@@ -137,10 +139,16 @@ class SearchSection(Section):
     """S: responses generated for each leased prompt, handed over together."""
     max_in_flight: Positive = 256
     """Responses generated at the same time by one engine."""
-    temperature: NonNegativeFloat = 1.0
-    """Sampling temperature."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: the smallest set of tokens with this much probability."""
+    temperature: Explored = 1.0
+    """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
+    0 is greedy. Each trajectory records its own; the trainer compares log-probabilities only with those sampled at
+    temperature 1 and top_p 1."""
+    top_p: Explored = 1.0
+    """Nucleus sampling: the smallest set of tokens with this much probability. One value, several or a range, drawn
+    apart from the temperature."""
+    explore: Literal["sample", "group", "searcher"] = "sample"
+    """What temperature and top_p are drawn for, where they are several or a range: each response, each prompt's
+    responses together, or each searcher once. All follow from run.seed."""
     max_tokens: Positive = 512
     """Longest response, in tokens."""
     spool_dir: Path | None = None
@@ -159,6 +167,21 @@ class SearchSection(Section):
     """vLLM on a CPU: size of the KV cache in GiB."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
+
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def _check_temperature(cls, value: Any) -> Any:
+        # vLLM takes what is between for 0.01, and the recorded temperature would not be the true one.
+        if any(0 < number < 0.01 or number < 0 for number in _explored_numbers(value)):
+            raise ValueError("a temperature is 0 (greedy) or at least 0.01")
+        return value
+
+    @field_validator("top_p", mode="before")
+    @classmethod
+    def _check_top_p(cls, value: Any) -> Any:
+        if not all(0 < number <= 1 for number in _explored_numbers(value)):
+            raise ValueError("top_p is more than 0 and at most 1")
+        return value
 
 
 class TrainSection(Section):
@@ -353,6 +376,23 @@ class Config(Section):
                 "is limited to what the batches need"
             )
         return self
+
+
+def _explored_numbers(value: Any) -> list[float]:
+    """The numbers of an `Explored`, for checks. Raises ValueError if it is none."""
+    if isinstance(value, dict):
+        if set(value) != {"min", "max"}:
+            raise ValueError("a range has two ends: { min = 0.7, max = 1.3 }")
+        numbers = [value["min"], value["max"]]
+    else:
+        numbers = list(value) if isinstance(value, list | tuple) else [value]
+    if not numbers:
+        raise ValueError("the list is empty: name at least one value")
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+        raise ValueError("write a number, a list of numbers, or a range { min = 0.7, max = 1.3 }")
+    if isinstance(value, dict) and value["min"] > value["max"]:
+        raise ValueError("the range's min is above its max")
+    return numbers
 
 
 _Number = TypeVar("_Number", int, float)

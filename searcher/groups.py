@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tba.common.config import SearchSection
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
 from tba.common.trajectory import STOP_EOS, STOP_ERROR, Int32, Trajectory
 from tba.common.wire import Visit
 from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.exploration import Exploration
 from tba.searcher.tasks.task import Prompt, Reward, Task
 
 log = get_logger(__name__)
@@ -54,14 +54,18 @@ class Group:
 class GroupBuilder:
     """Turns visits into requests, and generations into scored trajectories."""
 
-    def __init__(self, engine: Engine, task: Task, tokenizer: Tokenizer, config: SearchSection) -> None:
+    def __init__(
+        self, engine: Engine, task: Task, tokenizer: Tokenizer, exploration: Exploration, *, samples: int
+    ) -> None:
         self._engine = engine
         self._task = task
         self._tokenizer = tokenizer
-        self._size = config.samples_per_prompt
-        self._sampling = SamplingSettings(config.temperature, config.top_p, config.max_tokens)
+        self._exploration = exploration
+        self._samples = samples
         self._prompts = {prompt.key: prompt for prompt in task.prompts()}
-        self._requests: dict[int, Group] = {}
+        # Kept for all epochs: about as many bytes as the texts, which are in memory too.
+        self._prompt_ids: dict[str, Int32] = {}
+        self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
         self._next_id = 0
         self.trajectories = 0
         self.tokens = 0
@@ -71,35 +75,39 @@ class GroupBuilder:
     def start(self, visit: Visit) -> Group | None:
         """Submit the requests of a visit. Returns its group if nothing of it can be generated."""
         prompt = self._prompts[visit.prompt_key]
-        ids = np.asarray(self._tokenizer.encode(prompt.text), np.int32)
-        group = Group(visit, prompt, ids, self._size)
-        for _ in range(self._size):
-            self._submit(group)
+        group = Group(visit, prompt, self._ids_of(prompt), self._samples)
+        for sample in range(self._samples):
+            self._submit(group, self._exploration.settings(visit, sample))
         return group if group.complete else None
 
     def finish(self, generation: Generation) -> Group | None:
         """Score a response. Returns its group if that was the last one."""
-        group = self._requests.pop(generation.id)
-        group.done.append(self._trajectory(group, generation))
+        group, sampling = self._requests.pop(generation.id)
+        group.done.append(self._trajectory(group, sampling, generation))
         return group if group.complete else None
 
-    def _submit(self, group: Group) -> None:
-        request = GenerationRequest(self._next_id, group.prompt_ids, self._sampling)
+    def _ids_of(self, prompt: Prompt) -> Int32:
+        if (ids := self._prompt_ids.get(prompt.key)) is None:
+            ids = self._prompt_ids[prompt.key] = np.asarray(self._tokenizer.encode(prompt.text), np.int32)
+        return ids
+
+    def _submit(self, group: Group, sampling: SamplingSettings) -> None:
+        request = GenerationRequest(self._next_id, group.prompt_ids, sampling)
         self._next_id += 1
         try:
             self._engine.submit(request)
         except EngineError as error:
-            group.done.append(self._failed(group, f"not generated: {error}"))
+            group.done.append(self._failed(group, sampling, f"not generated: {error}"))
             return
-        self._requests[request.id] = group
+        self._requests[request.id] = group, sampling
 
-    def _trajectory(self, group: Group, generation: Generation) -> Trajectory:
+    def _trajectory(self, group: Group, sampling: SamplingSettings, generation: Generation) -> Trajectory:
         text, reward, error = self._score(group.prompt, generation)
         self.trajectories += 1
         self.tokens += len(generation.response_ids)
         self._failures_in_a_row = 0
         return Trajectory(
-            **self._common(group),
+            **_common(group, sampling),
             response_ids=generation.response_ids,
             logprobs=generation.logprobs,
             version_runs=generation.version_runs,
@@ -123,14 +131,14 @@ class GroupBuilder:
             log.exception("reward failed", task=self._task.name, prompt=prompt.key)
             return text, Reward(0.0, {}), _storable(f"reward: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
-    def _failed(self, group: Group, error: str) -> Trajectory:
+    def _failed(self, group: Group, sampling: SamplingSettings, error: str) -> Trajectory:
         self.errors += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= _FAILURES_IN_A_ROW:
             raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {error}")
         log.warning("rollout failed", prompt=group.prompt.key, reason=error)
         return Trajectory(
-            **self._common(group),
+            **_common(group, sampling),
             response_ids=_NO_TOKENS,
             logprobs=_NO_LOGPROBS,
             version_runs=np.array([[self._engine.weights_version, 0]], np.int32),
@@ -141,14 +149,15 @@ class GroupBuilder:
             error=error[:_ERROR_CHARACTERS],
         )
 
-    def _common(self, group: Group) -> dict[str, Any]:
-        return {
-            "prompt_key": group.prompt.key,
-            "lease": group.visit.lease,
-            "prompt_ids": group.prompt_ids,
-            "sampling": {"temperature": self._sampling.temperature, "top_p": self._sampling.top_p},
-            "created_at": time.time(),
-        }
+
+def _common(group: Group, sampling: SamplingSettings) -> dict[str, Any]:
+    return {
+        "prompt_key": group.prompt.key,
+        "lease": group.visit.lease,
+        "prompt_ids": group.prompt_ids,
+        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p},
+        "created_at": time.time(),
+    }
 
 
 def _storable(text: str) -> str:

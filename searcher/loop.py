@@ -2,7 +2,8 @@
 
 The engine never waits for the buffer: requests are posted and their replies taken when they come. While
 the buffer is away, the prompts that are leased already are answered, then prompts of the searcher's own
-choice, into the spool; when that is full, generation pauses.
+choice, into the spool; when that is full, generation pauses. The engine never drains: its queue holds
+another load of requests.
 """
 
 import os
@@ -21,6 +22,7 @@ from tba.common.log import get_logger
 from tba.common.process import notify_systemd
 from tba.searcher.delivery import Delivery
 from tba.searcher.engine import Engine
+from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.unleased import UnleasedPrompts
@@ -34,6 +36,7 @@ _IDLE_SECONDS = 0.05
 _DRAIN_SECONDS = 5.0
 _TAKE_UP_SECONDS = 60.0
 _REGISTER_CHUNK = 10_000
+_REFILLS = 8  # prompts are leased when an eighth of the two loads is used up
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class Searcher:
         engine: Engine,
         task: Task,
         tokenizer: Tokenizer,
+        exploration: Exploration,
         client: BufferClient,
         clock: Clock,
     ) -> None:
@@ -64,13 +68,12 @@ class Searcher:
         self._client = client
         self._clock = clock
         self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
-        self._groups = GroupBuilder(engine, task, tokenizer, config.search)
+        self._groups = GroupBuilder(engine, task, tokenizer, exploration, samples=config.search.samples_per_prompt)
         self._delivery = Delivery(
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
         self._unleased = UnleasedPrompts(task.prompts(), config, client.sender)
         self._held: set[int] = set()  # leases of groups that are being generated
-        self._without_lease = 0  # groups that are being generated and have none
         self._lease_request: int | None = None
         self._heartbeat_request: int | None = None
         self._wait_reason = ""
@@ -121,19 +124,29 @@ class Searcher:
         notify_systemd("READY=1")
 
     def _ask_for_prompts(self) -> None:
-        """Keep two loads of prompts: one in the engine, one waiting for room in it."""
-        search = self._config.search
-        loads = 2 * -(-search.max_in_flight // search.samples_per_prompt)
-        want = loads - len(self._held) - self._without_lease
-        if want <= 0 or self._weights.current is None or self._delivery.pause:
+        """Keep two loads of requests: one in the engine, and one that waits for places in it.
+
+        Counted in requests, not in groups: of a group whose last response is long, the other places are free.
+        """
+        if self._weights.current is None or self._delivery.pause:
+            return
+        samples = self._config.search.samples_per_prompt
+        target = 2 * max(self._config.search.max_in_flight, samples)
+        want = -(-(target - self._engine.in_flight) // samples)
+        # Few larger requests rather than one for each group that is complete.
+        if want < max(1, target // samples // _REFILLS):
             return
         if self._delivery.away:
             self._start(self._unleased.take(want))
         if self._lease_request is not None or self._clock.monotonic() < self._lease_at:
             return
+        held = sorted({*self._held, *self._delivery.leases})
+        want = min(want, wire.MAX_ROWS - len(held))
+        if want <= 0:
+            return
         request = wire.LeasePrompts(
             want=want,
-            held=sorted({*self._held, *self._delivery.leases}),
+            held=held,
             weights_version=self._weights.current.version,
             wait_seconds=_LEASE_WAIT_SECONDS,
         )
@@ -160,9 +173,7 @@ class Searcher:
 
     def _start(self, visits: Sequence[wire.Visit]) -> None:
         for visit in visits:
-            if visit.lease == wire.NO_VISIT:
-                self._without_lease += 1
-            else:
+            if visit.lease != wire.NO_VISIT:
                 self._held.add(visit.lease)
             self._hand_over(self._groups.start(visit))
 
@@ -170,12 +181,8 @@ class Searcher:
         """A complete group is the delivery's from now on."""
         if group is None:
             return
-        lease = group.visit.lease
-        if lease == wire.NO_VISIT:
-            self._without_lease -= 1
-        else:
-            self._held.remove(lease)
-        self._delivery.put(group.done, lease)
+        self._held.discard(group.visit.lease)
+        self._delivery.put(group.done, group.visit.lease)
 
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()

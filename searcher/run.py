@@ -12,6 +12,7 @@ from tba.common.errors import ConfigError, MissingExtra
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.searcher.engine import Engine
+from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
 from tba.searcher.tasks import load_task
@@ -35,7 +36,17 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     try:
         engine = make_engine(config, device=device, name=name)
         try:
-            Searcher(config, engine=engine, task=task, tokenizer=tokenizer, client=client, clock=clock).run(stop)
+            exploration = Exploration(config.search, run_seed=config.run.seed, searcher=name)
+            searcher = Searcher(
+                config,
+                engine=engine,
+                task=task,
+                tokenizer=tokenizer,
+                exploration=exploration,
+                client=client,
+                clock=clock,
+            )
+            searcher.run(stop)
         finally:
             engine.close()
     finally:

@@ -27,6 +27,9 @@ class UnleasedPrompts:
 
 
 def _shuffles(prompts: Sequence[Prompt], rng: np.random.Generator) -> Iterator[Visit]:
+    # Epochs that nobody else has: the seed of a response follows from its epoch.
+    epoch = int(rng.integers(1 << 40, 1 << 62))
     while prompts:
         for place in rng.permutation(len(prompts)):
-            yield Visit(lease=NO_VISIT, epoch=0, prompt_key=prompts[place].key)
+            yield Visit(lease=NO_VISIT, epoch=epoch, prompt_key=prompts[place].key)
+        epoch += 1

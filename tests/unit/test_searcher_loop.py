@@ -1,0 +1,221 @@
+"""The searcher's loop on the real engine and the real buffer service, without sockets: a slow buffer is then one
+whose replies come a number of the engine's steps later, whatever else the machine does."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.common import wire
+from tba.common.clock import ManualClock
+from tba.common.durable import temporary_directory
+from tba.common.snapshot import Canary, Manifest, describe_files, directory_name, seal
+from tba.common.trajectory import unpack_arrays
+
+PLACES, SAMPLES, VOCABULARY = 12, 4, 16
+
+
+class SlowClient:
+    """A `BufferClient` whose replies come `delay` polls after their requests; those to puts may come later."""
+
+    address = "here"
+
+    def __init__(self, buffer: Any, clock: ManualClock, delay: int, put_delay: int) -> None:
+        self._buffer = buffer
+        self._clock = clock
+        self._delay = delay
+        self._put_delay = put_delay
+        self._posted: dict[int, tuple[int, wire.Message, Sequence[bytes]]] = {}
+        self._polls = self._last_id = 0
+        self.puts: list[tuple[wire.PutTrajectories, Sequence[bytes]]] = []
+
+    @property
+    def state(self) -> wire.RunState:
+        return self._buffer.service.state()
+
+    def post(self, message: wire.Message, frames: Sequence[bytes] = ()) -> int:
+        self._last_id += 1
+        is_put = isinstance(message, wire.PutTrajectories)
+        delay = self._put_delay if is_put else self._delay
+        self._posted[self._last_id] = self._polls + delay, message, frames
+        if is_put:
+            self.puts.append((message, frames))
+        return self._last_id
+
+    def is_pending(self, id_: int | None) -> bool:
+        return id_ in self._posted
+
+    def poll(self, timeout_seconds: float) -> list[Any]:
+        self._polls += 1
+        self._clock.advance(timeout_seconds)
+        due = [id_ for id_, (at, _, _) in self._posted.items() if at <= self._polls]
+        return [self._answer(id_) for id_ in due]
+
+    def ask(self, message: wire.Message, expect: type, stop: Callable[[], bool]) -> tuple[Any, list]:
+        return self._buffer.ask(message).message, []
+
+    def call(self, message: wire.Message, expect: type, **_: Any) -> tuple[Any, list]:
+        return self._buffer.ask(message).message, []
+
+    def _answer(self, id_: int) -> Any:
+        _, message, frames = self._posted.pop(id_)
+        answer = self._buffer.ask(message, frames).message
+        return SimpleNamespace(header=SimpleNamespace(id=id_), message=answer)
+
+
+class Watched:
+    """An engine that notes, at each step, how many requests it has places for and how many it has."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.in_flight_at_steps: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> list[Any]:
+        self.in_flight_at_steps.append(self._engine.in_flight)
+        return self._engine.step()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of the arithmetic task: its responses end after 16 tokens on average, some after 2, some at 60."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.conftest import EXAMPLE_MODEL
+
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("models") / "random"
+    shutil.copytree(EXAMPLE_MODEL, directory)
+    config = LlamaConfig.from_pretrained(
+        directory, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, dtype="float32",
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched, SlowClient]]:
+    """Runs a searcher for a number of steps of its loop."""
+    from tba.searcher.engine_transformers import TransformersEngine
+    from tba.searcher.exploration import Exploration
+    from tba.searcher.loop import Searcher
+    from tba.searcher.run import load_tokenizer
+    from tba.searcher.tasks import load_task
+
+    def run(
+        *, steps: int, delay: int = 1, put_delay: int | None = None, places: int = PLACES, **keys: Any
+    ) -> tuple[Watched, SlowClient]:
+        search = {
+            "engine": "transformers", "samples_per_prompt": SAMPLES, "max_in_flight": places, "max_tokens": 60
+        } | keys  # fmt: skip
+        buffer = harness(search=search, task={"limit": 200})
+        clock = ManualClock()
+        client = SlowClient(buffer, clock, delay, put_delay or delay)
+        config = buffer.config
+        engine = TransformersEngine(
+            str(model), dtype="float32", device="cpu", max_in_flight=places, seed=steps, canary_tolerance=1e-3
+        )
+        announce(buffer, engine, model, tmp_path)
+        watched = Watched(engine)
+        searcher = Searcher(
+            buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
+            engine=watched, task=load_task(config.task), tokenizer=load_tokenizer(str(model)),
+            exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
+            client=client, clock=clock,
+        )  # fmt: skip
+        left = iter(range(steps))
+        searcher.run(stop=lambda: next(left, None) is None)
+        return watched, client
+
+    return run
+
+
+def announce(buffer: Any, engine: Any, model: Path, root: Path) -> None:
+    """Publish the model's own weights as version 0."""
+    final = Path(tempfile.mkdtemp(dir=root)) / directory_name(0)
+    temporary = temporary_directory(final)
+    shutil.copytree(model, temporary, dirs_exist_ok=True)
+    sequence = [5, 6, 7, 8]
+    canary = Canary([sequence], [engine.score([sequence])[0].tolist()])
+    digest = seal(temporary, final, Manifest("test", 0, 0, 0.0, describe_files(temporary), canary))
+    ref = wire.WeightsRef(version=0, step=0, path=str(final), manifest_sha256=digest)
+    buffer.ask(wire.AnnounceSnapshot(weights=ref, bytes=1), role="publisher", sender="pub.1")
+
+
+def responses(client: SlowClient) -> dict[tuple[str, int], list[tuple]]:
+    """What was put: by prompt and lease, each response with its settings and log-probabilities, sorted."""
+    found = {}
+    for message, frames in client.puts:
+        rows = message.rows
+        arrays = unpack_arrays(rows.model_dump(), [memoryview(frame) for frame in frames])
+        found[rows.prompt_key[0], rows.lease[0]] = sorted(
+            (tuple(ids), s.temperature, s.top_p) for ids, s in zip(arrays["response_ids"], rows.sampling, strict=True)
+        )
+    return found
+
+
+@pytest.mark.parametrize("delay", [1, 4])
+def test_every_place_is_taken_whatever_the_lengths_also_with_a_slow_buffer(search, delay):
+    """A reply takes up to a quarter of the 16 steps that a response takes on average."""
+    engine, client = search(steps=400, delay=delay)
+    lengths = {n for message, _ in client.puts for n in message.rows.response_ids_count}
+    assert len(lengths) > 20
+    full = next(step for step, count in enumerate(engine.in_flight_at_steps) if count >= PLACES)
+    assert full <= 2 * delay + 2
+    assert min(engine.in_flight_at_steps[full:]) >= PLACES
+    assert max(engine.in_flight_at_steps) < 3 * PLACES
+
+
+def test_a_group_is_put_the_moment_it_is_complete_while_older_ones_are_not(search):
+    _, client = search(steps=400)
+    leases = [message.rows.lease[0] for message, _ in client.puts]
+    assert leases != sorted(leases)
+    assert all(len(message.rows.prompt_key) == SAMPLES for message, _ in client.puts)
+
+
+def test_a_buffer_that_acknowledges_nothing_stops_the_search_after_two_loads(search):
+    engine, client = search(steps=600, put_delay=10**9)
+    assert engine.in_flight_at_steps[-1] == 0
+    assert 2 * PLACES // SAMPLES <= len(client.puts) <= 5 * PLACES // SAMPLES
+
+
+def test_the_same_run_gives_the_same_responses_whatever_batch_they_were_in(search):
+    keys = {"temperature": {"min": 0.7, "max": 1.3}, "top_p": [0.9, 1.0]}
+    _, wide = search(steps=300, places=24, **keys)
+    _, narrow = search(steps=500, places=5, delay=3, **keys)
+    wide, narrow = responses(wide), responses(narrow)
+    both = wide.keys() & narrow.keys()
+    assert len(both) > 10
+    assert {key: wide[key] for key in both} == {key: narrow[key] for key in both}
+
+
+def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
+    """The log-probabilities, which are under the sampling distribution, say which settings were in use."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _, client = search(steps=80, temperature=[0.5, 1.0, 2.0])
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    seen = set()
+    for message, frames in client.puts:
+        rows = message.rows
+        arrays = unpack_arrays(rows.model_dump(), [memoryview(frame) for frame in frames])
+        for prompt, response, logprobs, sampling in zip(
+            arrays["prompt_ids"], arrays["response_ids"], arrays["logprobs"], rows.sampling, strict=True
+        ):
+            ids = torch.tensor([[*prompt, *response]])
+            with torch.no_grad():
+                logits = reference(ids).logits[0, len(prompt) - 1 : -1] / sampling.temperature
+            expected = logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(prompt) :]]
+            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+            seen.add(sampling.temperature)
+    assert seen == {0.5, 1.0, 2.0}

@@ -3,7 +3,6 @@
 lease ──► S requests in the engine ──► responses come back, each scored ──► complete ──► put ──► acknowledged
 """
 
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +15,9 @@ from tba.common.log import get_logger
 from tba.common.trajectory import STOP_EOS, STOP_ERROR, Int32, Trajectory
 from tba.common.wire import Visit
 from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
-from tba.searcher.tasks.task import Prompt, Reward, Task
+from tba.searcher.rewards import Scored, Scorer
+from tba.searcher.tasks.scoring import storable
+from tba.searcher.tasks.task import Prompt, Task
 
 log = get_logger(__name__)
 
@@ -54,14 +55,15 @@ class Group:
 class GroupBuilder:
     """Turns visits into requests, and generations into scored trajectories."""
 
-    def __init__(self, engine: Engine, task: Task, tokenizer: Tokenizer, config: SearchSection) -> None:
+    def __init__(self, engine: Engine, task: Task, scorer: Scorer, tokenizer: Tokenizer, config: SearchSection) -> None:
         self._engine = engine
-        self._task = task
+        self._scorer = scorer
         self._tokenizer = tokenizer
         self._size = config.samples_per_prompt
         self._sampling = SamplingSettings(config.temperature, config.top_p, config.max_tokens)
         self._prompts = {prompt.key: prompt for prompt in task.prompts()}
         self._requests: dict[int, Group] = {}
+        self._unscored: dict[int, tuple[Group, Generation]] = {}
         self._next_id = 0
         self.trajectories = 0
         self.tokens = 0
@@ -77,10 +79,17 @@ class GroupBuilder:
             self._submit(group)
         return group if group.complete else None
 
-    def finish(self, generation: Generation) -> Group | None:
-        """Score a response. Returns its group if that was the last one."""
+    def finish(self, generation: Generation) -> None:
+        """Have a response scored."""
         group = self._requests.pop(generation.id)
-        group.done.append(self._trajectory(group, generation))
+        text = storable(self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
+        self._unscored[generation.id] = group, generation
+        self._scorer.submit(generation.id, group.prompt, text, generation.stop_reason == STOP_EOS)
+
+    def scored(self, scored: Scored) -> Group | None:
+        """Take a score. Returns the response's group if that was the last one."""
+        group, generation = self._unscored.pop(scored.ticket)
+        group.done.append(self._trajectory(group, generation, scored))
         return group if group.complete else None
 
     def _submit(self, group: Group) -> None:
@@ -93,8 +102,8 @@ class GroupBuilder:
             return
         self._requests[request.id] = group
 
-    def _trajectory(self, group: Group, generation: Generation) -> Trajectory:
-        text, reward, error = self._score(group.prompt, generation)
+    def _trajectory(self, group: Group, generation: Generation, scored: Scored) -> Trajectory:
+        self.errors += scored.error is not None
         self.trajectories += 1
         self.tokens += len(generation.response_ids)
         self._failures_in_a_row = 0
@@ -103,25 +112,13 @@ class GroupBuilder:
             response_ids=generation.response_ids,
             logprobs=generation.logprobs,
             version_runs=generation.version_runs,
-            reward=reward.total,
-            reward_parts=reward.parts,
+            reward=scored.reward.total,
+            reward_parts=scored.reward.parts,
             stop_reason=generation.stop_reason,
             generation_seconds=generation.seconds,
-            text=text,
-            error=error,
+            text=scored.text,
+            error=scored.error,
         )
-
-    def _score(self, prompt: Prompt, generation: Generation) -> tuple[str | None, Reward, str | None]:
-        """(text, reward, error). A scorer that raises, or gives no numbers, makes a row with its error."""
-        text = None
-        try:
-            text = _storable(self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
-            reward = self._task.score(prompt, text, generation.stop_reason == STOP_EOS)
-            return text, _checked(reward), None
-        except (Exception, SystemExit) as error:  # a verifier may call sys.exit
-            self.errors += 1
-            log.exception("reward failed", task=self._task.name, prompt=prompt.key)
-            return text, Reward(0.0, {}), _storable(f"reward: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
     def _failed(self, group: Group, error: str) -> Trajectory:
         self.errors += 1
@@ -149,16 +146,3 @@ class GroupBuilder:
             "sampling": {"temperature": self._sampling.temperature, "top_p": self._sampling.top_p},
             "created_at": time.time(),
         }
-
-
-def _storable(text: str) -> str:
-    """UTF-8 without lone surrogates."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _checked(reward: Reward) -> Reward:
-    """The reward as finite floats. Raises ValueError."""
-    parts = {name: float(value) for name, value in reward.parts.items()}
-    if not all(math.isfinite(value) for value in (reward.total, *parts.values())):
-        raise ValueError(f"a reward must be finite, not {reward.total} with parts {reward.parts}")
-    return Reward(float(reward.total), parts)

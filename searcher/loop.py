@@ -22,6 +22,7 @@ from tba.common.process import notify_systemd
 from tba.common.trajectory import pack
 from tba.searcher.engine import Engine
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
+from tba.searcher.rewards import Scorer
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.weights import WeightsFollower
 
@@ -30,6 +31,7 @@ log = get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
 _LEASE_WAIT_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
+_SCORE_WAIT_SECONDS = 0.01
 _DRAIN_SECONDS = 5.0
 _TAKE_UP_SECONDS = 60.0
 _REGISTER_CHUNK = 10_000
@@ -53,6 +55,7 @@ class Searcher:
         *,
         engine: Engine,
         task: Task,
+        scorer: Scorer,
         tokenizer: Tokenizer,
         client: BufferClient,
         clock: Clock,
@@ -60,10 +63,11 @@ class Searcher:
         self._config = config
         self._engine = engine
         self._task = task
+        self._scorer = scorer
         self._client = client
         self._clock = clock
         self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
-        self._groups = GroupBuilder(engine, task, tokenizer, config.search)
+        self._groups = GroupBuilder(engine, task, scorer, tokenizer, config.search)
         self._held: set[int] = set()  # leases: generating, or put and not acknowledged
         self._puts: dict[int, Group] = {}  # by request id, until acknowledged
         self._lease_request: int | None = None
@@ -85,8 +89,10 @@ class Searcher:
             self._weights.follow(self._client.state.weights if self._client.state else None)
             self._ask_for_prompts()
             for generation in self._engine.step():
-                self._hand_over(self._groups.finish(generation))
-            self._take_replies(0.0 if self._engine.in_flight else _IDLE_SECONDS)
+                self._groups.finish(generation)
+            busy = self._engine.in_flight or self._scorer.waiting
+            self._take_scores(0.0 if self._engine.in_flight else _SCORE_WAIT_SECONDS)
+            self._take_replies(0.0 if busy else _IDLE_SECONDS)
             self._heartbeat()
         self._leave()
 
@@ -113,6 +119,10 @@ class Searcher:
         self._joined_at, self._seen_running = self._clock.monotonic(), False
         log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
         notify_systemd("READY=1")
+
+    def _take_scores(self, timeout_seconds: float) -> None:
+        for scored in self._scorer.wait(timeout_seconds if self._scorer.waiting else 0.0):
+            self._hand_over(self._groups.scored(scored))
 
     def _ask_for_prompts(self) -> None:
         """Keep two loads of prompts: one in the engine, one waiting for room in it."""
@@ -180,6 +190,8 @@ class Searcher:
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
             return "waiting", self._weights.trouble or "no snapshot is published yet"
+        if self._scorer.waiting and not self._engine.in_flight:
+            return "waiting", f"{self._scorer.waiting} responses are being scored"
         if self._puts and not self._engine.in_flight:
             return "waiting", f"{len(self._puts)} groups are not acknowledged by the buffer"
         if not self._engine.in_flight:
@@ -194,6 +206,10 @@ class Searcher:
             "in_flight": float(self._engine.in_flight),
             "unacknowledged_groups": float(len(self._puts)),
             "errors": float(self._groups.errors),
+            "rewards_waiting": float(self._scorer.waiting),
+            "reward_seconds": self._scorer.latency_seconds,
+            "reward_errors": float(self._scorer.errors),
+            "reward_timeouts": float(self._scorer.timeouts),
             "weights_load_seconds": self._weights.last_load_seconds,
             "canary_difference": self._weights.mismatch,
             "weights_refusals": float(self._weights.refusals),
@@ -202,7 +218,8 @@ class Searcher:
     def _leave(self) -> None:
         """Wait a little for the acknowledgements, then give back what is not done."""
         deadline = self._clock.monotonic() + _DRAIN_SECONDS
-        while self._puts and self._clock.monotonic() < deadline:
+        while (self._puts or self._scorer.waiting) and self._clock.monotonic() < deadline:
+            self._take_scores(_SCORE_WAIT_SECONDS)
             self._take_replies(_IDLE_SECONDS)
         if self._puts:
             log.warning("leaving with unacknowledged groups", groups=len(self._puts))

@@ -14,6 +14,7 @@ from tba.common.model_files import model_directory
 from tba.searcher.engine import Engine
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
+from tba.searcher.rewards import Scorer
 from tba.searcher.tasks import load_task
 
 log = get_logger(__name__)
@@ -32,13 +33,17 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     clock = SystemClock()
     name = f"{socket.gethostname()}-{label}"  # the same after a restart, so that the buffer knows who came back
     client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
+    scorer = Scorer(task, config.task)  # before the engine: its threads and memory are no concern of the workers
     try:
         engine = make_engine(config, device=device, name=name)
         try:
-            Searcher(config, engine=engine, task=task, tokenizer=tokenizer, client=client, clock=clock).run(stop)
+            Searcher(
+                config, engine=engine, task=task, scorer=scorer, tokenizer=tokenizer, client=client, clock=clock
+            ).run(stop)
         finally:
             engine.close()
     finally:
+        scorer.close()
         client.close()
 
 

@@ -123,7 +123,7 @@ class Scorer:
         ours, theirs = socket.socketpair()
         with theirs:
             # A session of its own: Ctrl-C is for the searcher, and what a reward started can be ended with it.
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", "tba.searcher.reward_worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,

@@ -22,7 +22,7 @@ def score(
     except MemoryError:
         limit = f" (limit {memory_mib} MiB)" if memory_mib else ""
         return failed(f"out of memory{limit}")
-    except BaseException as error:  # a verifier may call sys.exit, or raise KeyboardInterrupt
+    except BaseException as error:  # noqa: BLE001  # a verifier may call sys.exit, or raise KeyboardInterrupt
         log.error("reward failed", task=task.name, prompt=prompt.key, trace=storable(traceback.format_exc()))
         return failed(f"{type(error).__name__}: {error}")
 

@@ -13,7 +13,7 @@ from tba.searcher.tasks import load_task
 MISDEEDS = {
     "raises": "reward: ValueError: lone ? surrogate",
     "interrupts": "reward: KeyboardInterrupt: ",
-    "hangs": "reward: timed out after 1 s",
+    "hangs": "reward: timed out after 5 s",
     "exits": "reward: the worker died with exit code 3",
     "segfaults": "reward: the worker was killed by SIGSEGV",
     "eats": "reward: out of memory (limit 256 MiB)",
@@ -28,7 +28,7 @@ MISDEEDS = {
 def scorer(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    config = TaskSection(name="hostile_task:HostileTask", reward_workers=2, reward_seconds=1.0, reward_memory_mib=256)
+    config = TaskSection(name="hostile_task:HostileTask", reward_workers=2, reward_seconds=5.0, reward_memory_mib=256)
     scorer = Scorer(load_task(config), config)
     yield scorer
     scorer.close()

@@ -53,8 +53,8 @@ class ModelSection(Section):
 class TaskSection(Section):
     """What is asked, and how answers are scored."""
 
-    name: Literal["arithmetic", "gsm8k"] = "arithmetic"
-    """The task."""
+    name: Annotated[str, Field(pattern=r"^(arithmetic|gsm8k|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "arithmetic"
+    """The task: arithmetic, gsm8k, or your own as `package.module:factory` on PYTHONPATH, see docs/rewards.md."""
     train: str = ""
     """gsm8k: a local jsonl file with `question` and `answer`, or a hub id such as openai/gsm8k."""
     test: str = ""
@@ -63,6 +63,12 @@ class TaskSection(Section):
     """Use only the first so many training prompts; 0 is all."""
     held_out_limit: NonNegative = 0
     """Use only the first so many held-out prompts; 0 is all."""
+    reward_workers: NonNegative = 2
+    """Processes per searcher that score responses; 0 scores in the searcher, where no limit holds."""
+    reward_seconds: PositiveFloat = 10.0
+    """A response that is not scored in so many seconds becomes a row with an error, and its worker is replaced."""
+    reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
+    """Memory of one reward worker, in MiB."""
 
 
 class BufferSection(Section):

@@ -3,7 +3,6 @@
 lease ──► S requests in the engine ──► responses come back, each scored ──► complete ──► put ──► acknowledged
 """
 
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +15,9 @@ from tba.common.trajectory import STOP_EOS, STOP_ERROR, Int32, Trajectory
 from tba.common.wire import Visit
 from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.exploration import Exploration
-from tba.searcher.tasks.task import Prompt, Reward, Task
+from tba.searcher.rewards import Scored, Scorer
+from tba.searcher.tasks.scoring import failed, storable
+from tba.searcher.tasks.task import Prompt, Task
 
 log = get_logger(__name__)
 
@@ -55,10 +56,17 @@ class GroupBuilder:
     """Turns visits into requests, and generations into scored trajectories."""
 
     def __init__(
-        self, engine: Engine, task: Task, tokenizer: Tokenizer, exploration: Exploration, *, samples: int
+        self,
+        engine: Engine,
+        task: Task,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        exploration: Exploration,
+        *,
+        samples: int,
     ) -> None:
         self._engine = engine
-        self._task = task
+        self._scorer = scorer
         self._tokenizer = tokenizer
         self._exploration = exploration
         self._samples = samples
@@ -66,6 +74,7 @@ class GroupBuilder:
         # Kept for all epochs: about as many bytes as the texts, which are in memory too.
         self._prompt_ids: dict[str, Int32] = {}
         self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
+        self._unscored: dict[int, tuple[Group, SamplingSettings, Generation]] = {}
         self._next_id = 0
         self.trajectories = 0
         self.tokens = 0
@@ -81,9 +90,23 @@ class GroupBuilder:
         return group if group.complete else None
 
     def finish(self, generation: Generation) -> Group | None:
-        """Score a response. Returns its group if that was the last one."""
+        """Have a response scored. Returns its group if it cannot be, and was the last one."""
         group, sampling = self._requests.pop(generation.id)
-        group.done.append(self._trajectory(group, sampling, generation))
+        try:
+            text = storable(self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
+        except Exception as error:  # of another vocabulary: a row with its error, as from a reward
+            log.exception("response not decoded", prompt=group.prompt.key)
+            undecoded = Scored(generation.id, None, *failed(f"not decoded: {type(error).__name__}: {error}"))
+            group.done.append(self._trajectory(group, sampling, generation, undecoded))
+            return group if group.complete else None
+        self._unscored[generation.id] = group, sampling, generation
+        self._scorer.submit(generation.id, group.prompt, text, generation.stop_reason == STOP_EOS)
+        return None
+
+    def scored(self, scored: Scored) -> Group | None:
+        """Take a score. Returns the response's group if that was the last one."""
+        group, sampling, generation = self._unscored.pop(scored.ticket)
+        group.done.append(self._trajectory(group, sampling, generation, scored))
         return group if group.complete else None
 
     def _ids_of(self, prompt: Prompt) -> Int32:
@@ -101,8 +124,10 @@ class GroupBuilder:
             return
         self._requests[request.id] = group, sampling
 
-    def _trajectory(self, group: Group, sampling: SamplingSettings, generation: Generation) -> Trajectory:
-        text, reward, error = self._score(group.prompt, generation)
+    def _trajectory(
+        self, group: Group, sampling: SamplingSettings, generation: Generation, scored: Scored
+    ) -> Trajectory:
+        self.errors += scored.error is not None
         self.trajectories += 1
         self.tokens += len(generation.response_ids)
         self._failures_in_a_row = 0
@@ -111,25 +136,13 @@ class GroupBuilder:
             response_ids=generation.response_ids,
             logprobs=generation.logprobs,
             version_runs=generation.version_runs,
-            reward=reward.total,
-            reward_parts=reward.parts,
+            reward=scored.reward.total,
+            reward_parts=scored.reward.parts,
             stop_reason=generation.stop_reason,
             generation_seconds=generation.seconds,
-            text=text,
-            error=error,
+            text=scored.text,
+            error=scored.error,
         )
-
-    def _score(self, prompt: Prompt, generation: Generation) -> tuple[str | None, Reward, str | None]:
-        """(text, reward, error). A scorer that raises, or gives no numbers, makes a row with its error."""
-        text = None
-        try:
-            text = _storable(self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
-            reward = self._task.score(prompt, text, generation.stop_reason == STOP_EOS)
-            return text, _checked(reward), None
-        except (Exception, SystemExit) as error:  # a verifier may call sys.exit
-            self.errors += 1
-            log.exception("reward failed", task=self._task.name, prompt=prompt.key)
-            return text, Reward(0.0, {}), _storable(f"reward: {type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
     def _failed(self, group: Group, sampling: SamplingSettings, error: str) -> Trajectory:
         self.errors += 1
@@ -158,16 +171,3 @@ def _common(group: Group, sampling: SamplingSettings) -> dict[str, Any]:
         "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p},
         "created_at": time.time(),
     }
-
-
-def _storable(text: str) -> str:
-    """UTF-8 without lone surrogates."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _checked(reward: Reward) -> Reward:
-    """The reward as finite floats. Raises ValueError."""
-    parts = {name: float(value) for name, value in reward.parts.items()}
-    if not all(math.isfinite(value) for value in (reward.total, *parts.values())):
-        raise ValueError(f"a reward must be finite, not {reward.total} with parts {reward.parts}")
-    return Reward(float(reward.total), parts)

@@ -24,6 +24,7 @@ from tba.searcher.delivery import Delivery
 from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
+from tba.searcher.rewards import Scorer
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.unleased import UnleasedPrompts
 from tba.searcher.weights import WeightsFollower
@@ -33,6 +34,7 @@ log = get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
 _LEASE_WAIT_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
+_SCORE_WAIT_SECONDS = 0.01
 _DRAIN_SECONDS = 5.0
 _TAKE_UP_SECONDS = 60.0
 _REGISTER_CHUNK = 10_000
@@ -57,6 +59,7 @@ class Searcher:
         *,
         engine: Engine,
         task: Task,
+        scorer: Scorer,
         tokenizer: Tokenizer,
         exploration: Exploration,
         client: BufferClient,
@@ -65,10 +68,13 @@ class Searcher:
         self._config = config
         self._engine = engine
         self._task = task
+        self._scorer = scorer
         self._client = client
         self._clock = clock
         self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
-        self._groups = GroupBuilder(engine, task, tokenizer, exploration, samples=config.search.samples_per_prompt)
+        self._groups = GroupBuilder(
+            engine, task, scorer, tokenizer, exploration, samples=config.search.samples_per_prompt
+        )
         self._delivery = Delivery(
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
@@ -91,10 +97,11 @@ class Searcher:
         while not (stop() or self._finished):
             self._weights.follow(self._client.state.weights if self._client.state else None)
             self._ask_for_prompts()
-            generations = [] if self._delivery.pause else self._engine.step()
-            for generation in generations:
+            generating = self._engine.in_flight and not self._delivery.pause
+            for generation in self._engine.step() if generating else ():
                 self._hand_over(self._groups.finish(generation))
-            self._take_replies(0.0 if self._engine.in_flight and not self._delivery.pause else _IDLE_SECONDS)
+            self._take_scores(0.0 if generating else _SCORE_WAIT_SECONDS)
+            self._take_replies(0.0 if generating or self._scorer.waiting else _IDLE_SECONDS)
             self._heartbeat()
         self._leave()
 
@@ -123,16 +130,21 @@ class Searcher:
         log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
         notify_systemd("READY=1")
 
+    def _take_scores(self, timeout_seconds: float) -> None:
+        for scored in self._scorer.wait(timeout_seconds if self._scorer.waiting else 0.0):
+            self._hand_over(self._groups.scored(scored))
+
     def _ask_for_prompts(self) -> None:
         """Keep two loads of requests: one in the engine, and one that waits for places in it.
 
-        Counted in requests, not in groups: of a group whose last response is long, the other places are free.
+        Counted in requests, not in groups: of a group whose last response is long, the other places are free. What
+        waits for its reward counts too, so that a slow reward holds generation back.
         """
         if self._weights.current is None or self._delivery.pause:
             return
         samples = self._config.search.samples_per_prompt
         target = 2 * max(self._config.search.max_in_flight, samples)
-        want = -(-(target - self._engine.in_flight) // samples)
+        want = -(-(target - self._engine.in_flight - self._scorer.waiting) // samples)
         # Few larger requests rather than one for each group that is complete.
         if want < max(1, target // samples // _REFILLS):
             return
@@ -207,6 +219,8 @@ class Searcher:
             return "waiting", self._weights.trouble or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
+        if self._scorer.waiting and not self._engine.in_flight:
+            return "waiting", f"{self._scorer.waiting} responses are being scored"
         if self._delivery.groups and not self._engine.in_flight:
             return "waiting", f"{self._delivery.groups} groups are not acknowledged by the buffer"
         if not self._engine.in_flight:
@@ -221,6 +235,10 @@ class Searcher:
             "in_flight": float(self._engine.in_flight),
             **self._delivery.metrics,
             "errors": float(self._groups.errors),
+            "rewards_waiting": float(self._scorer.waiting),
+            "reward_seconds": self._scorer.latency_seconds,
+            "reward_errors": float(self._scorer.errors),
+            "reward_timeouts": float(self._scorer.timeouts),
             "weights_load_seconds": self._weights.last_load_seconds,
             "canary_difference": self._weights.mismatch,
             "weights_refusals": float(self._weights.refusals),
@@ -229,7 +247,8 @@ class Searcher:
     def _leave(self) -> None:
         """Wait a little for the acknowledgements, then give back what is not done."""
         deadline = self._clock.monotonic() + _DRAIN_SECONDS
-        while not self._delivery.is_done and self._clock.monotonic() < deadline:
+        while (self._scorer.waiting or not self._delivery.is_done) and self._clock.monotonic() < deadline:
+            self._take_scores(_SCORE_WAIT_SECONDS)
             self._take_replies(_IDLE_SECONDS)
         self._delivery.close()
         try:

@@ -15,6 +15,7 @@ from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
+from tba.searcher.rewards import Scorer
 from tba.searcher.tasks import load_task
 
 log = get_logger(__name__)
@@ -33,16 +34,17 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     clock = SystemClock()
     name = f"{socket.gethostname()}-{label}"  # the same after a restart, so that the buffer knows who came back
     client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
+    scorer = Scorer(task, config.task)  # before the engine: its threads and memory are no concern of the workers
     try:
         engine = make_engine(config, device=device, name=name)
         try:
-            exploration = Exploration(config.search, run_seed=config.run.seed, searcher=name)
             searcher = Searcher(
                 config,
                 engine=engine,
                 task=task,
+                scorer=scorer,
                 tokenizer=tokenizer,
-                exploration=exploration,
+                exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
                 client=client,
                 clock=clock,
             )
@@ -50,6 +52,7 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
         finally:
             engine.close()
     finally:
+        scorer.close()
         client.close()
 
 

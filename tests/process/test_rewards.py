@@ -1,0 +1,60 @@
+"""Rewards that misbehave, in real worker processes: each fails alone, and the others get their rewards."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tba.common.config import TaskSection
+from tba.common.errors import TaskError
+from tba.searcher.rewards import Scorer
+from tba.searcher.tasks import load_task
+
+MISDEEDS = {
+    "raises": "reward: ValueError: lone ? surrogate",
+    "interrupts": "reward: KeyboardInterrupt: ",
+    "hangs": "reward: timed out after 5 s",
+    "exits": "reward: the worker died with exit code 3",
+    "segfaults": "reward: the worker was killed by SIGSEGV",
+    "eats": "reward: out of memory (limit 256 MiB)",
+    "infinite": "reward: ValueError: a reward must be finite, not inf with parts {}",
+    "nothing": "reward: AttributeError: 'NoneType' object has no attribute 'parts'",
+    "prints": None,
+    "forks": None,
+}
+
+
+@pytest.fixture
+def scorer(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = TaskSection(name="hostile_task:HostileTask", reward_workers=2, reward_seconds=5.0, reward_memory_mib=256)
+    scorer = Scorer(load_task(config), config)
+    yield scorer
+    scorer.close()
+
+
+def score_all(scorer, texts):
+    prompt = load_task(TaskSection()).prompts()[0]
+    for ticket, text in enumerate(texts):
+        scorer.submit(ticket, prompt, text, True)
+    answers = {}
+    while scorer.waiting:
+        for scored in scorer.wait(1.0):
+            assert scored.ticket not in answers
+            answers[scored.ticket] = scored
+    return [answers[ticket] for ticket in range(len(texts))]
+
+
+def test_every_misdeed_fails_alone_and_the_rest_of_its_batch_is_scored(scorer):
+    texts = [text for misdeed in MISDEEDS for text in ("good", misdeed, "good")]
+    for text, scored in zip(texts, score_all(scorer, texts), strict=True):
+        assert scored.error == MISDEEDS.get(text), text
+        assert scored.reward.total == (0.0 if scored.error else 1.0), text
+    assert scorer.timeouts == 1
+    assert scorer.errors == sum(error is not None for error in MISDEEDS.values())
+
+
+def test_a_task_that_cannot_be_imported_is_a_sentence():
+    with pytest.raises(TaskError, match="no_such_module:task cannot be loaded"):
+        load_task(TaskSection(name="no_such_module:task"))

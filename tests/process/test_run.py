@@ -107,7 +107,9 @@ def check_history(run, steps: int = STEPS, killed: Sequence[int] = ()) -> None:
         """SELECT v.epoch, v.prompt, v.done_at IS NOT NULL, COUNT(t.id)
            FROM visits v LEFT JOIN trajectory_rows t ON t.visit = v.id GROUP BY v.id""",
     )
-    assert {(done, rows) for _, _, done, rows in visits} <= {(1, SAMPLES), (0, 0)}
+    # What a killed searcher left in its spool is delivered, also where its prompt went to another one meanwhile.
+    twice = {(1, 2 * SAMPLES)} if killed else set()
+    assert {(done, rows) for _, _, done, rows in visits} <= {(1, SAMPLES), (0, 0)} | twice
     # An epoch that is over visited every prompt once, and every visit was answered.
     answered = [(epoch, prompt) for epoch, prompt, done, _ in visits if done]
     assert len(answered) == len(set(answered))

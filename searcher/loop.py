@@ -195,8 +195,8 @@ class Searcher:
             "unacknowledged_groups": float(len(self._puts)),
             "errors": float(self._groups.errors),
             "weights_load_seconds": self._weights.last_load_seconds,
-            "canary_difference": self._weights.mismatch,
             "weights_refusals": float(self._weights.refusals),
+            **(self._weights.report.metrics() if self._weights.report else {}),
         }
 
     def _leave(self) -> None:

@@ -9,26 +9,19 @@ vLLM can only swap weights safely while no step is under way. Stepping it oursel
 
 What finishes while a canary is being scored waits in `_finished` until the weights are accepted.
 
-The ladder of a swap: what `prepare` made ready beside generation is exchanged and read back; if that fails, or
-the canary does, all weights are loaded again by vLLM's own slow reload; if that fails too, the old weights come
-back and are proved again. An engine that does not take weights or cannot go back is faulty, and the process ends.
-
-docs/vllm.md says what was run, and what was not (CUDA).
+What happens when weights are refused is in swap_ladder.py. docs/vllm.md says what was run, and what was not (CUDA).
 """
 
-import dataclasses
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from tba.common.errors import CanaryMismatch, EngineError, EngineFaulty, SnapshotError
-from tba.common.log import get_logger
+from tba.common.errors import EngineError, EngineFaulty
 from tba.common.model_files import eos_ids, model_directory, read_json, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
@@ -40,29 +33,14 @@ from tba.searcher.engine import (
     check_request,
     in_vocabulary,
 )
-from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
+from tba.searcher.snapshot_checks import Mismatch, check_snapshot, prove, tensor_shapes
+from tba.searcher.swap_ladder import NotTaken, SwapLadder, Weights
 from tba.searcher.vllm_start import for_platform, import_vllm, leave_process_groups, start_vllm
-
-log = get_logger(__name__)
 
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
 SCORING_SLOTS = 8
 SCORING_PRIORITY = -1  # lower goes first, which matters when the KV cache is full
 STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
-_POLL_SECONDS = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Weights, where to read them again, and what proves them (None: those the engine started with)."""
-
-    version: int
-    files: list[str]
-    snapshot: Snapshot | None
-
-
-class _NotTaken(SnapshotError):
-    """The workers could not load weights, or do not compute with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +86,8 @@ class VllmEngine:
         self._tolerance = canary_tolerance
         self._max_in_flight = max_in_flight
         self._keep_prefix_cache = keep_prefix_cache
-        self._served = _Weights(initial_version, [*map(str, files)], None)
         self._version = initial_version
-        self._prepared: Path | None = None  # the snapshot that the workers have ready
-        self._read_seconds = 0.0
         self._salt = 0
-        self._loading = threading.Lock()  # held while weights are prepared or exchanged
         self._stepping = threading.Lock()  # held while vLLM's workers are spoken to
         self._scorings = 0
         self._flights: dict[int, _Flight] = {}  # what was submitted and not yet returned
@@ -134,9 +108,8 @@ class VllmEngine:
         self._llm.set_weight_version(str(initial_version))
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        start = self._rpc("tba_start")[0]
-        self._way = str(start["way"])
-        log.info("weights are swapped", way=self._way, reason=start["reason"] or "as the model allows")
+        served = Weights(initial_version, [*map(str, files)], None)
+        self._ladder = SwapLadder(self, served, check=self._check, prove=self._prove)
 
     @property
     def weights_version(self) -> int:
@@ -169,18 +142,12 @@ class VllmEngine:
         return finished
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Check a snapshot, and let the workers read, convert and pack it, while stepping goes on.
+        """Read, convert and pack a snapshot beside generation; to be called from another thread.
 
-        Raises SnapshotError if it is no snapshot of this model. What else fails is logged: `load_weights` then
-        tries again, and goes down the ladder.
+        Raises SnapshotError if it is no snapshot of this model.
         """
-        with self._loading:
-            self._check(snapshot)
-            try:
-                self._prepare(self._weights_of(snapshot), self._delta_of(snapshot))
-                self._prepared = snapshot.path
-            except _NotTaken as error:
-                log.warning("weights not prepared", version=snapshot.manifest.version, reason=str(error))
+        self._require_working()
+        self._ladder.prepare(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
@@ -188,22 +155,12 @@ class VllmEngine:
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
         refused ones reaches a Generation, and requests in flight are still answered.
         """
-        started = time.perf_counter()
-        with self._loading:
-            if self._prepared != snapshot.path:
-                self._check(snapshot)
-            try:
-                report = self._adopt(snapshot)
-            except BaseException as error:
-                # Also when a signal handler raised: unproven weights must not serve.
-                self._undo()
-                if isinstance(error, _NotTaken):
-                    self._check(snapshot)
-                    self._fail(f"the engine does not take the weights of v{snapshot.manifest.version}: {error}")
-                raise
-            self._served = self._weights_of(snapshot)
-            self._rpc("tba_keep")
-        return dataclasses.replace(report, pause_seconds=time.perf_counter() - started)
+        self._require_working()
+        try:
+            return self._ladder.load(snapshot)
+        except EngineFaulty as error:
+            self._broken = str(error)
+            raise
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
         """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
@@ -307,106 +264,35 @@ class VllmEngine:
                 self._finished[flight.request.id] = _generation(flight, output.outputs[0])
         return scored
 
-    # ------------------------------------------------------------ weights
+    # ------------------------------------------------------------ what the ladder of a swap needs (its Host)
 
-    def _check(self, snapshot: Snapshot) -> None:
-        self._require_working()
-        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
-
-    def _weights_of(self, snapshot: Snapshot) -> _Weights:
-        return _Weights(snapshot.manifest.version, [*map(str, snapshot.weight_files)], snapshot)
-
-    def _delta_of(self, snapshot: Snapshot) -> str | None:
-        """The file of a snapshot's changes, if they are changes of the very weights that serve."""
-        served = self._served.snapshot
-        if snapshot.delta is None or served is None or snapshot.manifest.run != served.manifest.run:
-            return None
-        return str(snapshot.delta) if snapshot.manifest.base == served.manifest.version else None
-
-    def _prepare(self, weights: _Weights, delta: str | None) -> None:
-        started = time.perf_counter()
-        self._prepared = None
-        self._rpc("tba_prepare", weights.files, delta, weights.version)
-        while (states := self._rpc("tba_prepared")) and not all(ended for ended, _ in states):
-            time.sleep(_POLL_SECONDS)
-        if failures := [failure for _, failure in states if failure]:
-            raise _NotTaken(f"v{weights.version} could not be prepared: {failures[0]}")
-        self._read_seconds = time.perf_counter() - started
-
-    def _adopt(self, snapshot: Snapshot) -> LoadReport:
-        """The first two rungs of the ladder. Raises _NotTaken or CanaryMismatch."""
-        weights = self._weights_of(snapshot)
-        try:
-            if self._prepared != snapshot.path:
-                self._prepare(weights, self._delta_of(snapshot))
-            return self._swap(weights, snapshot, "tba_exchange", self._way)
-        except (_NotTaken, CanaryMismatch) as error:
-            if self._way == "reload":
-                raise
-            log.warning("weights did not take, loading all of them again", version=weights.version, reason=str(error))
-            return self._swap(weights, snapshot, "tba_reload", "reload")
-
-    def _swap(self, weights: _Weights, snapshot: Snapshot, method: str, way: str) -> LoadReport:
-        """Exchange the weights, and prove them."""
-        times = [time.perf_counter()]
-        self._write(weights, method)
-        times.append(time.perf_counter())
-        found = prove(self, snapshot, self._tolerance, context=self._context)
-        exchange, canary = times[1] - times[0], time.perf_counter() - times[1]
-        return LoadReport(found.maximum, found.mean, found.kl, way, self._read_seconds, exchange, canary, 0.0)
-
-    def _write(self, weights: _Weights, method: str) -> None:
-        self._prepared = None
-        self._version = weights.version
-        self._salt += not self._keep_prefix_cache
-        self._llm.set_weight_version(str(weights.version))
-        self._rpc(method, weights.files, weights.version)
-
-    def _undo(self) -> None:
-        """Serve the last good weights again, prove them, and start every request in flight over.
-
-        All requests, since scoring the canary advanced them with the refused weights: those with new tokens
-        hold wrong ones, and those without may hold a partly computed prompt.
-        """
-        if self._broken is not None:
-            return
-        served = self._served
-        self._llm.abort_request([*map(str, self._flights)])  # unknown and finished ones are ignored
-        self._finished.clear()
-        self._queue = deque(self._flights)
-        self._salt += 1  # what the refused weights left in the cache is reused in no case
-        self._version = served.version
-        self._llm.set_weight_version(str(served.version))
-        try:
-            if not all(self._rpc("tba_undo")):
-                self._load_back(served)
-            if served.snapshot is not None:
-                prove(self, served.snapshot, self._tolerance, context=self._context)
-        except (SnapshotError, EngineError) as error:
-            self._fail(f"a snapshot was refused and v{served.version} could not be loaded back: {error}")
-
-    def _load_back(self, served: _Weights) -> None:
-        try:
-            self._prepare(served, None)
-            self._write(served, "tba_exchange")
-        except _NotTaken as error:
-            log.warning(
-                "old weights did not take, loading all of them again", version=served.version, reason=str(error)
-            )
-            self._write(served, "tba_reload")
-
-    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every worker, between two steps. Raises _NotTaken if one fails."""
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker, between two steps. Raises NotTaken if one fails."""
         try:
             with self._stepping:
                 results: list[Any] = self._llm.collective_rpc(method, args=arguments)
         except Exception as error:
-            raise _NotTaken(f"vLLM could not do it ({method}): {error}") from error
+            raise NotTaken(f"vLLM could not do {method}: {error}") from error
         return results
 
-    def _fail(self, reason: str) -> NoReturn:
-        self._broken = f"{reason}; start the searcher again"
-        raise EngineFaulty(self._broken)
+    def relabel(self, version: int) -> None:
+        """Weights change now: label the tokens that follow, and reuse no cache of other weights."""
+        self._version = version
+        self._salt += not self._keep_prefix_cache
+        self._llm.set_weight_version(str(version))
+
+    def start_over(self) -> None:
+        """Forget what all requests in flight have got so far, and generate it again."""
+        self._llm.abort_request([*map(str, self._flights)])  # unknown and finished ones are ignored
+        self._finished.clear()
+        self._queue = deque(self._flights)
+        self._salt += 1  # what refused weights left in the cache is reused in no case
+
+    def _check(self, snapshot: Snapshot) -> None:
+        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
+
+    def _prove(self, snapshot: Snapshot) -> Mismatch:
+        return prove(self, snapshot, self._tolerance, context=self._context)
 
 
 def _generation(flight: _Flight, output: Any) -> Generation:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
@@ -58,14 +58,11 @@ class RecordingLoader(DefaultModelLoader):
             for module in model.modules():
                 module._cpu_skip_gemm_dispatch = True
 
-    def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load and process."""
-        model: nn.Module = super().load_model(*args, **kwargs)
-        if not self._packed:
-            # Heads are packed whatever the flag above says; they keep their weight beside the packed copy.
-            for module in model.modules():
-                if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = nn.functional.linear
+        model: Any = super().load_model(*args, **kwargs)
+        model.tba_packed = self._packed
+        _settle(model)
         return model
 
 
@@ -153,6 +150,7 @@ class WeightWorker:
         worker.reload_weights(weights_iterator=checkpoint.items())
         if current_platform.is_cpu():
             _repack_tied_heads(worker)
+            _settle(worker.get_model())
 
 
 def _processed_otherwise(model: nn.Module) -> str | None:
@@ -166,6 +164,19 @@ def _processed_otherwise(model: nn.Module) -> str | None:
         ):
             return f"{name} is processed by {method} after loading"
     return None
+
+
+def _settle(model: Any) -> None:
+    """Drop the packed copies, which vLLM's CPU backend makes of every embedding, that nobody computes with.
+
+    Beside a head, an embedding only looks rows up. Without packing, `_cpu_skip_gemm_dispatch` keeps linear layers
+    from being packed, but not heads; they have their weight beside the packed copy.
+    """
+    packed = getattr(model, "tba_packed", True)
+    has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and (not packed or (has_head and type(module) is VocabParallelEmbedding)):
+            module.cpu_linear = nn.functional.linear
 
 
 def _pack(module: nn.Module, weight: Tensor) -> Multiply:
@@ -190,5 +201,5 @@ def _repack_tied_heads(worker: Any) -> None:
         return
     with set_current_vllm_config(worker.vllm_config):
         for layer in worker.get_model().modules():
-            if isinstance(layer, ParallelLMHead) and layer.cpu_linear is not nn.functional.linear:
+            if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba.common.errors import EngineError
 
-INDEX, VALUE = ".index", ".value"  # suffixes of a delta's arrays
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

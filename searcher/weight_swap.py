@@ -12,13 +12,17 @@ are kept.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tba.common.delta import Change, Positions, read_delta
 from tba.common.errors import EngineError
-from tba.searcher.weight_places import INDEX, VALUE, Checkpoint, Place, flat, same_bits
+from tba.common.tensor_file import Bits
+from tba.searcher.weight_places import Checkpoint, Place, flat, same_bits
 
 # After an exchange this many runs of neighbouring elements of each tensor are compared with the file.
 _SAMPLE_RUNS, _RUN = 16, 64
@@ -76,14 +80,13 @@ class WeightSwap:
         """
         self._prepared = self._old = None
         checkpoint = Checkpoint(files)
-        changes = Checkpoint([delta]) if delta else None
-        names = changed_names(changes) if changes else set(checkpoint.names())
-        prepared = _Prepared(names)
-        self._choose_samples(prepared, checkpoint, changes, seed)
+        changes = {change.name: change for change in read_delta(Path(delta))} if delta else None
+        prepared = _Prepared(set(checkpoint.names()) if changes is None else set(changes))
+        self._choose_samples(prepared, checkpoint, changes or {}, seed)
         if self._packed:
             self._make_second_set(prepared, checkpoint)
         else:
-            self._gather(prepared, checkpoint, changes)
+            self._gather(prepared, checkpoint, changes or {})
         self._prepared = prepared
 
     def exchange(self) -> None:
@@ -115,40 +118,47 @@ class WeightSwap:
         self._old = None
 
     def checked_reload(self, files: Sequence[str], seed: int, reload: Callable[[Checkpoint], None]) -> None:
-        """Load by another way than this class's, and see that it took effect. Raises EngineError if it did not."""
-        self._prepared = self._old = None
+        """Load by another way than this class's, and see that it took effect. Raises EngineError if it did not.
+
+        After an exchange of references, `undo` still goes back: what served before is in other tensors.
+        """
+        self._prepared = None
         checkpoint = Checkpoint(files)
         expected = _Prepared(set(checkpoint.names()))
-        self._choose_samples(expected, checkpoint, None, seed)
+        self._choose_samples(expected, checkpoint, {}, seed)
         before = self._multiplies()
         reload(checkpoint)
         self._check(expected, before)
 
     def hashes(self) -> dict[str, str]:
-        """sha256 of each tensor (of its part on this device) as the parameters hold it; packed ones are left out."""
+        """sha256 of each tensor (of its part on this device) as the parameters hold it, in the type it was loaded in.
+
+        Packed ones are left out.
+        """
         parameters = self._parameters()
         return {
-            place.name: hashlib.sha256(
-                place.view(parameters[place.parameter]).cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            ).hexdigest()
+            place.name: _sha256(place.view(parameters[place.parameter]).to(self._layouts[place.parameter][1]))
             for place in self._places
             if parameters[place.parameter].numel()
         }
 
     # ------------------------------------------------------------ preparing
 
-    def _gather(self, prepared: _Prepared, checkpoint: Checkpoint, changes: Checkpoint | None) -> None:
+    def _gather(self, prepared: _Prepared, checkpoint: Checkpoint, changes: Mapping[str, Change]) -> None:
         """For copies in place: bring what is to be copied close to the device."""
         parameters = self._parameters()
         for place in self._places:
             parameter = parameters[place.parameter]
             if place.name not in prepared.names:
                 continue
-            if changes and place.name + INDEX in changes:
-                index, values = scattered(place, changes)
-                prepared.scatters.append((place.parameter, *(_near(part, parameter) for part in (index, values))))
+            source = checkpoint[place.name]
+            change = changes.get(place.name)
+            if change is not None and change.positions is not None:
+                index, values = scattered(place, change.positions, change.values, source.dtype)
+                near = index.to(parameter.device), values.to(parameter.device, parameter.dtype)
+                prepared.scatters.append((place.parameter, *near))
                 continue
-            box = place.box(checkpoint[place.name])
+            box = place.box(source)
             if parameter.device.type == "cpu":
                 # Else the first access of each page interrupts the copy.
                 box.contiguous().view(-1).view(torch.uint8)[::_PAGE].max()
@@ -185,7 +195,7 @@ class WeightSwap:
         return multiply
 
     def _choose_samples(
-        self, prepared: _Prepared, checkpoint: Checkpoint, changes: Checkpoint | None, seed: int
+        self, prepared: _Prepared, checkpoint: Checkpoint, changes: Mapping[str, Change], seed: int
     ) -> None:
         """Elements to look at after the exchange: others each time, and of a delta those that it changes."""
         generator = torch.Generator().manual_seed(seed)
@@ -195,9 +205,10 @@ class WeightSwap:
                 continue
             source = checkpoint[place.name].view(-1)
             chosen = _random_runs(source.numel(), generator)
-            if changes and place.name + INDEX in changes and len(changed := changes[place.name + INDEX]):
-                picks = torch.randint(len(changed), (_SAMPLE_RUNS * _RUN,), generator=generator)
-                chosen = torch.cat([chosen, changed[picks].long()])
+            change = changes.get(place.name)
+            if change is not None and change.positions is not None and len(change.positions):
+                picks = torch.randint(len(change.positions), (_SAMPLE_RUNS * _RUN,), generator=generator)
+                chosen = torch.cat([chosen, torch.from_numpy(change.positions[picks.numpy()])])
             inside, index = place.locate(chosen)
             served = parameters[place.parameter]
             dtype = served.dtype if served.numel() else self._layouts[place.parameter][1]
@@ -272,18 +283,13 @@ def packed_modules(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[s
     return {name: names[id(module.weight)] for name, module in _packed(model)}
 
 
-def changed_names(changes: Checkpoint) -> set[str]:
-    """The tensors that a delta is about."""
-    return {name.removesuffix(INDEX).removesuffix(VALUE) for name in changes.names()}
-
-
-def scattered(place: Place, changes: Checkpoint) -> tuple[Tensor, Tensor]:
-    """A delta's entries that fall into a place: positions in the parameter's storage [n], and values [n]."""
-    index, values = changes[place.name + INDEX].long(), changes[place.name + VALUE]
+def scattered(place: Place, positions: Positions, values: Bits, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A change's elements that fall into a place: positions in the parameter's storage [n], and values [n]."""
+    flat_positions, elements = torch.from_numpy(positions), torch.from_numpy(np.array(values)).view(dtype)
     if place.whole:
-        return (index + place.offset if place.offset else index), values
-    inside, index = place.locate(index)
-    return index, values[inside]
+        return (flat_positions + place.offset if place.offset else flat_positions), elements
+    inside, index = place.locate(flat_positions)
+    return index, elements[inside]
 
 
 def _packed(model: nn.Module) -> list[tuple[str, Any]]:
@@ -293,9 +299,8 @@ def _packed(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _near(tensor: Tensor, parameter: Tensor) -> Tensor:
-    dtype = parameter.dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.to(parameter.device, dtype)
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def _random_runs(count: int, generator: torch.Generator) -> Tensor:

@@ -130,7 +130,8 @@ def _differing(old: Bits, new: Bits) -> Piece:
         return np.flatnonzero(mask).astype(np.uint32)
     inner = np.flatnonzero(words[octets].view(np.bool_))
     found = [(octets[inner >> 3] << 3) + (inner & 7), np.flatnonzero(mask[whole:]) + whole]
-    return np.concatenate(found).astype(np.uint32)
+    joined: Piece = np.concatenate(found).astype(np.uint32)
+    return joined
 
 
 def _encoded(name: str, tensor: Tensor, pieces: Sequence[Piece], bits: int) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ ITEM_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-_UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _MOST_HEADER_BYTES = 100 << 20  # the limit of the safetensors package
 _ALIGNMENT = 8
 
@@ -97,12 +97,11 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, s
     # Wide elements first, as the package does: then each tensor is aligned to its elements.
     names = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
-        for piece in [_header({name: tensors[name] for name in names}), *(tensors[name].bits for name in names)]:
-            view = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
+    with path.open("wb") as file:
+        header = memoryview(_header({name: tensors[name] for name in names}))
+        for view in [header, *(_bytes(tensors[name].bits) for name in names)]:
             digest.update(view)
-            while len(view):
-                view = view[file.write(view) :]
+            file.write(view)
         return file.tell(), digest.hexdigest()
 
 
@@ -110,8 +109,7 @@ def sha256_of_tensors(layout: Layout, tensors: Mapping[str, Tensor]) -> str:
     """The hash that a file of this layout would have with these tensors in it."""
     digest = hashlib.sha256(layout.prefix)
     for name in layout.spans:
-        if len(tensors[name].bits):
-            digest.update(memoryview(tensors[name].bits).cast("B"))
+        digest.update(_bytes(tensors[name].bits))
     return digest.hexdigest()
 
 
@@ -149,6 +147,10 @@ def _check_cover(spans: Iterable[Span], data_start: int, size: int) -> None:
 
 def _view(data: Bits, start: int, end: int, dtype: np.dtype[Any]) -> Bits:
     return np.frombuffer(data, dtype, (end - start) // dtype.itemsize, start)  # need not be aligned
+
+
+def _bytes(bits: Bits) -> memoryview:
+    return bits.data.cast("B") if len(bits) else memoryview(b"")  # no view without elements can be cast
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

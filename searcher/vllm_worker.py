@@ -30,7 +30,7 @@ _KNOWN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMeth
 
 
 @register_model_loader(LOAD_FORMAT)
-class RecordingLoader(DefaultModelLoader):
+class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not installed for type checks
     """vLLM's loader of safetensors, which also records where the model puts each tensor.
 
     That is known only between loading and processing: afterwards parameters may be packed, and empty. The result

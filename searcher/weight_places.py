@@ -68,7 +68,8 @@ class Checkpoint:
     """Tensors of safetensors files by name, mapped into memory and not read before they are used."""
 
     def __init__(self, files: Iterable[str]) -> None:
-        handles = [safe_open(path, framework="pt") for path in files]
+        # Any: the package annotates nothing.
+        handles: list[Any] = [safe_open(path, framework="pt") for path in files]
         self._handles = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
 
     def __contains__(self, name: str) -> bool:
@@ -87,11 +88,11 @@ class Checkpoint:
         return ((name, self[name]) for name in self._handles)
 
 
-class _CopyRecorder(TorchDispatchMode):
+class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every `copy_` instead of doing it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,7 +161,7 @@ def _place(name: str, parameter: str, marker: Tensor, source: Tensor, target: Te
         start.append(rest // stride)
         rest %= stride
     size = tuple(source.shape)
-    return Place(name, parameter, shape, tuple(start), size, target.storage_offset(), tuple(target.stride()))
+    return Place(name, parameter, shape, tuple(start), size, int(target.storage_offset()), tuple(target.stride()))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -189,7 +189,6 @@ def test_files_that_go_while_they_are_loaded_leave_the_old_weights(lab, old, new
     with pytest.raises(SnapshotError, match="not readable safetensors"):
         engine.load_weights(collected)
     assert_all_by(lab, lab.finish(engine), prompts, old, version)
-    engine.close()
 
 
 def test_packed_weights_come_back_without_their_files(lab, old, new):
@@ -201,7 +200,6 @@ def test_packed_weights_come_back_without_their_files(lab, old, new):
     with pytest.raises(CanaryMismatch):
         engine.load_weights(lab.snapshot(new, canary_error=0.1))
     assert_all_by(lab, lab.finish(engine), prompts, old, good.manifest.version)
-    engine.close()
 
 
 def test_an_engine_that_cannot_go_back_says_so_and_stops(lab, old, new):
@@ -215,4 +213,3 @@ def test_an_engine_that_cannot_go_back_says_so_and_stops(lab, old, new):
     for call in (engine.step, lambda: engine.prepare(good), lambda: engine.score([[1, 2]])):
         with pytest.raises(EngineFaulty, match="could not be loaded back"):
             call()
-    engine.close()

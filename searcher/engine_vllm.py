@@ -17,13 +17,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tba.common.errors import EngineError, EngineFaulty
 from tba.common.model_files import eos_ids, model_directory, read_json, weight_files
-from tba.common.snapshot import Snapshot
+from tba.common.snapshot import Canary, Manifest, Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
 from tba.searcher.engine import (
     Generation,
@@ -39,6 +40,7 @@ from tba.searcher.vllm_start import for_platform, import_vllm, leave_process_gro
 
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
 SCORING_SLOTS = 8
+_OWN_TOKENS = 32
 SCORING_PRIORITY = -1  # lower goes first, which matters when the KV cache is full
 STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
 
@@ -108,7 +110,7 @@ class VllmEngine:
         self._llm.set_weight_version(str(initial_version))
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        served = Weights(initial_version, [*map(str, files)], None)
+        served = Weights(initial_version, [*map(str, files)], run=None, proof=self._own_proof(initial_version, files))
         self._ladder = SwapLadder(self, served, check=self._check, prove=self._prove)
 
     @property
@@ -191,6 +193,7 @@ class VllmEngine:
         if self._llm is None:
             return
         self._broken = "the engine is closed"
+        self._ladder.wait()
         llm, self._llm = self._llm, None
         llm.engine_core.shutdown()
         del llm
@@ -287,6 +290,12 @@ class VllmEngine:
         self._finished.clear()
         self._queue = deque(self._flights)
         self._salt += 1  # what refused weights left in the cache is reused in no case
+
+    def _own_proof(self, version: int, files: list[Path]) -> Snapshot:
+        """A snapshot of the weights that serve, with this engine's own log-probabilities of some tokens as canary."""
+        tokens = np.random.default_rng(0).integers(0, self._vocabulary, min(_OWN_TOKENS, self._context - 1)).tolist()
+        canary = Canary([tokens], [score.tolist() for score in self.score([tokens])])
+        return Snapshot(files[0].parent, Manifest("", version, 0, 0.0, {}, canary), files)
 
     def _check(self, snapshot: Snapshot) -> None:
         check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)

@@ -47,11 +47,16 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights, where to read them again, and what proves them (None: those the engine started with)."""
+    """Weights, and where to read them again.
+
+    `proof` carries the canary that they pass. `run` is None for those the engine started with, which no trainer
+    published; there the canary is the engine's own.
+    """
 
     version: int
     files: list[str]
-    snapshot: Snapshot | None
+    run: str | None
+    proof: Snapshot
 
 
 class SwapLadder:
@@ -109,12 +114,17 @@ class SwapLadder:
             self._host.call("tba_keep")
         return dataclasses.replace(report, pause_seconds=time.perf_counter() - started)
 
+    def wait(self) -> None:
+        """Until nothing is being prepared."""
+        with self._lock:
+            pass
+
     def _delta_of(self, snapshot: Snapshot) -> str | None:
         """The file of a snapshot's changes, if they are changes of the very weights that serve."""
-        served = self._served.snapshot
-        if snapshot.delta is None or served is None or snapshot.manifest.run != served.manifest.run:
+        manifest, served = snapshot.manifest, self._served
+        if snapshot.delta is None or (manifest.run, manifest.base) != (served.run, served.version):
             return None
-        return str(snapshot.delta) if snapshot.manifest.base == served.manifest.version else None
+        return str(snapshot.delta)
 
     def _prepare(self, weights: Weights, delta: str | None) -> None:
         started = time.perf_counter()
@@ -162,8 +172,7 @@ class SwapLadder:
         try:
             if not all(self._host.call("tba_undo")):
                 self._load_back(served)
-            if served.snapshot is not None:
-                self._prove(served.snapshot)
+            self._prove(served.proof)
         except (SnapshotError, EngineError) as error:
             _fail(f"a snapshot was refused and v{served.version} could not be loaded back: {error}")
 
@@ -177,7 +186,8 @@ class SwapLadder:
 
 
 def _weights_of(snapshot: Snapshot) -> Weights:
-    return Weights(snapshot.manifest.version, [*map(str, snapshot.weight_files)], snapshot)
+    manifest = snapshot.manifest
+    return Weights(manifest.version, [*map(str, snapshot.weight_files)], manifest.run, snapshot)
 
 
 def _fail(reason: str) -> NoReturn:

@@ -7,7 +7,7 @@ stale head is vLLM's own fault.
 import numpy as np
 import pytest
 
-from tba.common.errors import EngineFaulty
+from tba.common.errors import CanaryMismatch, EngineError, EngineFaulty
 from tba.searcher.weight_swap import WeightSwap
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -148,3 +148,23 @@ def test_a_tensor_that_is_packed_wrongly_is_found_before_it_serves(lab, engine, 
     monkeypatch.setattr(original, "_pack", stale)
     far = lab.rounded(lab.model(seed=5, tied=True))
     assert_mended(lab, engine, far, dtype)
+
+
+def test_a_model_whose_places_are_not_found_is_reloaded_and_goes_back_too(lab, old, dtype, packed, monkeypatch):
+    from tba.searcher import vllm_worker
+
+    def in_vain(*_):
+        raise EngineError("shown to nobody")
+
+    monkeypatch.setattr(vllm_worker, "record", in_vain)
+    engine = lab.engine(old, dtype=dtype, pack_weights=packed, canary_tolerance=BOUNDS[dtype])
+    assert engine.call("tba_start") == [{"way": "reload", "reason": "EngineError: shown to nobody"}]
+    new, ids = lab.rounded(lab.model(seed=2, tied=True)), lab.tokens(3, 40)
+    for model, error in ((new, 0.0), (old, 0.0), (new, 2.0)):
+        one = lab.snapshot(model, saved=lab.as_bfloat16(model) if dtype == "bfloat16" else model, canary_error=error)
+        if error:
+            with pytest.raises(CanaryMismatch):
+                engine.load_weights(one)
+        else:
+            assert engine.load_weights(one).way == "reload"
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(old, ids), atol=BOUNDS[dtype])

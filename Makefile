@@ -18,7 +18,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-ch
 BUILD := build/typecheck
 DEMO := runs/demo
 
-.PHONY: demo test check format docs bench bench-peers clean
+.PHONY: demo test check format docs bench bench-swap bench-peers clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -45,6 +45,10 @@ docs: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks
+
+# What a swap of weights costs a searcher on vLLM.
+bench-swap: $(VENV)/installed-vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.swap
 
 # Against replay buffers of others, which are installed apart: they pin numpy 1 and a TensorFlow of their own.
 bench-peers: $(VENV)/installed-dev $(PEERS)/installed

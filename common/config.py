@@ -173,6 +173,9 @@ class SearchSection(Section):
     """vLLM on a CPU: size of the KV cache in GiB."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
+    keep_prefix_cache: bool = False
+    """vLLM: let prompts reuse keys and values that older weights computed. Faster, and the log-probabilities that are
+    recorded are then those of mixed weights."""
 
     @field_validator("temperature", mode="before")
     @classmethod

@@ -18,6 +18,7 @@
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
     ├── EngineError                   the generation engine failed
+    │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
 
 Exit codes follow sysexits where one fits: systemd is told not to restart on 78.
@@ -122,6 +123,10 @@ class CheckpointError(TbaError):
 
 class EngineError(TbaError):
     """The generation engine failed."""
+
+
+class EngineFaulty(EngineError):
+    """The generation engine cannot be trusted any more: the process has to end and start again."""
 
 
 class TaskError(TbaError):

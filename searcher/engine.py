@@ -51,8 +51,46 @@ class Generation:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a swap of weights showed and cost.
+
+    `mismatch_*` compare the engine with the trainer on the tokens of the canary: the largest and the mean
+    |log-probability difference| d, and the mean of exp(d) - 1 - d, an estimate of the KL divergence (Schulman's k3).
+
+    `way` says how the weights came in. `read_seconds` is what `prepare` took, whether or not generation went on
+    beside it; `pause_seconds` is how long `load_weights` held generation up, of which `exchange_seconds` and
+    `canary_seconds` are the parts of the way that succeeded.
+    """
+
+    mismatch_max: float
+    mismatch_mean: float
+    mismatch_kl: float
+    way: str
+    read_seconds: float
+    exchange_seconds: float
+    canary_seconds: float
+    pause_seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers, by the names that they are exported under."""
+        return {
+            "mismatch_max": self.mismatch_max,
+            "mismatch_mean": self.mismatch_mean,
+            "mismatch_kl": self.mismatch_kl,
+            "swap_read_seconds": self.read_seconds,
+            "swap_exchange_seconds": self.exchange_seconds,
+            "swap_canary_seconds": self.canary_seconds,
+            "swap_pause_seconds": self.pause_seconds,
+        }
+
+
 class Engine(Protocol):
-    """A generation engine. Not thread-safe. Errors are raised as EngineError or SnapshotError."""
+    """A generation engine. Only `prepare` may be called from another thread than the others.
+
+    Errors are raised as EngineError or SnapshotError. After EngineFaulty the process has to end: a supervisor
+    starts it again, with a new engine.
+    """
 
     @property
     def weights_version(self) -> int:
@@ -68,13 +106,20 @@ class Engine(Protocol):
     def step(self) -> list[Generation]:
         """Advance all requests by about one token and return those that finished. [] when idle."""
 
-    def load_weights(self, snapshot: Snapshot) -> float:
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Do what of a `load_weights` needs no pause. Touches nothing that serves.
+
+        Returns when it is done; meant to be called from another thread while stepping goes on. Raises
+        SnapshotError if the snapshot cannot be loaded at all. Without it, `load_weights` does it.
+        """
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
 
-        Returns the largest |log-probability difference| to the trainer on the canary.
-
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
-        refused ones reaches a Generation, and requests in flight are still answered.
+        refused ones reaches a Generation, and requests in flight are still answered. The files of the weights
+        that serve must stay readable: they may be needed to go back. Raises EngineFaulty if the engine does not
+        take weights any more, or cannot go back.
         """
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:

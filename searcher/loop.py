@@ -240,8 +240,8 @@ class Searcher:
             "reward_errors": float(self._scorer.errors),
             "reward_timeouts": float(self._scorer.timeouts),
             "weights_load_seconds": self._weights.last_load_seconds,
-            "canary_difference": self._weights.mismatch,
             "weights_refusals": float(self._weights.refusals),
+            **(self._weights.report.metrics() if self._weights.report else {}),
         }
 
     def _leave(self) -> None:

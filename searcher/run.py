@@ -91,6 +91,7 @@ def _vllm_engine(config: Config, seed: int) -> Engine:
         tensor_parallel=search.tensor_parallel,
         enforce_eager=search.enforce_eager,
         canary_tolerance=config.canary_tolerance,
+        keep_prefix_cache=search.keep_prefix_cache,
     )
 
 

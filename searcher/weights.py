@@ -9,7 +9,7 @@ from tba.common.errors import SnapshotError
 from tba.common.log import get_logger
 from tba.common.snapshot import verify
 from tba.common.wire import WeightsRef
-from tba.searcher.engine import Engine
+from tba.searcher.engine import Engine, LoadReport
 
 log = get_logger(__name__)
 
@@ -38,7 +38,7 @@ class WeightsFollower:
         self._refused: _Refused | None = None
         self.current: WeightsRef | None = None
         self.last_load_seconds = 0.0
-        self.mismatch = 0.0  # largest |log-probability difference| to the trainer on the last canary
+        self.report: LoadReport | None = None  # of the last swap
         self.refusals = 0
         self.trouble = ""
 
@@ -48,7 +48,7 @@ class WeightsFollower:
             return False
         started = time.perf_counter()
         try:
-            self.mismatch = self._engine.load_weights(verify(newest, self._between))
+            self.report = self._engine.load_weights(verify(newest, self._between))
         except SnapshotError as error:
             self._refuse(newest, error)
             return False
@@ -59,7 +59,8 @@ class WeightsFollower:
             version=newest.version,
             step=newest.step,
             seconds=self.last_load_seconds,
-            canary_difference=self.mismatch,
+            way=self.report.way,
+            **self.report.metrics(),
         )
         return True
 

@@ -5,6 +5,8 @@ by the tests of a module: a test that needs certain weights loads them (`lab.ser
 test anyway. Starting the first engine of a process takes 4 to 5 s, each further one about 1 s.
 """
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tba.common.delta import build_delta
 from tba.common.durable import temporary_directory
 from tba.common.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, seal, verify
+from tba.common.tensor_file import map_tensors, write_tensor_file
 from tba.common.wire import WeightsRef
 from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings
 
@@ -50,6 +54,26 @@ class Lab:
         settings = shape | special | {"max_position_embeddings": 512, "initializer_range": 0.2} | changes
         return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=tied, **settings)).float().eval()
 
+    def rounded(self, model: Any) -> Any:
+        """Round a model's weights to bfloat16, and leave them float32; its rotary frequencies stay exact."""
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+        return model
+
+    def as_bfloat16(self, model: Any) -> Any:
+        """A copy with bfloat16 weights, to be saved."""
+        return copy.deepcopy(model).bfloat16()
+
+    def step(self, model: Any, seed: int, *, changed: float, size: float = 2**-7) -> Any:
+        """A copy in which a share of all elements is moved by about `size` of itself, as an optimiser step does."""
+        import torch
+
+        stepped, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+        for parameter in stepped.parameters():
+            chosen = torch.rand(parameter.shape, generator=generator) < changed
+            parameter.data = torch.where(chosen, parameter * (1 + size) + 1e-6, parameter)
+        return stepped
+
     def transformers_engine(self, model: Any) -> Any:
         """A Transformers engine that serves a model, as version 0."""
         from tba.searcher.engine_transformers import TransformersEngine
@@ -81,9 +105,7 @@ class Lab:
         self._engines.append(engine)
         return engine
 
-    def publish(
-        self, model: Any, *, saved: Any = None, canary_error: float = 0.0, base: int | None = None
-    ) -> WeightsRef:
+    def publish(self, model: Any, *, saved: Any = None, canary_error: float = 0.0) -> WeightsRef:
         """A sealed snapshot under the next version: canary of `model`, files of `saved` or `model`."""
         version = next(self._versions)
         final = self.root / directory_name(version)
@@ -92,13 +114,23 @@ class Lab:
         sequences = [self.tokens(version, length) for length in (8, 40)]
         expected = [(self.logprobs(model, ids) + canary_error).tolist() for ids in sequences]
         canary = Canary(sequences, expected)
-        manifest = Manifest("test", version, version, 0.0, describe_files(temporary), canary, base)
+        manifest = Manifest("test", version, version, 0.0, describe_files(temporary), canary)
         digest = seal(temporary, final, manifest)
         return WeightsRef(version=version, step=version, path=str(final), manifest_sha256=digest)
 
     def snapshot(self, model: Any, **changes: Any) -> Snapshot:
         """A published and verified snapshot."""
         return verify(self.publish(model, **changes))
+
+    def delta(self, base: Snapshot, model: Any, **changes: Any) -> Snapshot:
+        """A snapshot that also knows what changed since `base`."""
+        snapshot = self.snapshot(model, **changes)
+        before, after = (map_tensors(one.weight_files[0]) for one in (base, snapshot))
+        tensors = build_delta(before, after, most_bytes=float("inf"))
+        path = self.root / f"delta{snapshot.manifest.version}.safetensors"
+        write_tensor_file(path, tensors)
+        manifest = dataclasses.replace(snapshot.manifest, base=base.manifest.version)
+        return dataclasses.replace(snapshot, manifest=manifest, delta=path)
 
     def serve(self, engine: Any, model: Any) -> int:
         """Hot-reload a model's weights into an engine. Returns their version."""

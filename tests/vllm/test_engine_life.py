@@ -57,19 +57,26 @@ def test_without_vllm_the_missing_extra_is_named(lab, old, monkeypatch):
         lab.engine(old)
 
 
-def test_two_workers_reload_alike_and_leave_no_process(lab):
+@pytest.mark.parametrize(("pack_weights", "way"), [(True, "exchange"), (False, "in place")])
+def test_two_workers_reload_alike_and_leave_no_process(lab, pack_weights, way):
     """Tensor parallelism: the slowest test here, as its workers each import torch and vLLM."""
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
     old, new = (lab.model(seed, tied=True, **shape) for seed in (1, 2))
     before = set(psutil.Process(os.getpid()).children(recursive=True))
-    engine = lab.engine(old, tensor_parallel=2)
+    engine = lab.engine(old, tensor_parallel=2, pack_weights=pack_weights)
     request = lab.submit(engine, lab.tokens(1, 12))
     for _ in range(5):
         engine.step()
-    version = lab.serve(engine, new)
+    snapshot = lab.snapshot(new)
+    engine.prepare(snapshot)
+    assert engine.load_weights(snapshot).way == way
+    version = snapshot.manifest.version
     assert lab.finish(engine)[request].version_runs.tolist() == [[0, 5], [version, 15]]
     ids = lab.tokens(2, 40)
     np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=1e-4)
+    stepped = lab.step(new, 1, changed=0.05)
+    assert engine.load_weights(lab.delta(snapshot, stepped)).way == way
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(stepped, ids), atol=1e-4)
     engine.close()
     left = set(psutil.Process(os.getpid()).children(recursive=True)) - before
     # Python's own helper, which ends with this process.

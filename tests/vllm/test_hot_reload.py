@@ -87,9 +87,13 @@ def test_bfloat16_files_load_into_a_float32_engine(lab, engine, new):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_engine_reloads_too(lab):
+@pytest.mark.parametrize(("pack_weights", "way"), [(True, "exchange"), (False, "in place")])
+def test_a_compiled_engine_reloads_too(lab, pack_weights, way):
     old, new = lab.model(seed=1), lab.model(seed=2)
-    engine = lab.engine(old, enforce_eager=False)
-    lab.serve(engine, new)
-    ids = lab.tokens(6, 40)
+    engine = lab.engine(old, enforce_eager=False, pack_weights=pack_weights)
+    snapshot, ids = lab.snapshot(new), lab.tokens(6, 40)
+    assert engine.load_weights(snapshot).way == way
     np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=TOLERANCE)
+    stepped = lab.step(new, 1, changed=0.05)
+    assert engine.load_weights(lab.delta(snapshot, stepped)).way == way
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(stepped, ids), atol=TOLERANCE)

@@ -1,0 +1,168 @@
+"""What a swap of weights costs a searcher on vLLM, in multiples of one flat copy of the same bytes.
+
+A random Qwen2 of 168 million bfloat16 weights with tied embeddings, on the CPU, with oneDNN's packed weights (vLLM's
+default) and without, where vLLM computes with its parameters as it does on a GPU. Each swap is prepared first, as a
+searcher does beside generation; the pause is what is left. The peer is vLLM's own `reload_weights`.
+"""
+
+import copy
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.table import print_table
+from tba.common.delta import build_delta
+from tba.common.snapshot import Canary, Manifest, Snapshot
+from tba.common.tensor_file import map_tensors, write_tensor_file
+from tba.searcher.engine import GenerationRequest, LoadReport, SamplingSettings
+
+ROUNDS = 7
+VOCABULARY = 84_000
+CANARY = [np.random.default_rng(seed).integers(0, VOCABULARY, 24).tolist() for seed in range(2)]
+IN_FLIGHT, TOKENS = 32, 48
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+        full = [publish(Path(folder), model, version) for version, model in enumerate(two_models(), 1)]
+        deltas = [changed_from(full[1], full[0]), changed_from(full[0], full[1])]
+        rows, speeds = [], {}
+        for packed in (False, True):
+            engine = start(full[0].path, packed)
+            name = "oneDNN on" if packed else "oneDNN off"
+            engine.load_weights(full[1])  # the first scoring of a process loads and compiles
+            engine.load_weights(full[0])
+            rows.append([f"full, {name}", *measure(engine, [full[1], full[0]])])
+            rows.append([f"1 % delta, {name}", *measure(engine, [deltas[1], deltas[0]])])
+            rows.append([f"reload_weights, {name}", "", f"{reload(engine, full[0]):.2f}", "", ""])
+            speeds[packed] = decoding(engine)
+            engine.close()
+    headings = ["swap", "prepare, beside", "exchange", "canary", "pause"]
+    print_table("a swap of 168 M bfloat16 weights, in flat copies of the same bytes", headings, rows)
+    ratio = speeds[False] / speeds[True]
+    print(f"\nDecoding {IN_FLIGHT} at a time: {ratio:.2f} of the tokens per second with oneDNN off.")
+
+
+def two_models() -> Iterator[Any]:
+    """A random model, and one in which the last bit of a hundredth of the elements is another."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config).bfloat16().eval()
+    yield model
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.data.view(torch.int16)[torch.rand(parameter.shape) < 0.01] ^= 1
+    yield other
+
+
+def publish(folder: Path, model: Any, version: int) -> Snapshot:
+    """A snapshot as the trainer makes it, without the hashes."""
+    path = folder / f"v{version:08d}"
+    model.save_pretrained(path)
+    with torch.no_grad():
+        logits = [model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1) for ids in CANARY]
+    logprobs = [
+        one.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist() for one, ids in zip(logits, CANARY, strict=True)
+    ]
+    manifest = Manifest("bench", version, version, 0.0, {}, Canary(CANARY, logprobs))
+    return Snapshot(path, manifest, [path / "model.safetensors"])
+
+
+def changed_from(base: Snapshot, new: Snapshot) -> Snapshot:
+    """The same snapshot with a delta on another."""
+    before, after = (map_tensors(snapshot.weight_files[0]) for snapshot in (base, new))
+    tensors = build_delta(before, after, most_bytes=float("inf"))
+    assert tensors is not None
+    path = new.path.with_name(f"{new.path.name}.delta.safetensors")
+    size, _ = write_tensor_file(path, tensors)
+    print(f"a delta has {size / new.weight_files[0].stat().st_size:.4f} of the bytes")
+    manifest = dataclasses.replace(new.manifest, base=base.manifest.version)
+    return Snapshot(new.path, manifest, new.weight_files, path)
+
+
+def start(model: Path, packed: bool) -> Any:
+    """A vLLM engine on the CPU."""
+    from tba.searcher.engine_vllm import VllmEngine
+
+    return VllmEngine(
+        str(model),
+        dtype="bfloat16",
+        max_model_len=256,
+        max_in_flight=IN_FLIGHT,
+        seed=0,
+        kv_cache_gib=0.5,
+        gpu_memory_utilization=0.5,
+        tensor_parallel=1,
+        enforce_eager=True,
+        canary_tolerance=0.5,
+        pack_weights=packed,
+    )
+
+
+def measure(engine: Any, snapshots: list[Snapshot]) -> list[str]:
+    """Medians of the parts of prepared swaps, each divided by a copy timed right before it."""
+    found: list[list[float]] = []
+    for number in range(ROUNDS):
+        snapshot = snapshots[number % 2]
+        engine.prepare(snapshot)
+        unit = flat_copy(snapshot.weight_files[0].stat().st_size)
+        report: LoadReport = engine.load_weights(snapshot)
+        assert report.way != "reload"
+        parts = (report.read_seconds, report.exchange_seconds, report.canary_seconds, report.pause_seconds)
+        found.append([part / unit for part in parts])
+    return [f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)]
+
+
+def reload(engine: Any, snapshot: Snapshot) -> float:
+    """vLLM's own reload of all weights, with the mend of the tied head, in flat copies."""
+    found = []
+    for _ in range(3):
+        unit = flat_copy(snapshot.weight_files[0].stat().st_size)
+        started = time.perf_counter()
+        engine.call("tba_reload", [*map(str, snapshot.weight_files)], 1)
+        found.append((time.perf_counter() - started) / unit)
+    return statistics.median(found)
+
+
+def flat_copy(size: int) -> float:
+    """Seconds of copying so many bytes within memory: the median of five, into a buffer that was written before."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def decoding(engine: Any) -> float:
+    """Tokens per second with a full engine."""
+    sampling = SamplingSettings(1.0, 1.0, TOKENS)
+    for request in range(IN_FLIGHT):
+        engine.submit(GenerationRequest(request, np.asarray(CANARY[0][:8], np.int32), sampling))
+    started = time.perf_counter()
+    while engine.in_flight:
+        engine.step()
+    return IN_FLIGHT * TOKENS / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()

@@ -31,20 +31,22 @@ Peer = bytes
 class ServerChannel:
     """The listening side: receives multiparts of many peers and answers each.
 
+    `setting` is the configuration key that names the address; `unsent` is how many answers may wait for a peer.
     Raises ConfigError if the address cannot be bound.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, setting: str = "buffer.address", unsent: int = _HIGH_WATER_MARK) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _set_limits(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
+        self._socket.setsockopt(zmq.SNDHWM, unsent)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(_bind_sentence(address, error)) from error
+            raise ConfigError(_bind_sentence(setting, address, error)) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
@@ -95,10 +97,10 @@ class ServerChannel:
 class ClientChannel:
     """The dialling side. Connects in the background and reconnects for ever.
 
-    Raises ConfigError if the address is not one.
+    `setting` is the configuration key that names the address. Raises ConfigError if the address is not one.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, setting: str = "buffer.address") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _set_limits(self._socket)
@@ -116,7 +118,7 @@ class ClientChannel:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"buffer.address {address!r} cannot be dialled: {error}") from error
+            raise ConfigError(f"{setting} {address!r} cannot be dialled: {error}") from error
 
     @property
     def connections(self) -> int:
@@ -156,10 +158,7 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def _bind_sentence(address: str, error: zmq.ZMQError) -> str:
+def _bind_sentence(setting: str, address: str, error: zmq.ZMQError) -> str:
     if error.errno == zmq.EADDRINUSE:
-        return (
-            f"buffer.address {address} is in use: another buffer or program listens there; "
-            "stop it or choose another port"
-        )
-    return f"buffer.address {address!r} cannot be bound: {error}"
+        return f"{setting} {address} is in use: another program listens there; stop it or choose another port"
+    return f"{setting} {address!r} cannot be bound: {error}"

@@ -22,6 +22,7 @@ from tba.common.process import notify_systemd
 from tba.common.trajectory import pack
 from tba.searcher.engine import Engine
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
+from tba.searcher.prefetch import Prefetcher
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.weights import WeightsFollower
 
@@ -62,7 +63,7 @@ class Searcher:
         self._task = task
         self._client = client
         self._clock = clock
-        self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
+        self._weights = WeightsFollower(engine, clock, Prefetcher(config, clock))
         self._groups = GroupBuilder(engine, task, tokenizer, config.search)
         self._held: set[int] = set()  # leases: generating, or put and not acknowledged
         self._puts: dict[int, Group] = {}  # by request id, until acknowledged
@@ -89,6 +90,10 @@ class Searcher:
             self._take_replies(0.0 if self._engine.in_flight else _IDLE_SECONDS)
             self._heartbeat()
         self._leave()
+
+    def close(self) -> None:
+        """Let go of the weights' files and end the thread that prepares them."""
+        self._weights.close()
 
     @property
     def _finished(self) -> bool:
@@ -195,6 +200,7 @@ class Searcher:
             "unacknowledged_groups": float(len(self._puts)),
             "errors": float(self._groups.errors),
             "weights_load_seconds": self._weights.last_load_seconds,
+            "weights_prepare_seconds": self._weights.last_prepare_seconds,
             "canary_difference": self._weights.mismatch,
             "weights_refusals": float(self._weights.refusals),
         }

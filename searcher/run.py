@@ -1,5 +1,6 @@
 """Starting one searcher from a configuration."""
 
+import contextlib
 import socket
 from collections.abc import Callable
 
@@ -35,7 +36,9 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     try:
         engine = make_engine(config, device=device, name=name)
         try:
-            Searcher(config, engine=engine, task=task, tokenizer=tokenizer, client=client, clock=clock).run(stop)
+            searcher = Searcher(config, engine=engine, task=task, tokenizer=tokenizer, client=client, clock=clock)
+            with contextlib.closing(searcher):
+                searcher.run(stop)
         finally:
             engine.close()
     finally:

@@ -20,8 +20,8 @@ TensorShapes = dict[str, tuple[str, tuple[int, ...]]]  # name: (safetensors dtyp
 def check_snapshot(snapshot: Snapshot, expected: TensorShapes, *, tied: bool, vocabulary: int) -> None:
     """Raise SnapshotError unless a snapshot is one of the model that is served."""
     name = f"v{snapshot.manifest.version}"
-    if snapshot.manifest.base is not None:
-        raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}: this engine loads full snapshots")
+    if not snapshot.weight_files:
+        raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}, and its complete weights are not here")
     if difference := shape_difference(expected, tensor_shapes(snapshot.weight_files, tied=tied)):
         raise SnapshotError(f"{name} does not hold the weights of the model that is served: {difference}")
     if problem := canary_problem(snapshot.manifest.canary, vocabulary):

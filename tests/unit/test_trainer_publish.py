@@ -32,7 +32,7 @@ class Press:
         sections = {
             "run": {"dir": str(root / "run"), "name": "r"},
             "model": {"path": str(self.files), "dtype": dtype},
-            "train": {"prompts_per_step": 1} | train,
+            "train": {"prompts_per_step": 1, "full_snapshot_every": 1} | train,
         }
         self.buffer = BufferThread(Config.model_validate(sections))
         self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})

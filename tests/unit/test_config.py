@@ -8,7 +8,7 @@ from tba.common.config import Config
 from tba.common.config_layers import fields, resolve, value_of
 from tba.common.errors import ConfigError
 
-OPTIONAL = {"buffer.database", "search.canary_tolerance"}  # None: follows from other keys
+OPTIONAL = {"buffer.database", "search.canary_tolerance", "search.weights_dir"}  # None: follows from other keys
 ROOT = Path(__file__).parents[2]
 
 

@@ -2,9 +2,6 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,68 +9,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tba.common import snapshot
-from tba.common.config import Config
 from tba.common.errors import SnapshotError
 from tba.trainer.canary import canary_sequences
-from tba.trainer.connection import network
-from tba.trainer.model import load_model
-from tba.trainer.publish import Publisher
-
-from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
-
-
-class Press:
-    """A model, a buffer and publishers of the model."""
-
-    def __init__(self, root: Path, *, dtype: str = "float32", tie: bool = True, **train) -> None:
-        self.files = save_tiny_model(root / "model", tie=tie)
-        (self.files / "tokenizer_notes.txt").write_text("belongs to the model")
-        (self.files / "training_state.bin").write_bytes(b"does not")
-        sections = {
-            "run": {"dir": str(root / "run"), "name": "r"},
-            "model": {"path": str(self.files), "dtype": dtype},
-            "train": {"prompts_per_step": 1, "full_snapshot_every": 1} | train,
-        }
-        self.buffer = BufferThread(Config.model_validate(sections))
-        self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})
-        self.model = load_model(self.files, torch.device("cpu"))
-        self.publishers: list[Publisher] = []
-
-    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False) -> Publisher:
-        dial = network(self.config.buffer.address)
-        made = Publisher(self.config, self.model, self.files, next_version=next_version, stop=stop, dial=dial)
-        self.publishers.append(made)
-        return made
-
-    def announced(self) -> snapshot.Snapshot:
-        """The newest snapshot the buffer knows, verified."""
-        searcher = FakeSearcher(self.buffer.address, prompts=1)
-        ref = searcher.wait_for_weights()
-        searcher.close()
-        return snapshot.verify(ref)
-
-    def change_weights(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.01)
-
-    def close(self) -> None:
-        for publisher in self.publishers:
-            publisher.close()
-        self.buffer.stop()
-
-
-@pytest.fixture
-def press(tmp_path) -> Iterator[Callable[..., Press]]:
-    made: list[Press] = []
-
-    def make(**settings) -> Press:
-        made.append(Press(tmp_path, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,6 @@ class NodeCache:
         self._wanted = wanted
         self._tell = tell
         self._proved: set[str] = set()  # names this process has made or checked
-        self._pause = threading.Event()  # never set: waits with it
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             mine = directory.stat().st_uid == os.getuid()
@@ -131,11 +130,12 @@ class NodeCache:
         descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
         held = Held(part, descriptor)
         try:
-            while not _try_lock(descriptor):
+            # Once it has its name it is in use, and will not be free for long: there is nothing left to wait for.
+            while _is(descriptor, part) and not _try_lock(descriptor):
                 self._tell(f"waiting for another searcher of this node to get {name.partition('-')[0]}")
                 if not self._wanted():
                     raise SnapshotOutdated(f"{name} is no longer wanted")
-                self._pause.wait(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
         except BaseException:
             held.release()
             raise

@@ -44,7 +44,9 @@ class SnapshotServer:
         log.info("serving snapshots", address=self.address)
 
     def close(self) -> None:
-        """End the thread and close the socket."""
+        """End the thread and close the socket. Closing twice is fine."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._channel.wake()
         self._thread.join()

@@ -17,8 +17,8 @@ from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
 class Press:
     """A model, a buffer and publishers of the model."""
 
-    def __init__(self, root: Path, *, dtype: str = "float32", tie: bool = True, **train) -> None:
-        self.files = save_tiny_model(root / "model", tie=tie)
+    def __init__(self, root: Path, *, dtype: str = "float32", tie: bool = True, hidden: int = 16, **train) -> None:
+        self.files = save_tiny_model(root / "model", tie=tie, hidden=hidden)
         (self.files / "tokenizer_notes.txt").write_text("belongs to the model")
         (self.files / "training_state.bin").write_bytes(b"does not")
         sections = {

@@ -1,8 +1,9 @@
 """Run every benchmark that needs nothing but tba, each with its table; the others are `make bench-peers`."""
 
-from benchmarks import ingest, latency, scale
+from benchmarks import delta, ingest, latency, scale
 
 if __name__ == "__main__":
     ingest.main()
     latency.main()
     scale.main()
+    delta.main()

@@ -67,12 +67,16 @@ class RandomWeights:
     def _change(self, fraction: float) -> None:
         for name, tensor in self._tensors.items():
             chosen = self._rng.random(len(tensor.bits)) < fraction
-            self._tensors[name] = Tensor("BF16", tensor.shape, np.where(chosen, tensor.bits ^ np.uint16(1), tensor.bits))
+            self._tensors[name] = Tensor(
+                "BF16", tensor.shape, np.where(chosen, tensor.bits ^ np.uint16(1), tensor.bits)
+            )
 
     def _begin(self) -> Path:
         return temporary_directory(self.directory / directory_name(len(self.refs)))
 
-    def _publish(self, temporary: Path, files: dict[str, FileEntry], truth: bytes, base: dict[str, Any]) -> wire.WeightsRef:
+    def _publish(
+        self, temporary: Path, files: dict[str, FileEntry], truth: bytes, base: dict[str, Any]
+    ) -> wire.WeightsRef:
         version = len(self.refs)
         final = self.directory / directory_name(version)
         manifest = Manifest("test", version, version, 0.0, files, Canary([], []), **base)

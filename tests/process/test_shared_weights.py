@@ -50,9 +50,7 @@ def start_searcher(tmp_path):
     def start(ref, chunk_bytes: int = 1 << 20) -> subprocess.Popen:
         command = [sys.executable, "-c", CHILD, str(tmp_path / "node"), ref.model_dump_json(), str(chunk_bytes)]
         started.append(
-            subprocess.Popen(
-                command, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+            subprocess.Popen(command, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
         return started[-1]
 
@@ -88,7 +86,9 @@ def test_two_searchers_fetch_once(trainer, server, start_searcher):
     assert server.served[WEIGHTS] == len(trainer.truth[0])
 
 
-def test_a_searcher_that_waits_takes_over_from_one_that_is_killed_and_goes_on(trainer, server, start_searcher, tmp_path):
+def test_a_searcher_that_waits_takes_over_from_one_that_is_killed_and_goes_on(
+    trainer, server, start_searcher, tmp_path
+):
     ref = trainer.full()
     first = start_searcher(ref, chunk_bytes=4096)
     wait_for_bytes(tmp_path / "node", 1_000_000)

@@ -59,7 +59,9 @@ class Press:
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             chosen = torch.rand(parameter.shape, generator=generator) < fraction
-            parameter.copy_(torch.where(chosen, parameter + 0.05 * torch.randn(parameter.shape, generator=generator), parameter))
+            parameter.copy_(
+                torch.where(chosen, parameter + 0.05 * torch.randn(parameter.shape, generator=generator), parameter)
+            )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's weights as they are published."""

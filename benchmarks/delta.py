@@ -1,0 +1,153 @@
+"""Weights on their way: a delta against the full snapshot in bytes, its parts in memcpys of the model, and the fetch.
+
+Random bf16 weights of 128 and 512 million parameters in tensors of the shapes of a model; 1 % or 25 % of the elements
+differ. A memcpy is one `numpy.copyto` of the same bytes, measured anew for each part; both are the best of three, in
+CPU time of this process, which other work on the machine disturbs less. The fetch is in wall-clock time.
+"""
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.table import print_table
+from tba.common import delta
+from tba.common.clock import SystemClock
+from tba.common.durable import copy_file
+from tba.common.tensor_file import Tensor, map_tensors, read_layout, sha256_of_tensors, write_tensor_file
+from tba.searcher.fetch import Fetcher
+from tba.tests.weights_lab import WEIGHTS, RandomWeights
+from tba.trainer.serve import SnapshotServer
+
+MILLIONS = (128, 512)
+CHANGED = (0.01, 0.25)
+WIDTH = 2048
+ROUNDS = 3
+FETCHED = 256 << 20  # bytes
+
+Weights = dict[str, Tensor]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+        rows = [row for millions in MILLIONS for row in deltas(millions, Path(folder))]
+        headings = ["parameters, changed", "full/delta", "build", "write", "hash result", "copy", "patch", "check"]
+        print_table("deltas: bytes, and times in memcpys of the model", headings, rows)
+        fetched = [["a plain socket into a file", *by_socket(Path(folder))], ["tba", *by_fetch(Path(folder))]]
+        print_table(f"{FETCHED >> 20} MiB over loopback", ["way", "MB/s", "with the hash checked"], fetched)
+
+
+def deltas(millions: int, folder: Path) -> Iterator[list[str]]:
+    """A row for each share of changed elements: what the trainer does, then what the searcher does."""
+    rng = np.random.default_rng(0)
+    old = {
+        f"layer.{n}": Tensor("BF16", (4096, WIDTH), rng.integers(0, 1 << 16, 4096 * WIDTH, dtype=np.uint16))
+        for n in range(millions * 10**6 // (4096 * WIDTH))
+    }
+    space = {name: np.empty_like(tensor.bits) for name, tensor in old.items()}
+    whole = sum(tensor.bits.nbytes for tensor in old.values())
+    write_tensor_file(folder / "old", old)
+    layout = read_layout(folder / "old")
+    for changed in CHANGED:
+        new = {name: replace(tensor, bits=flipped(tensor.bits, changed, rng)) for name, tensor in old.items()}
+        built = delta.build_delta(old, new, most_bytes=whole)
+        assert built is not None
+
+        def memcpys(part: Callable[[], object], before: Callable[[], object] = lambda: None) -> str:
+            clock = time.process_time
+            return f"{best(part, before, clock) / best(lambda: copy(old, space), clock=clock):.1f}"
+
+        row = [
+            f"{millions} M, {changed:.0%}",
+            f"{whole / sum(tensor.bits.nbytes for tensor in built.values()):.1f}",
+            memcpys(lambda new=new: delta.build_delta(old, new, most_bytes=whole)),
+            memcpys(lambda built=built: write_tensor_file(folder / delta.FILE, built)),
+            memcpys(lambda new=new: sha256_of_tensors(layout, new)),
+            memcpys(
+                lambda: copy_file(folder / "old", folder / "new"),
+                before=lambda: (folder / "new").unlink(missing_ok=True),
+            ),
+            memcpys(lambda: delta.apply_delta(folder / delta.FILE, map_tensors(folder / "new", writable=True))),
+            memcpys(lambda: sha256_of_tensors(layout, map_tensors(folder / "new"))),
+        ]
+        mapped = map_tensors(folder / "new")
+        assert all(np.array_equal(tensor.bits, mapped[name].bits) for name, tensor in new.items())
+        yield row
+
+
+def flipped(bits: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """The bits with the lowest one of a share of the elements turned round."""
+    return np.where(rng.random(len(bits), dtype=np.float32) < share, bits ^ np.uint16(1), bits)
+
+
+def copy(weights: Weights, space: dict[str, np.ndarray]) -> None:
+    """The memcpy that everything is compared with."""
+    for name, tensor in weights.items():
+        np.copyto(space[name], tensor.bits)
+
+
+def best(
+    part: Callable[[], object],
+    before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds of the fastest of a few rounds."""
+    seconds = []
+    for _ in range(ROUNDS):
+        before()
+        started = clock()
+        part()
+        seconds.append(clock() - started)
+    return min(seconds)
+
+
+def by_fetch(folder: Path) -> list[str]:
+    """The searcher's fetch from the trainer's file server, and the proof of the hash."""
+    server = SnapshotServer("tcp://127.0.0.1:*", folder / "snapshots")
+    trainer = RandomWeights(folder / "snapshots", elements=FETCHED // 2, address=server.address)
+    ref = trainer.full()
+    fetcher = Fetcher(server.address, SystemClock(), wanted=lambda: True, tell=lambda _: None)
+    target = folder / "fetched"
+    fetch = best(lambda: fetcher.fetch(ref.version, WEIGHTS, target), before=lambda: target.unlink(missing_ok=True))
+    layout = read_layout(target)
+    check = best(lambda: sha256_of_tensors(layout, map_tensors(target)))
+    fetcher.close()
+    server.close()
+    return [f"{FETCHED / fetch / 1e6:,.0f}", f"{FETCHED / (fetch + check) / 1e6:,.0f}"]
+
+
+def by_socket(folder: Path) -> list[str]:
+    """The same bytes from file to file through a bare TCP connection, 2 MiB at a time."""
+    source, target = folder / "source", folder / "copied"
+    source.write_bytes(np.random.default_rng(0).bytes(FETCHED))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        seconds = best(lambda: through(listener, source, target), before=lambda: target.unlink(missing_ok=True))
+    assert target.stat().st_size == FETCHED
+    return [f"{FETCHED / seconds / 1e6:,.0f}", ""]
+
+
+def through(listener: socket.socket, source: Path, target: Path) -> None:
+    """One connection, read to its end."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, source.open("rb", buffering=0) as file:
+            while chunk := file.read(2 << 20):
+                connection.sendall(chunk)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    buffer = memoryview(bytearray(2 << 20))
+    with socket.create_connection(listener.getsockname()) as connection, target.open("wb", buffering=0) as file:
+        while received := connection.recv_into(buffer):
+            file.write(buffer[:received])
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

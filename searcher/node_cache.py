@@ -66,8 +66,10 @@ class NodeCache:
             return held
         try:
             check(held.path)
-        except SnapshotError as error:
+        except BaseException as error:
             held.release()
+            if not isinstance(error, SnapshotError):
+                raise
             log.warning("cached weights are damaged", path=held.path, reason=str(error))
             if not _delete(held.path):
                 raise SnapshotCorrupt(f"{error}, and another searcher serves it") from error
@@ -127,7 +129,10 @@ class NodeCache:
         """The directory where a snapshot is made, locked; None if somebody else has just finished it."""
         part = self.directory / f".{name}.part"
         part.mkdir(exist_ok=True)
-        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # it got its name, or was collected, this very moment
+            return None
         held = Held(part, descriptor)
         try:
             # Once it has its name it is in use, and will not be free for long: there is nothing left to wait for.

@@ -1,4 +1,4 @@
-"""Publishing onto a disk that is full: training goes on, the newest snapshot waits, and goes out when there is space."""
+"""Publishing onto a full disk: training goes on, the newest snapshot waits, and goes out when there is space."""
 
 import os
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import threading
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """Searcher processes of one node that share no file system with the trainer: one download, whoever dies."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -90,21 +91,22 @@ def test_a_searcher_that_waits_takes_over_from_one_that_is_killed_and_goes_on(
     trainer, server, start_searcher, tmp_path
 ):
     ref = trainer.full()
-    first = start_searcher(ref, chunk_bytes=4096)
+    first = start_searcher(ref, chunk_bytes=512)
     wait_for_bytes(tmp_path / "node", 1_000_000)
+    first.send_signal(signal.SIGSTOP)  # its locks stay
     second = start_searcher(ref)
     while "another searcher" not in second.stdout.readline():
         assert second.poll() is None
     first.kill()
     first.wait()
     assert Path(last_line(second)).read_bytes() == trainer.truth[0]
-    window = 8 * 4096  # what was asked for when it died
+    window = 8 * 512  # what was asked for when it died
     assert len(trainer.truth[0]) <= server.served[WEIGHTS] <= len(trainer.truth[0]) + 2 * window
 
 
 def test_a_searcher_that_was_killed_in_the_middle_goes_on_after_its_restart(trainer, server, start_searcher, tmp_path):
     ref = trainer.full()
-    killed = start_searcher(ref, chunk_bytes=4096)
+    killed = start_searcher(ref, chunk_bytes=512)
     wait_for_bytes(tmp_path / "node", 1_000_000)
     killed.kill()
     killed.wait()

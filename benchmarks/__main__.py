@@ -1,9 +1,10 @@
 """Run every benchmark that needs nothing but tba, each with its table; the others are `make bench-peers`."""
 
-from benchmarks import ingest, latency, scale, spool
+from benchmarks import delta, ingest, latency, scale, spool
 
 if __name__ == "__main__":
     ingest.main()
     latency.main()
     scale.main()
     spool.main()
+    delta.main()

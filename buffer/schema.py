@@ -167,6 +167,12 @@ def _views(db: Database) -> None:
         db.execute(view)
 
 
+@migrations(name="0007_snapshot_address")
+def _snapshot_address(db: Database) -> None:
+    # Where the trainer serves the snapshot's files; empty where only its path leads to them.
+    db.table("snapshots").add_column("address", str)
+
+
 def migrate(db: Database) -> None:
     """Bring a database to this release's schema. Raises StorageError if a newer release wrote it."""
     check_not_newer({migration.name for migration in migrations.applied(db)})

@@ -543,17 +543,19 @@ class Store:
         """Record an announced snapshot; a version that is there stays."""
         ref = message.weights
         self._connection.execute(
-            "INSERT INTO snapshots (run, version, step, path, manifest_sha256, bytes, announced_at) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (run.id, ref.version, ref.step, ref.path, ref.manifest_sha256, message.bytes, now),
+            "INSERT INTO snapshots (run, version, step, path, manifest_sha256, bytes, announced_at, address) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (run.id, ref.version, ref.step, ref.path, ref.manifest_sha256, message.bytes, now, ref.address or None),
         )
 
     def snapshots(self, run: Run) -> list[WeightsRef]:
         """All announced snapshots, oldest first."""
         rows = self._all(
-            "SELECT version, step, path, manifest_sha256 FROM snapshots WHERE run = ? ORDER BY version", run.id
+            "SELECT version, step, path, manifest_sha256, coalesce(address, '') FROM snapshots WHERE run = ? "
+            "ORDER BY version",
+            run.id,
         )
-        return [WeightsRef(version=v, step=s, path=p, manifest_sha256=h) for v, s, p, h in rows]
+        return [WeightsRef(version=v, step=s, path=p, manifest_sha256=h, address=a) for v, s, p, h, a in rows]
 
     # ------------------------------------------------------------ compaction
 

@@ -36,20 +36,22 @@ Peer = bytes
 class ServerChannel:
     """The listening side: receives multiparts of many peers and answers each.
 
+    `setting` is the configuration key that names the address; `unsent` is how many answers may wait for a peer.
     Raises ConfigError if the address cannot be bound.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, setting: str = "buffer.address", unsent: int = _HIGH_WATER_MARK) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _set_limits(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
+        self._socket.setsockopt(zmq.SNDHWM, unsent)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(_bind_sentence(address, error)) from error
+            raise ConfigError(_bind_sentence(setting, address, error)) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
@@ -78,9 +80,9 @@ class ServerChannel:
             self._poller.register(self._socket, zmq.POLLIN if limit else 0)
         self._poller.poll(max(0, round(timeout_seconds * 1000)))
         # Asked before each receive: an exception for "nothing there" costs as much as a message.
-        while self._woken.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while _readable(self._woken):
             self._woken.recv(zmq.NOBLOCK)
-        while len(received) < limit and size < _READ_BYTES and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while len(received) < limit and size < _READ_BYTES and _readable(self._socket):
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             received.append((peer.bytes, [frame.buffer for frame in frames]))
             size += sum(map(len, frames))
@@ -102,10 +104,10 @@ class ServerChannel:
 class ClientChannel:
     """The dialling side. Connects in the background and reconnects for ever.
 
-    Raises ConfigError if the address is not one.
+    `setting` is the configuration key that names the address. Raises ConfigError if the address is not one.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, setting: str = "buffer.address") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _set_limits(self._socket)
@@ -123,7 +125,7 @@ class ClientChannel:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"buffer.address {address!r} cannot be dialled: {error}") from error
+            raise ConfigError(f"{setting} {address!r} cannot be dialled: {error}") from error
 
     @property
     def connections(self) -> int:
@@ -154,6 +156,12 @@ class ClientChannel:
         self._context.destroy(_LINGER_MS)
 
 
+def _readable(socket: "zmq.Socket[bytes]") -> bool:
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
 def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
@@ -165,10 +173,7 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
 
 
-def _bind_sentence(address: str, error: zmq.ZMQError) -> str:
+def _bind_sentence(setting: str, address: str, error: zmq.ZMQError) -> str:
     if error.errno == zmq.EADDRINUSE:
-        return (
-            f"buffer.address {address} is in use: another buffer or program listens there; "
-            "stop it or choose another port"
-        )
-    return f"buffer.address {address!r} cannot be bound: {error}"
+        return f"{setting} {address} is in use: another program listens there; stop it or choose another port"
+    return f"{setting} {address!r} cannot be bound: {error}"

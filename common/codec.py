@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tba.common.errors import Oversize, VersionMismatch, WireError
 from tba.common.trajectory import ARRAY_KINDS, check_frames, check_tokens
 from tba.common.wire import (
+    FILE_REPLIES,
+    FILE_REQUESTS,
     PROTOCOL_VERSION,
     REPLIES,
     REQUESTS,
@@ -52,6 +54,10 @@ class ReplyHeader(_Envelope):
     state: RunState
 
 
+class FileReplyHeader(_Envelope):
+    """Frame 0 of a reply of the trainer's file server."""
+
+
 @dataclass(slots=True)
 class Request:
     """A decoded request."""
@@ -66,6 +72,15 @@ class Reply:
     """A decoded reply."""
 
     header: ReplyHeader
+    message: Message
+    frames: list[memoryview]
+
+
+class FileReply(BaseModel):
+    """A decoded reply of the trainer's file server."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    header: FileReplyHeader
     message: Message
     frames: list[memoryview]
 
@@ -86,6 +101,23 @@ def encode_reply(message: Message, *, id: int, run: str, state: RunState, frames
     """The multipart of a reply."""
     header = {"state": state.model_dump(), **_envelope(message, id, run)}
     return [msgpack.packb(header), *frames]
+
+
+def encode_file_reply(message: Message, *, id: int, run: str, frames: Sequence[bytes] = ()) -> Frames:
+    """The multipart of a reply of the trainer's file server."""
+    return [msgpack.packb(_envelope(message, id, run)), *frames]
+
+
+def decode_file_request(frames: Sequence[memoryview]) -> Request:
+    """Validate a request to the trainer's file server. Raises WireError, VersionMismatch or Oversize."""
+    header, message = _decode(frames, RequestHeader, FILE_REQUESTS)
+    return Request(header, message, list(frames[1:]))
+
+
+def decode_file_reply(frames: Sequence[memoryview]) -> FileReply:
+    """Validate a reply of the trainer's file server. Raises WireError, VersionMismatch or Oversize."""
+    header, message = _decode(frames, FileReplyHeader, FILE_REPLIES)
+    return FileReply.model_construct(header=header, message=message, frames=list(frames[1:]))
 
 
 def decode_request(frames: Sequence[memoryview]) -> Request:
@@ -152,6 +184,10 @@ def _check_sizes(frames: Sequence[memoryview]) -> None:
 
 
 def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
+    if message.RAW:
+        if len(frames) != 1:
+            raise WireError(f"{message.TYPE} carries one frame of bytes, {len(frames)} came with it")
+        return
     if not message.ARRAYS:
         if frames:
             raise WireError(f"{message.TYPE} carries no arrays, {len(frames)} frames came with it")

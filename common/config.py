@@ -176,6 +176,12 @@ class SearchSection(Section):
     keep_prefix_cache: bool = False
     """vLLM: let prompts reuse keys and values that older weights computed. Faster, and the log-probabilities that are
     recorded are then those of mixed weights."""
+    weights_from: Literal["auto", "path", "trainer"] = "auto"
+    """Where snapshots come from. path: the trainer's directory, on a shared file system; trainer: its
+    `train.serve_snapshots`; auto: the path where it is there, else the trainer."""
+    weights_dir: Path | None = None
+    """Where a node keeps the weights that its searchers serve or prepare, three to four times the model: a local disk,
+    or /dev/shm. By default a directory of the user and the run in the system's temporary directory."""
 
     @field_validator("temperature", mode="before")
     @classmethod
@@ -232,6 +238,15 @@ class TrainSection(Section):
     """Newest snapshots kept on disk."""
     keep_snapshot_every: NonNegative = 0
     """Also keep the snapshots of every so many steps, for evaluation; 0 keeps none."""
+    full_snapshot_every: Positive = 10
+    """Every so many snapshots a full one. In between a delta on the one before is published where it is less than half
+    as large; the first, the last and those kept for evaluation are full in any case. 1 publishes full ones only."""
+    min_free_mib: NonNegative = 512
+    """Free disk space, in MiB, that a snapshot must leave: without it the newest one waits, older ones that wait are
+    dropped, and training goes on; 0 never waits."""
+    serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S+)$")] = ""
+    """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers that do not see run.dir;
+    the announcement carries it, with this machine's name for a HOST of `*`. Empty serves none."""
     checkpoint_every: Positive = 50
     """Steps between checkpoints. Steps after the newest one are repeated on resume, with the same batches."""
     keep_checkpoints: Positive = 2

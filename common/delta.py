@@ -30,7 +30,7 @@ Positions = npt.NDArray[np.int64]
 Piece = npt.NDArray[np.uint32]  # positions within a chunk
 
 # Elements compared at a time: the two pieces and the mask stay in a core's cache.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 19
 _BLOCK_BITS = (8, 16)
 _POSITION = {8: "U8", 16: "U16"}
 _COUNT = {8: "U16", 16: "U32"}  # a block of 256 may hold 256 changes

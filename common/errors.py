@@ -15,6 +15,7 @@
     ├── StorageError                  the database could not be written or read
     ├── SnapshotError                 a snapshot is missing, torn or of the wrong shape
     │   ├── SnapshotCorrupt           a hash does not match its manifest
+    │   ├── SnapshotOutdated          a newer one is wanted by now
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
     ├── EngineError                   the generation engine failed
@@ -111,6 +112,10 @@ class SnapshotError(TbaError):
 
 class SnapshotCorrupt(SnapshotError):
     """A file does not hash to what its manifest says."""
+
+
+class SnapshotOutdated(SnapshotError):
+    """There was nothing to do for a snapshot but wait, and meanwhile a newer one is wanted."""
 
 
 class CanaryMismatch(SnapshotError):

@@ -1,19 +1,25 @@
 """The snapshot format: an immutable directory of safetensors plus a manifest that names and hashes every file.
 
-    v00000042/
+    v00000040/              full
         manifest.json       version, step, run, sha256 and size of each file, canary
         model.safetensors   with config.json and the tokenizer: a complete Hugging Face model directory
+    v00000041/              delta
+        manifest.json       also the base (version, sha256 of its manifest), and the files it makes of the base's
+        delta.safetensors   what changed since the base: `tba.common.delta`
 
-The manifest's own sha256 travels in the announcement, so one hash vouches for everything.
+The manifest's own sha256 travels in the announcement, and a delta's manifest holds that of its base's: one hash
+vouches for everything. Whoever wants the weights of a delta makes the complete directory first; it looks like a
+full snapshot with a delta file beside.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tba.common import delta
 from tba.common.durable import publish_directory, sha256_of, write_json
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
 from tba.common.log import get_logger
@@ -23,6 +29,8 @@ log = get_logger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+# No separator, and no leading dot: what a manifest names lies beside it and is no "..".
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][^/\\\0]{0,200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,11 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `manifest.json` holds. `base` is the version a delta applies to; None for a full snapshot."""
+    """What `manifest.json` holds. `files` are those that were published.
+
+    Of a delta, `base` is the version it applies to, `base_manifest_sha256` says which snapshot of that version is
+    meant, and `complete` are the files that come out: all that a full snapshot would have. A full one has None.
+    """
 
     run: str
     version: int
@@ -56,7 +68,14 @@ class Manifest:
     files: dict[str, FileEntry]
     canary: Canary
     base: int | None = None
+    base_manifest_sha256: str | None = None
+    complete: dict[str, FileEntry] | None = None
     format: int = FORMAT
+
+    @property
+    def complete_files(self) -> dict[str, FileEntry]:
+        """The files of a complete model directory, published as such or made from a delta."""
+        return self.files if self.complete is None else self.complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +83,8 @@ class Snapshot:
     """A snapshot that has been found and verified.
 
     `weight_files` hold all weights of the version, also where it was published as a delta: then they are what
-    the delta makes of its base, and `delta` names the file with the changes alone (since `manifest.base`).
+    the delta makes of its base, and `delta` names the file with the changes alone (since `manifest.base`). They
+    are empty where only the delta is there.
     """
 
     path: Path
@@ -95,21 +115,29 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
     }
 
 
-def verify(ref: WeightsRef, between: Callable[[], None] = lambda: None) -> Snapshot:
-    """Read a snapshot and check every hash; `between` is called every few megabytes, since that may take long.
+def verify(ref: WeightsRef) -> Snapshot:
+    """Read a published snapshot and check every hash.
 
     Raises SnapshotCorrupt if a file is not what it should be, SnapshotError if one is missing.
     """
     path = Path(ref.path)
-    if _digest(path / MANIFEST, between) != ref.manifest_sha256:
-        raise SnapshotCorrupt(f"{path / MANIFEST} is not the manifest that was announced for v{ref.version}")
+    check_hash(path / MANIFEST, ref.manifest_sha256)
     snapshot = read(path)
     if snapshot.manifest.version != ref.version:
         raise SnapshotCorrupt(f"{path} holds version {snapshot.manifest.version}, announced as {ref.version}")
     for name, entry in snapshot.manifest.files.items():
-        if _digest(path / name, between) != entry.sha256:
-            raise SnapshotCorrupt(f"{path / name} does not hash to what its manifest says")
+        check_hash(path / name, entry.sha256)
     return snapshot
+
+
+def check_hash(path: Path, sha256: str) -> None:
+    """Raise SnapshotCorrupt if a file does not hash to this, SnapshotError if it cannot be read."""
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
+    if found != sha256:
+        raise SnapshotCorrupt(f"{path} does not hash to what was announced: {found[:12]}…, not {sha256[:12]}…")
 
 
 def read(path: Path) -> Snapshot:
@@ -118,10 +146,11 @@ def read(path: Path) -> Snapshot:
         manifest = _parse(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
     except OSError as error:
         raise SnapshotError(f"{path / MANIFEST}: {error.strerror}: not a snapshot, or already collected") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SnapshotCorrupt(f"{path / MANIFEST} is malformed: {error}") from error
-    weights = [path / name for name in manifest.files if name.endswith(".safetensors")]
-    return Snapshot(path, manifest, weights)
+    complete = [path / name for name in manifest.complete_files if name.endswith(".safetensors")]
+    weights = complete if all(file.is_file() for file in complete) or manifest.base is None else []
+    return Snapshot(path, manifest, weights, path / delta.FILE if manifest.base is not None else None)
 
 
 def list_snapshots(directory: Path) -> list[Path]:
@@ -142,43 +171,64 @@ def choose_snapshots(directory: Path, one: Path | None, *, every: bool) -> list[
 
 
 def collect(directory: Path, *, keep_last: int, keep_every: int) -> list[Path]:
-    """Delete old snapshots: all but the newest `keep_last`, the first, and those of every `keep_every`-th step.
+    """Delete old snapshots: all but the newest `keep_last`, the first, those of every `keep_every`-th step, and
+    whatever these are deltas on.
 
     The first is what a run is compared with. `keep_every` 0 keeps no others. The manifest goes first, so that
     a half-deleted directory is no snapshot; one that cannot be read is left for a person. Returns what was
     deleted.
     """
-    deleted = []
-    for path in list_snapshots(directory)[1 : -max(keep_last, 1)]:
-        try:
-            step = read(path).manifest.step
-        except SnapshotError as error:
-            log.warning("snapshot not collected", path=path, reason=str(error))
-            continue
-        if keep_every and step % keep_every == 0:
-            continue
-        try:
-            (path / MANIFEST).unlink()
-            shutil.rmtree(path)
-        except OSError as error:  # a network file system keeps what a searcher has open
-            log.warning("snapshot not deleted", path=path, reason=str(error))
-            continue
-        deleted.append(path)
-    return deleted
+    found = list_snapshots(directory)
+    manifests = {path: manifest for path in found if (manifest := _readable(path))}
+    kept = {found[0], *found[-max(keep_last, 1) :]} if found else set()
+    kept |= {path for path, manifest in manifests.items() if keep_every and manifest.step % keep_every == 0}
+    # A base is older than its delta: one pass from the newest finds whole chains.
+    for path in reversed(found):
+        if path in kept and path in manifests and (base := manifests[path].base) is not None:
+            kept.add(directory / directory_name(base))
+    return [path for path in found if path in manifests and path not in kept and _delete(path)]
 
 
-def _digest(path: Path, between: Callable[[], None]) -> str:
+def _readable(path: Path) -> Manifest | None:
     try:
-        return sha256_of(path, between)
-    except OSError as error:
-        raise SnapshotError(f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
+        return read(path).manifest
+    except SnapshotError as error:
+        log.warning("snapshot not collected", path=path, reason=str(error))
+        return None
+
+
+def _delete(path: Path) -> bool:
+    try:
+        (path / MANIFEST).unlink()
+        shutil.rmtree(path)
+    except OSError as error:  # a network file system keeps what a searcher has open
+        log.warning("snapshot not deleted", path=path, reason=str(error))
+        return False
+    return True
 
 
 def _parse(fields: dict[str, Any]) -> Manifest:
     if fields.get("format") != FORMAT:
         raise SnapshotError(f"snapshot format {fields.get('format')!r}, this release reads {FORMAT}")
-    files = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
+    complete = fields.get("complete")
+    parsed = {
+        "files": _parse_files(fields["files"]),
+        "complete": None if complete is None else _parse_files(complete),
+        "canary": Canary(**fields["canary"]),
+    }
+    manifest = Manifest(**{**fields, **parsed})
+    if manifest.base is not None and not (
+        0 <= manifest.base < manifest.version
+        and manifest.base_manifest_sha256
+        and manifest.complete
+        and delta.FILE in manifest.files
+    ):
+        raise SnapshotCorrupt(f"v{manifest.version} is a delta on v{manifest.base}, with no word of what it makes")
+    return manifest
+
+
+def _parse_files(files: dict[str, Any]) -> dict[str, FileEntry]:
     for name in files:
-        if Path(name).name != name:
+        if name == MANIFEST or not _FILE_NAME.fullmatch(name):
             raise SnapshotCorrupt(f"a manifest names a file outside its directory: {name!r}")
-    return Manifest(**{**fields, "files": files, "canary": Canary(**fields["canary"])})
+    return {name: FileEntry(**entry) for name, entry in files.items()}

@@ -37,11 +37,12 @@ StopReason = Literal["eos", "length", "error"]
 
 
 class Message(BaseModel):
-    """Base of all messages. `TYPE` names it on the wire; `ARRAYS` says that array frames follow."""
+    """Base of all messages. `TYPE` names it on the wire; `ARRAYS` says that array frames follow, `RAW` one of bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     TYPE: ClassVar[str]
     ARRAYS: ClassVar[bool] = False
+    RAW: ClassVar[bool] = False
 
 
 # ---------------------------------------------------------------- parts of messages
@@ -54,6 +55,8 @@ class WeightsRef(Message):
     step: Id
     path: Sentence
     manifest_sha256: Sha256
+    # Where the trainer serves the files of its snapshots; empty where only the path leads to them.
+    address: Sentence = ""
 
 
 class RunState(Message):
@@ -371,6 +374,41 @@ class Failure(Message):
     code: Name
     message: Sentence
 
+
+# ---------------------------------------------------------------- files of snapshots
+
+# The second conversation, which needs no buffer: a searcher without a shared file system asks the trainer. Its
+# replies carry no run state, since the trainer is not the one to say what the newest is.
+
+MAX_CHUNK_BYTES = 4 << 20
+
+
+class FetchChunk(Message):
+    """Searcher -> trainer's file server, several at a time. Reply: Chunk, or Failure if there is no such file.
+
+    `file` is `manifest.json` or one that the manifest of the version names.
+    """
+
+    TYPE = "fetch_chunk"
+    version: Id
+    file: Name
+    offset: Id
+    length: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
+
+
+class Chunk(Message):
+    """Reply to FetchChunk: one frame of bytes follows, shorter than asked for only at the end of the file."""
+
+    TYPE = "chunk"
+    RAW = True
+    offset: Id
+    file_bytes: Id
+
+
+FILE_REQUESTS: dict[str, type[Message]] = {FetchChunk.TYPE: FetchChunk}
+FILE_REPLIES: dict[str, type[Message]] = {cls.TYPE: cls for cls in (Chunk, Failure)}
+
+# ---------------------------------------------------------------- by name
 
 REQUESTS: dict[str, type[Message]] = {
     cls.TYPE: cls

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
+from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.durable import sha256_of
 from tba.common.errors import EngineError, TaskError
 from tba.common.log import get_logger
-from tba.common.snapshot import MANIFEST, Snapshot, read, verify
+from tba.common.snapshot import MANIFEST, Snapshot, read
 from tba.common.trajectory import STOP_EOS
 from tba.common.wire import WeightsRef
 from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.groups import Tokenizer
+from tba.searcher.host_copy import HostCopy
+from tba.searcher.prefetch import weights_directory
 from tba.searcher.run import load_tokenizer, make_engine
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import CORRECT, Prompt, Task
@@ -72,13 +75,18 @@ class Evaluator:
 
 
 def evaluate_snapshots(config: Config, paths: Sequence[Path], *, device: str) -> Iterator[Evaluation]:
-    """Evaluate published snapshots, each verified first, with one engine."""
+    """Evaluate published snapshots, each verified first, with one engine. Of a delta the complete weights are made."""
     task, tokenizer = load_task(config.task), load_tokenizer(config.model.path)
     engine = make_engine(config, device=device, name="eval")
     try:
         evaluator = Evaluator(engine, task, tokenizer, config.search.max_tokens)
+        copies = HostCopy(weights_directory(config), "path", SystemClock())
         for path in paths:
-            yield evaluator.evaluate(verify(_ref(path)))
+            snapshot, held = copies.prepare(_ref(path))
+            try:
+                yield evaluator.evaluate(snapshot)
+            finally:
+                held.release()
     finally:
         engine.close()
 

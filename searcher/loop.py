@@ -24,6 +24,7 @@ from tba.searcher.delivery import Delivery
 from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
+from tba.searcher.prefetch import Prefetcher
 from tba.searcher.rewards import Scorer
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.unleased import UnleasedPrompts
@@ -71,7 +72,7 @@ class Searcher:
         self._scorer = scorer
         self._client = client
         self._clock = clock
-        self._weights = WeightsFollower(engine, clock, between=self._heartbeat)
+        self._weights = WeightsFollower(engine, clock, Prefetcher(config, clock))
         self._groups = GroupBuilder(
             engine, task, scorer, tokenizer, exploration, samples=config.search.samples_per_prompt
         )
@@ -104,6 +105,10 @@ class Searcher:
             self._take_replies(0.0 if generating or self._scorer.waiting else _IDLE_SECONDS)
             self._heartbeat()
         self._leave()
+
+    def close(self) -> None:
+        """Let go of the weights' files and end the thread that prepares them."""
+        self._weights.close()
 
     @property
     def _finished(self) -> bool:
@@ -240,6 +245,7 @@ class Searcher:
             "reward_errors": float(self._scorer.errors),
             "reward_timeouts": float(self._scorer.timeouts),
             "weights_load_seconds": self._weights.last_load_seconds,
+            "weights_prepare_seconds": self._weights.last_prepare_seconds,
             "weights_refusals": float(self._weights.refusals),
             **(self._weights.report.metrics() if self._weights.report else {}),
         }

@@ -1,5 +1,6 @@
 """Starting one searcher from a configuration."""
 
+import contextlib
 import socket
 from collections.abc import Callable
 
@@ -48,7 +49,8 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
                 client=client,
                 clock=clock,
             )
-            searcher.run(stop)
+            with contextlib.closing(searcher):
+                searcher.run(stop)
         finally:
             engine.close()
     finally:

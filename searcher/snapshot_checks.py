@@ -35,6 +35,8 @@ class Mismatch:
 def check_snapshot(snapshot: Snapshot, expected: TensorShapes, *, tied: bool, vocabulary: int) -> None:
     """Raise SnapshotError unless a snapshot is one of the model that is served."""
     name = f"v{snapshot.manifest.version}"
+    if not snapshot.weight_files:
+        raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}, and its complete weights are not here")
     if difference := shape_difference(expected, tensor_shapes(snapshot.weight_files, tied=tied)):
         raise SnapshotError(f"{name} does not hold the weights of the model that is served: {difference}")
     if problem := canary_problem(snapshot.manifest.canary, vocabulary):

@@ -1,15 +1,16 @@
 """Following the trainer: which snapshot to load, when to try again, and what it cost."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tba.common.clock import Clock
 from tba.common.errors import SnapshotError
 from tba.common.log import get_logger
-from tba.common.snapshot import verify
+from tba.common.snapshot import Snapshot
 from tba.common.wire import WeightsRef
 from tba.searcher.engine import Engine, LoadReport
+from tba.searcher.node_cache import Held
+from tba.searcher.prefetch import Prefetcher, Prepared
 
 log = get_logger(__name__)
 
@@ -22,47 +23,95 @@ class _Refused:
     ref: WeightsRef
     attempts: int
     retry_at: float  # monotonic
+    reason: str
 
 
 class WeightsFollower:
     """Keeps an engine on the newest snapshot that verifies and passes the canary.
 
-    A snapshot that is refused is tried again, ever more rarely, while the old weights serve: a shared file
-    system may lag behind the announcement, and with a bounded staleness no other snapshot may ever come.
+    Snapshots are prepared beside generation; `follow` only swaps what is ready. One that is refused is tried again,
+    ever more rarely and from its full snapshot, while the old weights serve: a shared file system may lag behind the
+    announcement, and with a bounded staleness no other snapshot may ever come.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, between: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, clock: Clock, prefetcher: Prefetcher) -> None:
         self._engine = engine
         self._clock = clock
-        self._between = between  # called now and then while a snapshot is verified
+        self._prefetcher = prefetcher
+        prefetcher.make_ready = self._make_ready
         self._refused: _Refused | None = None
+        self._held: Held | None = None  # the files that serve: an engine may read them again
         self.current: WeightsRef | None = None
         self.last_load_seconds = 0.0
+        self.last_prepare_seconds = 0.0
         self.report: LoadReport | None = None  # of the last swap
         self.refusals = 0
-        self.trouble = ""
+
+    @property
+    def trouble(self) -> str:
+        """Why the newest snapshot does not serve, for people; empty when all is well."""
+        return self._refused.reason if self._refused else self._prefetcher.waits_for
 
     def follow(self, newest: WeightsRef | None) -> bool:
-        """Load the newest snapshot if it is another one than the current. True if weights changed."""
-        if newest is None or newest == self.current or self._too_early(newest):
+        """Swap to the snapshot that is ready, if one is, and have the newest prepared. True if weights changed."""
+        changed = False
+        if (prepared := self._prefetcher.take()) is not None:
+            changed = self._accept(prepared)
+            self._prefetcher.swapped()
+        if newest is not None and newest != self.current and not self._too_early(newest):
+            again = self._refused is not None and self._refused.ref == newest
+            self._prefetcher.want(newest, anew=again)
+        return changed
+
+    def close(self) -> None:
+        """End the preparation and let go of the files."""
+        self._prefetcher.close()
+        if self._held is not None:
+            self._held.release()
+
+    def _accept(self, prepared: Prepared) -> bool:
+        if prepared.snapshot is None or prepared.held is None:
+            assert prepared.error is not None
+            self._refuse(prepared.ref, prepared.error)
             return False
-        started = time.perf_counter()
         try:
-            self.report = self._engine.load_weights(verify(newest, self._between))
+            report = self._load(prepared.ref, prepared.snapshot)
         except SnapshotError as error:
-            self._refuse(newest, error)
+            prepared.held.release()
+            self._refuse(prepared.ref, error)
             return False
-        self.last_load_seconds = time.perf_counter() - started
-        self.current, self._refused, self.trouble = newest, None, ""
+        if self._held is not None:
+            self._held.release()
+        self._held, self._refused = prepared.held, None
+        self.last_prepare_seconds = prepared.seconds
         log.info(
             "weights loaded",
-            version=newest.version,
-            step=newest.step,
+            version=prepared.ref.version,
+            step=prepared.ref.step,
             seconds=self.last_load_seconds,
-            way=self.report.way,
-            **self.report.metrics(),
+            seconds_prepare=prepared.seconds,
+            way=report.way,
+            **report.metrics(),
         )
         return True
+
+    def _make_ready(self, snapshot: Snapshot, anew: bool) -> Snapshot:
+        """In the prefetch thread, while nothing is swapped: what the engine can do beside generation.
+
+        The delta goes along only where the engine serves its base, and nothing is in doubt.
+        """
+        base = self.current.manifest_sha256 if self.current else None
+        if anew or snapshot.manifest.base_manifest_sha256 != base:
+            snapshot = replace(snapshot, delta=None)
+        self._engine.prepare(snapshot)
+        return snapshot
+
+    def _load(self, ref: WeightsRef, snapshot: Snapshot) -> LoadReport:
+        started = time.perf_counter()
+        self.report = self._engine.load_weights(snapshot)
+        self.last_load_seconds = time.perf_counter() - started
+        self.current = ref
+        return self.report
 
     def _too_early(self, ref: WeightsRef) -> bool:
         refused = self._refused
@@ -73,8 +122,7 @@ class WeightsFollower:
     def _refuse(self, ref: WeightsRef, error: SnapshotError) -> None:
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1
         delay = min(_RETRY_SECONDS * 2 ** (attempts - 1), _LONGEST_RETRY_SECONDS)
-        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay)
+        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, str(error))
         self.refusals += 1
-        self.trouble = str(error)
         serving = f"v{self.current.version}" if self.current else "nothing"
         log.warning("weights refused", version=ref.version, attempt=attempts, serving=serving, reason=str(error))

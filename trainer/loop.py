@@ -195,7 +195,8 @@ class Trainer:
             reply, frames = self._connection.ask(message, wire.Message)
             if isinstance(reply, wire.Batch):
                 return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
-            self._connection.heartbeat("waiting", getattr(reply, "reason", ""))
+            trouble = self._publisher.trouble if self._publisher is not None else ""
+            self._connection.heartbeat("waiting", trouble or getattr(reply, "reason", ""))
         return None
 
     def learn(self, batch: TrainBatch, seconds_wait: float = 0.0) -> None:
@@ -252,5 +253,5 @@ class Trainer:
         while not self._publisher.flush(_SAMPLE_WAIT_SECONDS):
             if self._stop():
                 return
-            self._connection.heartbeat("publishing")
+            self._connection.heartbeat("publishing", self._publisher.trouble)
         self._connection.ask(wire.FinishRun(step=self.learner.steps_done), wire.Done)

@@ -1,51 +1,38 @@
 """Publishing: the training thread copies the weights to the host; a thread of its own does the rest.
 
     training thread   publish ──► round, canary, copy ──► queue of one
-    publisher thread  write ──► fsync ──► hash ──► name ──► announce ──► collect old ones
+    publisher thread  space? ──► write ──► fsync ──► hash ──► name ──► announce ──► collect old ones
 
-Invariants: a name under the snapshot directory never changes its content; an announced snapshot is complete.
+Invariant: an announced snapshot is complete, and the versions of a run ascend.
 """
 
-import json
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from tba.common import snapshot
 from tba.common.config import Config
-from tba.common.durable import temporary_directory, write_json
 from tba.common.errors import BufferUnavailable, SnapshotError, TbaError
 from tba.common.log import get_logger
-from tba.common.snapshot import Canary, Manifest, directory_name
-from tba.common.wire import AnnounceSnapshot, Done, WeightsRef
+from tba.common.wire import AnnounceSnapshot, Done
 from tba.trainer.canary import canary_sequences, make_canary
 from tba.trainer.connection import Client, Dial
 from tba.trainer.model import weights_of
+from tba.trainer.serve import SnapshotServer
+from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
 
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.2
-_WEIGHTS = "model.safetensors"
-# Everything that belongs to a model directory and is not its weights: tokenizer, templates, generation settings.
-_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Publication:
-    version: int
-    step: int
-    weights: dict[str, Tensor]  # on the host, in the published type
-    canary: Canary
+_SPACE_POLL_SECONDS = 1.0
 
 
 class Publisher:
@@ -64,13 +51,18 @@ class Publisher:
         self._config = config
         self._dial = dial
         self._model = model
-        self._model_files = model_files
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._directory = config.snapshots.resolve()
         self._next_version = max(next_version, _after_leftovers(self._directory))
         self._sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings)
         self._stop = stop
-        self._queue: queue.Queue[_Publication] = queue.Queue(maxsize=1)
+        self._server: SnapshotServer | None = None
+        if config.train.serve_snapshots:
+            self._server = SnapshotServer(config.train.serve_snapshots, self._directory)
+        address = self._server.address if self._server else ""
+        self._writer = SnapshotWriter(config, model, model_files, address=address)
+        self.trouble = ""  # why a snapshot waits, for people; read by the training thread
+        self._queue: queue.Queue[Publication] = queue.Queue(maxsize=1)
         self._closing = threading.Event()
         self._failure: Exception | None = None
         self._unfinished = 0  # publications handed over and not yet announced
@@ -82,7 +74,7 @@ class Publisher:
         """Hand over the model as it is now, and return its version.
 
         Waits while an earlier snapshot is being written and another one waits: each is published, and the
-        host holds no more than three copies. Raises what the thread failed on.
+        host holds no more than four copies, the base of the next delta included. Raises what the thread failed on.
         """
         version = self._next_version
         self._next_version += 1
@@ -95,7 +87,7 @@ class Publisher:
         while True:
             self.check()
             try:
-                self._queue.put(_Publication(version, step, host, canary), timeout=_POLL_SECONDS)
+                self._queue.put(Publication(version, step, host, canary), timeout=_POLL_SECONDS)
                 return version
             except queue.Full:
                 if self._stop():  # it will not be announced; the next start publishes anew
@@ -121,6 +113,8 @@ class Publisher:
         """End the thread; what is not announced stays unannounced."""
         self._closing.set()
         self._thread.join(timeout=10.0)
+        if self._server is not None:
+            self._server.close()
 
     # ------------------------------------------------------------ publisher thread
 
@@ -140,45 +134,57 @@ class Publisher:
         finally:
             client.close()
 
-    def _process(self, client: Client, publication: _Publication) -> None:
+    def _process(self, client: Client, publication: Publication) -> None:
         started = time.monotonic()
         announcement = self._write(publication)
+        if announcement is None:
+            return
         client.ask(announcement, Done, self._closing.is_set)
         train = self._config.train
         snapshot.collect(self._directory, keep_last=train.keep_snapshots, keep_every=train.keep_snapshot_every)
         log.info(
             "snapshot published",
-            version=publication.version,
-            step=publication.step,
+            version=announcement.weights.version,
+            step=announcement.weights.step,
             mbytes=announcement.bytes / 1e6,
             seconds=time.monotonic() - started,
         )
         self._done_with_one()
 
+    def _write(self, publication: Publication) -> AnnounceSnapshot | None:
+        """Write it, or the newest there is by the time that there is space. None if the publisher is closed first."""
+        while not self._closing.is_set():
+            shortage = self._writer.shortage(publication)
+            if not shortage:
+                try:
+                    announcement = self._writer.write(publication)
+                except (OSError, SafetensorError) as error:
+                    if not is_full_disk(error):
+                        raise
+                    shortage = f"v{publication.version} waits for disk space: {error}"
+                else:
+                    self.trouble = ""
+                    return announcement
+            publication = self._wait_for_space(publication, shortage)
+        return None
+
+    def _wait_for_space(self, publication: Publication, shortage: str) -> Publication:
+        """Training goes on meanwhile: of two snapshots that wait the newer one counts, the other is dropped."""
+        if not self.trouble:
+            log.warning("snapshot waits", reason=shortage)
+        self.trouble = shortage
+        try:
+            newer = self._queue.get(timeout=_SPACE_POLL_SECONDS)
+        except queue.Empty:
+            return publication
+        log.warning("snapshot dropped", version=publication.version, step=publication.step, reason=shortage)
+        self._done_with_one()
+        return newer
+
     def _done_with_one(self) -> None:
         with self._changed:
             self._unfinished -= 1
             self._changed.notify_all()
-
-    def _write(self, publication: _Publication) -> AnnounceSnapshot:
-        final = self._directory / directory_name(publication.version)
-        temporary = temporary_directory(final)
-        _copy_model_files(self._model_files, temporary, self._model, self._config.model.dtype)
-        # The names and layouts that the model's own files have, which may differ from those in memory.
-        weights = revert_weight_conversion(self._model, publication.weights)
-        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(contiguous, temporary / _WEIGHTS, metadata={"format": "pt"})
-        manifest = Manifest(
-            run=self._config.run.name,
-            version=publication.version,
-            step=publication.step,
-            created_at=time.time(),
-            files=snapshot.describe_files(temporary),
-            canary=publication.canary,
-        )
-        digest = snapshot.seal(temporary, final, manifest)
-        ref = WeightsRef(version=publication.version, step=publication.step, path=str(final), manifest_sha256=digest)
-        return AnnounceSnapshot(weights=ref, bytes=sum(entry.bytes for entry in manifest.files.values()))
 
     def _fail(self, error: Exception) -> None:
         log.exception("publisher failed")
@@ -201,16 +207,3 @@ def _after_leftovers(directory: Path) -> int:
         shutil.rmtree(unfinished)
     taken = [int(path.name[1:]) for path in directory.glob("v????????") if path.name[1:].isdecimal()]
     return max(taken, default=-1) + 1
-
-
-def _copy_model_files(source: Path, target: Path, model: PreTrainedModel, dtype: str) -> None:
-    """Tokenizer and settings as they are; config.json with the type of the published weights."""
-    for path in source.iterdir():
-        skipped = path.name in ("config.json", snapshot.MANIFEST) or path.name.endswith(".index.json")
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not skipped:
-            shutil.copyfile(path, target / path.name)
-    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    fields.setdefault("architectures", [type(model).__name__])
-    for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
-        fields[name] = dtype
-    write_json(target / "config.json", fields)

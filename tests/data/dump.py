@@ -2,7 +2,7 @@
 
 Run it once when a migration is added, and keep the file for ever:
 
-    python -m tba.tests.data.dump 0006 > tests/data/schema-0006.sql
+    python -m tba.tests.data.dump 0007 > tests/data/schema-0007.sql
 
 It speaks to the buffer service as searchers and trainers do, so it runs at older commits too.
 """

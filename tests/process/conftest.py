@@ -50,7 +50,11 @@ def make_config_in() -> Callable[..., RunConfig]:
     def make(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         address = f"tcp://127.0.0.1:{free_port()}"
         directory = folder / "run"
-        defaults = {"run": {"name": "test", "dir": str(directory)}, "buffer": {"address": address}}
+        defaults = {
+            "run": {"name": "test", "dir": str(directory)},
+            "buffer": {"address": address},
+            "search": {"weights_dir": str(folder / "weights")},
+        }
         file = folder / "run.toml"
         file.write_text(
             "\n".join(toml(name, defaults.get(name, {}) | sections.get(name, {})) for name in {**defaults, **sections})

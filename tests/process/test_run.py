@@ -138,6 +138,23 @@ def test_a_run_ends_and_its_history_is_complete(small_run, tba):
     assert list(run.directory.glob("tensorboard/events*"))
 
 
+def test_weights_go_through_the_socket_as_deltas_where_no_file_system_is_shared(small_run, tba, tmp_path):
+    train = {"serve_snapshots": "tcp://127.0.0.1:*", "learning_rate": 2e-6, "keep_snapshots": 99, "steps": 6}
+    run = small_run(model={"dtype": "bfloat16"}, search={"weights_from": "trainer"}, train=train)
+    result = tba("run", run.file, timeout=200)
+    assert result.returncode == 0, result.stderr
+    check_history(run, steps=6)
+    manifests = [json.loads(path.read_text()) for path in run.directory.glob("snapshots/v*/manifest.json")]
+    deltas = {manifest["version"] for manifest in manifests if manifest["base"] is not None}
+    used = {version for (version,) in query(run, "SELECT DISTINCT policy_version FROM trajectories")}
+    assert deltas & used
+    # What the searchers fetched is in their node's directory, and what they made of it.
+    assert list((tmp_path / "weights/test").glob("v*/delta.safetensors"))
+    evaluated = tba("eval", "--config", run.file, "--all", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert len(json.loads(evaluated.stdout)) == len(manifests)
+
+
 def starts_of(run, role: str) -> int:
     """How often processes of a role have started."""
     if role == "buffer serve":

@@ -1,7 +1,7 @@
 """Running `tba` inside the test's process."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,3 +61,19 @@ def filled(harness: Callable[..., Any], trajectory: Callable[..., Any]) -> Path:
     buffer.store.close()
     path: Path = buffer.store.path
     return path
+
+
+@pytest.fixture
+def press(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes models with a buffer and publishers; keyword arguments are keys of [train]."""
+    from .publish_lab import Press  # loads torch
+
+    made: list[Press] = []
+
+    def make(**settings: Any) -> Press:
+        made.append(Press(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -8,7 +8,8 @@ from tba.common.config import Config
 from tba.common.config_layers import fields, resolve, value_of
 from tba.common.errors import ConfigError
 
-OPTIONAL = {"buffer.database", "search.spool_dir", "search.canary_tolerance"}  # None: follows from other keys
+# None: follows from other keys
+OPTIONAL = {"buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
 ROOT = Path(__file__).parents[2]
 
 

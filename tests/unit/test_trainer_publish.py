@@ -1,9 +1,10 @@
 """Publishing against a real buffer: what is announced verifies, loads, and is what the canary says."""
 
 import json
+import re
+import shutil
+import socket
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,68 +13,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tba.common import snapshot
-from tba.common.config import Config
+from tba.common.clock import SystemClock
 from tba.common.errors import SnapshotError
+from tba.searcher.host_copy import HostCopy
 from tba.trainer.canary import canary_sequences
-from tba.trainer.connection import network
-from tba.trainer.model import load_model
-from tba.trainer.publish import Publisher
-
-from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
-
-
-class Press:
-    """A model, a buffer and publishers of the model."""
-
-    def __init__(self, root: Path, *, dtype: str = "float32", tie: bool = True, **train) -> None:
-        self.files = save_tiny_model(root / "model", tie=tie)
-        (self.files / "tokenizer_notes.txt").write_text("belongs to the model")
-        (self.files / "training_state.bin").write_bytes(b"does not")
-        sections = {
-            "run": {"dir": str(root / "run"), "name": "r"},
-            "model": {"path": str(self.files), "dtype": dtype},
-            "train": {"prompts_per_step": 1} | train,
-        }
-        self.buffer = BufferThread(Config.model_validate(sections))
-        self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})
-        self.model = load_model(self.files, torch.device("cpu"))
-        self.publishers: list[Publisher] = []
-
-    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False) -> Publisher:
-        dial = network(self.config.buffer.address)
-        made = Publisher(self.config, self.model, self.files, next_version=next_version, stop=stop, dial=dial)
-        self.publishers.append(made)
-        return made
-
-    def announced(self) -> snapshot.Snapshot:
-        """The newest snapshot the buffer knows, verified."""
-        searcher = FakeSearcher(self.buffer.address, prompts=1)
-        ref = searcher.wait_for_weights()
-        searcher.close()
-        return snapshot.verify(ref)
-
-    def change_weights(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.01)
-
-    def close(self) -> None:
-        for publisher in self.publishers:
-            publisher.close()
-        self.buffer.stop()
-
-
-@pytest.fixture
-def press(tmp_path) -> Iterator[Callable[..., Press]]:
-    made: list[Press] = []
-
-    def make(**settings) -> Press:
-        made.append(Press(tmp_path, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -148,6 +91,85 @@ def test_old_snapshots_are_collected(press):
     assert publisher.flush(30)
     steps = [snapshot.read(path).manifest.step for path in snapshot.list_snapshots(lab.config.snapshots)]
     assert steps == [0, 4, 8, 10]
+
+
+def kinds(lab) -> list[tuple[int, int | None]]:
+    """(step, base) of the snapshots on disk, oldest first."""
+    manifests = [snapshot.read(path).manifest for path in snapshot.list_snapshots(lab.config.snapshots)]
+    return [(manifest.step, manifest.base) for manifest in manifests]
+
+
+def publish_small_changes(lab, publisher, steps) -> None:
+    for step in steps:
+        lab.change_a_few(step)
+        publisher.publish(step)
+    assert publisher.flush(30)
+
+
+def test_the_first_every_nth_the_kept_and_the_last_are_full_and_deltas_lie_between(press):
+    lab = press(dtype="bfloat16", full_snapshot_every=4, keep_snapshot_every=6, keep_snapshots=99, steps=9)
+    publish_small_changes(lab, lab.publisher(), range(1, 10))
+    assert kinds(lab) == [(1, None), (2, 0), (3, 1), (4, 2), (5, None), (6, None), (7, 5), (8, 6), (9, None)]
+
+
+def test_a_change_of_nearly_everything_is_published_in_full(press):
+    lab = press(dtype="bfloat16", full_snapshot_every=100)
+    publisher = lab.publisher()
+    publisher.publish(0)
+    lab.change_weights()
+    publisher.publish(1)
+    publish_small_changes(lab, publisher, [2])
+    assert kinds(lab) == [(0, None), (1, None), (2, 1)]
+
+
+def test_a_delta_names_its_base_what_it_makes_and_holds_nothing_else(press):
+    lab = press(dtype="bfloat16", full_snapshot_every=100)
+    publisher = lab.publisher()
+    publish_small_changes(lab, publisher, [0])
+    full = lab.announced_ref()
+    publish_small_changes(lab, publisher, [1])
+    manifest = lab.announced().manifest
+    assert (manifest.base, manifest.base_manifest_sha256) == (0, full.manifest_sha256)
+    assert manifest.files.keys() == {"delta.safetensors"}
+    assert manifest.complete.keys() == snapshot.read(lab.config.snapshots / "v00000000").manifest.files.keys()
+    assert manifest.files["delta.safetensors"].bytes < manifest.complete["model.safetensors"].bytes / 2
+
+
+def test_a_restarted_trainer_begins_with_a_full_snapshot(press):
+    lab = press(dtype="bfloat16", full_snapshot_every=100)
+    publish_small_changes(lab, lab.publisher(), [0, 1])
+    publish_small_changes(lab, lab.publisher(next_version=2), [2, 3])
+    assert kinds(lab) == [(0, None), (1, 0), (2, None), (3, 2)]
+
+
+def test_a_base_that_somebody_deleted_is_not_built_upon(press):
+    lab = press(dtype="bfloat16", full_snapshot_every=100)
+    publisher = lab.publisher()
+    publish_small_changes(lab, publisher, [0, 1])
+    shutil.rmtree(lab.config.snapshots / "v00000001")
+    publish_small_changes(lab, publisher, [2])
+    assert kinds(lab) == [(0, None), (2, None)]
+
+
+def test_what_a_kept_delta_is_based_on_is_kept(press):
+    lab = press(dtype="bfloat16", full_snapshot_every=4, keep_snapshots=2)
+    publish_small_changes(lab, lab.publisher(), range(11))
+    assert kinds(lab) == [(0, None), (8, None), (9, 8), (10, 9)]
+    publish_small_changes(lab, lab.publishers[0], [11, 12, 13])
+    assert kinds(lab) == [(0, None), (12, None), (13, 12)]
+
+
+def test_the_announcement_says_where_snapshots_are_served(press, tmp_path):
+    lab = press(serve_snapshots="tcp://0.0.0.0:*")
+    publisher = lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(20)
+    ref = lab.announced_ref()
+    assert re.fullmatch(rf"tcp://{re.escape(socket.gethostname())}:\d+", ref.address)
+    copies = HostCopy(tmp_path / "node", "trainer", SystemClock())
+    local = ref.address.replace(socket.gethostname(), "127.0.0.1")
+    found, _ = copies.prepare(ref.model_copy(update={"address": local, "path": "/elsewhere/v00000000"}))
+    assert AutoModelForCausalLM.from_pretrained(found.path).dtype == torch.float32
 
 
 def test_a_version_that_a_crashed_trainer_left_behind_is_not_used_again(press):

@@ -7,8 +7,11 @@ from pydantic import ValidationError
 from tba.common import wire
 from tba.common.codec import (
     MAX_HEADER_BYTES,
+    decode_file_reply,
+    decode_file_request,
     decode_reply,
     decode_request,
+    encode_file_reply,
     encode_reply,
     encode_request,
     request_id_of,
@@ -46,6 +49,13 @@ REPLIES = {
 }
 
 
+FILE_MESSAGES = {
+    "fetch_chunk": wire.FetchChunk(version=7, file="model.safetensors", offset=1 << 33, length=1 << 20),
+    "chunk": wire.Chunk(offset=1 << 33, file_bytes=(1 << 33) + 3),
+    "failure": REPLIES["failure"],
+}
+
+
 def request(message: wire.Message, frames: list[bytes] | None = None) -> list[bytes]:
     return encode_request(message, id=3, role="searcher", sender="s.1", run="r", frames=frames or [])
 
@@ -76,6 +86,35 @@ def test_every_reply_survives_the_wire(name):
 def test_every_message_class_is_covered_here_or_below():
     assert set(wire.REQUESTS) == set(REQUESTS) | {"put_trajectories"}
     assert set(wire.REPLIES) == set(REPLIES) | {"batch", "status"}
+    assert set(wire.FILE_REQUESTS) | set(wire.FILE_REPLIES) == set(FILE_MESSAGES)
+
+
+def test_every_message_about_files_survives_the_wire():
+    asked = decode_file_request(views(request(FILE_MESSAGES["fetch_chunk"])))
+    assert (asked.header.id, asked.message) == (3, FILE_MESSAGES["fetch_chunk"])
+    for name, frames in (("chunk", [b"abc"]), ("failure", [])):
+        told = decode_file_reply(views(encode_file_reply(FILE_MESSAGES[name], id=3, run="r", frames=frames)))
+        assert (told.header.id, told.message, [bytes(f) for f in told.frames]) == (3, FILE_MESSAGES[name], frames)
+
+
+def test_the_bytes_of_a_chunk_are_those_of_protocol_version_1():
+    frames = encode_file_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=[b"abc"])
+    assert [frame.hex() for frame in frames] == [
+        "85a17601a474797065a56368756e6ba2696403a372756ea0a4626f647982"
+        "a66f6666736574cf0000000200000000aa66696c655f6279746573cf0000000200000003",
+        b"abc".hex(),
+    ]
+
+
+@pytest.mark.parametrize("frames", [[], [b"a", b"b"]])
+def test_a_chunk_has_exactly_one_frame_of_bytes(frames):
+    with pytest.raises(WireError, match="one frame of bytes"):
+        decode_file_reply(views(encode_file_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=frames)))
+
+
+def test_the_buffer_does_not_know_the_messages_of_the_file_server():
+    with pytest.raises(WireError, match="unknown message type 'fetch_chunk'"):
+        decode_request(views(request(FILE_MESSAGES["fetch_chunk"])))
 
 
 def test_the_bytes_of_a_request_are_those_of_protocol_version_1():

@@ -1,0 +1,56 @@
+"""Publishing onto a full disk: training goes on, the newest snapshot waits, and goes out when there is space."""
+
+import os
+
+import pytest
+from safetensors import SafetensorError
+
+from tba.common.snapshot import Canary, list_snapshots, read
+from tba.tests.unit.publish_lab import Press
+from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
+
+from .fault_lab import wait_for
+from .test_storage_faults import small_disk  # noqa: F401
+
+
+@pytest.fixture
+def lab(small_disk):  # noqa: F811
+    """A model of half a megabyte, whose run writes to a small disk."""
+    lab = Press(small_disk.path, hidden=128, min_free_mib=12)
+    lab.disk = small_disk
+    yield lab
+    lab.close()
+
+
+def steps(lab) -> list[int]:
+    return [read(path).manifest.step for path in list_snapshots(lab.config.snapshots)]
+
+
+def test_below_the_floor_snapshots_wait_and_only_the_newest_is_published_afterwards(lab):
+    publisher = lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(20)
+    lab.disk.fill()
+    for step in range(1, 6):
+        publisher.publish(step)  # returns: training goes on
+    wait_for(lambda: publisher.trouble.startswith("v5 waits for disk space"), 20, publisher.trouble)
+    assert "train.min_free_mib = 12" in publisher.trouble
+    assert not publisher.flush(0.1)
+    lab.disk.relieve()
+    assert publisher.flush(20)
+    assert steps(lab) == [0, 5]
+    assert publisher.trouble == ""
+    assert lab.announced().manifest.step == 5
+
+
+def test_a_disk_that_fills_up_while_writing_is_known_as_such_and_nothing_is_left(lab):
+    publication = Publication(0, 0, lab.weights(), Canary([], []))
+    writer = SnapshotWriter(lab.config, lab.model, lab.files, address="")
+    lab.config.snapshots.mkdir(parents=True, exist_ok=True)
+    with (lab.disk.path / "all").open("wb") as file:
+        free = os.statvfs(lab.disk.path).f_bavail * os.statvfs(lab.disk.path).f_frsize
+        os.posix_fallocate(file.fileno(), 0, free - (128 << 10))
+    with pytest.raises((OSError, SafetensorError)) as caught:
+        writer.write(publication)
+    assert is_full_disk(caught.value)
+    assert list(lab.config.snapshots.iterdir()) == []

@@ -1,0 +1,74 @@
+"""What the tests of publishing share: a model, a buffer, and publishers of the model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tba.common import snapshot, wire
+from tba.common.config import Config
+from tba.trainer.connection import network
+from tba.trainer.model import load_model, weights_of
+from tba.trainer.publish import Publisher
+
+from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
+
+
+class Press:
+    """A model, a buffer and publishers of the model."""
+
+    def __init__(self, root: Path, *, dtype: str = "float32", tie: bool = True, hidden: int = 16, **train) -> None:
+        self.files = save_tiny_model(root / "model", tie=tie, hidden=hidden)
+        (self.files / "tokenizer_notes.txt").write_text("belongs to the model")
+        (self.files / "training_state.bin").write_bytes(b"does not")
+        sections = {
+            "run": {"dir": str(root / "run"), "name": "r"},
+            "model": {"path": str(self.files), "dtype": dtype},
+            "train": {"prompts_per_step": 1, "full_snapshot_every": 1} | train,
+        }
+        self.buffer = BufferThread(Config.model_validate(sections))
+        self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})
+        self.model = load_model(self.files, torch.device("cpu"))
+        self.publishers: list[Publisher] = []
+
+    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False) -> Publisher:
+        dial = network(self.config.buffer.address)
+        made = Publisher(self.config, self.model, self.files, next_version=next_version, stop=stop, dial=dial)
+        self.publishers.append(made)
+        return made
+
+    def announced(self) -> snapshot.Snapshot:
+        """The newest snapshot the buffer knows, verified."""
+        return snapshot.verify(self.announced_ref())
+
+    def announced_ref(self) -> wire.WeightsRef:
+        """The newest snapshot the buffer knows."""
+        searcher = FakeSearcher(self.buffer.address, prompts=1)
+        ref = searcher.wait_for_weights()
+        searcher.close()
+        return ref
+
+    @torch.no_grad()
+    def change_weights(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.add_(0.01)
+
+    @torch.no_grad()
+    def change_a_few(self, seed: int, fraction: float = 0.02) -> None:
+        """Change so many of the elements, by enough to survive rounding."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            chosen = torch.rand(parameter.shape, generator=generator) < fraction
+            parameter.copy_(
+                torch.where(chosen, parameter + 0.05 * torch.randn(parameter.shape, generator=generator), parameter)
+            )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's weights as they are published."""
+        dtype = getattr(torch, self.config.model.dtype)
+        return {name: tensor.to(dtype).clone() for name, tensor in weights_of(self.model).items()}
+
+    def close(self) -> None:
+        for publisher in self.publishers:
+            publisher.close()
+        self.buffer.stop()

@@ -150,7 +150,9 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
             client=client, clock=clock,
         )  # fmt: skip
         left = iter(range(steps))
-        searcher.run(stop=lambda: next(left, None) is None)
+        # Steps count from the first weights on: those come from another thread.
+        searcher.run(stop=lambda: searcher._weights.current is not None and next(left, None) is None)
+        searcher.close()
         return watched, client
 
     return run

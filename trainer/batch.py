@@ -63,6 +63,7 @@ class PaddedRows:
     source_R: Tensor
     target_R: Tensor
     mask_R: Tensor
+    prompt_lengths: list[int]
     lengths: list[int]  # response tokens of each row, summing to R
 
 
@@ -148,5 +149,6 @@ def pad(rows: Sequence[Row], device: torch.device) -> PaddedRows:
         source_R=torch.from_numpy(np.concatenate(sources)).to(device),
         target_R=torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64)).to(device),
         mask_R=torch.from_numpy(np.concatenate([row.loss_mask for row in rows])).to(device) != 0,
+        prompt_lengths=[len(row.prompt_ids) for row in rows],
         lengths=[len(row.response_ids) for row in rows],
     )

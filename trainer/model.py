@@ -3,6 +3,7 @@
 Shape suffixes: N rows, T tokens of the longest, R response tokens of all rows, H hidden size, V vocabulary.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
 from tba.trainer.batch import PaddedRows
+from tba.trainer.objectives.responses import row_sums
 
 # Response positions whose logits exist at the same time: 1024 x 150,000 float32 are 600 MB.
 _CHUNK = 1024
@@ -47,12 +49,21 @@ def _remove_dropout(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _check_head(model: PreTrainedModel) -> None:
-    """Refuse models that do more to their logits than a linear head: `token_logprobs` would miss it."""
+    """Refuse models that do more to their logits than a linear head: `score` would miss it."""
     tokens_NT = torch.arange(min(8, model.config.vocab_size), device=model.device)[None]
     logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
     hidden_NTH = model.base_model(input_ids=tokens_NT, use_cache=False).last_hidden_state
     if not torch.allclose(model.get_output_embeddings()(hidden_NTH), logits_NTV, atol=1e-3, rtol=1e-3):
         raise ConfigError(f"{type(model).__name__} scales or caps its logits: this release cannot train it")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A forward pass: `logprob_R` of every response token, masked ones too, row after row, and if it was asked for
+    `prompt_NH`, the mean of each prompt's last hidden states."""
+
+    logprob_R: Tensor
+    prompt_NH: Tensor | None = None
 
 
 class Scorer:
@@ -67,8 +78,8 @@ class Scorer:
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self._autocast = autocast
 
-    def token_logprobs(self, rows: PaddedRows) -> Tensor:
-        """[R]: of every response token, masked ones too, row after row.
+    def score(self, rows: PaddedRows, *, pooled: bool = False) -> Scores:
+        """One forward pass; `pooled` asks for the prompts' mean hidden states too.
 
         The logits of a chunk of positions are dropped after use and computed again in the backward pass.
         """
@@ -84,7 +95,14 @@ class Scorer:
                     torch.split(hidden_RH, _CHUNK), torch.split(rows.target_R, _CHUNK), strict=True
                 )
             ]
-        return torch.cat(chunks)
+        return Scores(torch.cat(chunks), _mean_of_prompts(hidden_NTH, rows) if pooled else None)
+
+
+def _mean_of_prompts(hidden_NTH: Tensor, rows: PaddedRows) -> Tensor:
+    position_T = torch.arange(hidden_NTH.shape[1], device=hidden_NTH.device)
+    prompt_N = torch.tensor(rows.prompt_lengths, device=hidden_NTH.device)
+    inside_NT1 = (position_T < prompt_N[:, None])[..., None]
+    return torch.where(inside_NT1, hidden_NTH, 0.0).sum(dim=1) / prompt_N[:, None]
 
 
 def _chunk_logprobs(head: nn.Module, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
@@ -95,12 +113,8 @@ def _chunk_logprobs(head: nn.Module, hidden_RH: Tensor, target_R: Tensor) -> Ten
 
 
 def sequence_logprobs(logprob_R: Tensor, rows: PaddedRows) -> Tensor:
-    """[N] in float64: the sum over the counting tokens of each row.
-
-    A KL is a small difference of such sums, and at -500 a float32 has steps of 3e-5.
-    """
-    counted_R = torch.where(rows.mask_R, logprob_R, 0.0).double()
-    return torch.stack([row.sum() for row in torch.split(counted_R, rows.lengths)])
+    """[N] in float64: the sum over the counting tokens of each row."""
+    return row_sums(logprob_R, rows.mask_R, rows.lengths)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -10,14 +10,14 @@ from tba.common.errors import CheckpointError
 from tba.trainer import checkpoint
 from tba.trainer.step import Learner
 
-from .tb_lab import random_batch, tiny_model
+from .tb_lab import objective, random_batch, tiny_model
 
 KEYS = {"steps": 6, "learning_rate": 0.01, "warmup_steps": 1, "decay_steps": 3, "beta_anneal_steps": 4}
 
 
-def make_learner(*, tie: bool = True, **settings) -> Learner:
+def make_learner(*, tie: bool = True, name: str = "tb", **settings) -> Learner:
     config = TrainSection.model_validate(KEYS)
-    return Learner(tiny_model(tie=tie, **settings), tiny_model(tie=tie), config, autocast=False)
+    return Learner(tiny_model(tie=tie, **settings), tiny_model(tie=tie), config, objective(name), autocast=False)
 
 
 def run_steps(learner: Learner, count: int) -> list[dict[str, float]]:

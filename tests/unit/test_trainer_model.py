@@ -68,7 +68,7 @@ def test_dropout_is_taken_out_even_in_training_mode(tmp_path):
     GPT2LMHeadModel(shape).save_pretrained(tmp_path)
     model = load_model(tmp_path, CPU).train()
     padded = pad([make_row(1, [1, 2], [3, 4, 5])], CPU)
-    first, second = (sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded) for _ in range(2))
+    first, second = (sequence_logprobs(Scorer(model, autocast=False).score(padded).logprob_R, padded) for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -85,7 +85,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path):
 def test_autocast_computes_in_bfloat16_and_sums_in_float64(tmp_path):
     model = load_model(save_tiny_model(tmp_path), CPU)
     padded = pad([make_row(1, [1, 2], [3, 4, 5])], CPU)
-    exact, rounded = (Scorer(model, autocast=flag).token_logprobs(padded) for flag in (False, True))
+    exact, rounded = (Scorer(model, autocast=flag).score(padded).logprob_R for flag in (False, True))
     assert exact.dtype == rounded.dtype == torch.float32
     assert 0 < float((exact - rounded).detach().abs().max()) < 0.1
     assert sequence_logprobs(rounded, padded).dtype == torch.float64

@@ -12,17 +12,17 @@ from tba.trainer.batch import cut, pad
 from tba.trainer.model import Scorer, sequence_logprobs
 from tba.trainer.step import Learner
 
-from .tb_lab import VOCABULARY, make_batch, make_row, random_batch, tiny_model
+from .tb_lab import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
 
 FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
 
 
-def make_learner(*, double: bool = False, seed: int = 0, **keys) -> Learner:
+def make_learner(*, double: bool = False, seed: int = 0, name: str = "tb", **keys) -> Learner:
     """A learner whose reference is another random model, so that the KL is not zero."""
     policy, reference = tiny_model(seed=seed), tiny_model(seed=seed + 1)
     if double:
         policy, reference = policy.double(), reference.double()
-    return Learner(policy, reference, TrainSection.model_validate(FLAT | keys), autocast=False)
+    return Learner(policy, reference, TrainSection.model_validate(FLAT | keys), objective(name), autocast=False)
 
 
 def naive_logprob(model, row) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass():
     model = tiny_model().double()
     rows = random_batch(3).rows
     padded = pad(rows, torch.device("cpu"))
-    found = sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded)
+    found = sequence_logprobs(Scorer(model, autocast=False).score(padded).logprob_R, padded)
     expected = torch.stack([naive_logprob(model, row) for row in rows])
     assert torch.allclose(found, expected, atol=1e-12, rtol=0)
 
@@ -58,7 +58,7 @@ def test_masked_tokens_do_not_count_and_an_empty_response_has_log_probability_ze
     model = tiny_model().double()
     masked = make_row(1, [1, 2], [3, 4, 5], loss_mask=np.array([1, 0, 1], np.uint8))
     padded = pad([masked, make_row(2, [1, 2], [])], torch.device("cpu"))
-    found = sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded)
+    found = sequence_logprobs(Scorer(model, autocast=False).score(padded).logprob_R, padded)
     assert found[0].item() == pytest.approx(naive_logprob(model, masked).item(), abs=1e-12)
     assert found[1].item() == 0
 
@@ -113,8 +113,8 @@ def test_a_longer_neighbour_changes_nothing():
         alone = pad(rows, torch.device("cpu"))
         beside = pad(together.rows, torch.device("cpu"))
         scorer = Scorer(learners[0].policy, autocast=False)
-        expected = sequence_logprobs(scorer.token_logprobs(alone), alone)
-        found = sequence_logprobs(scorer.token_logprobs(beside), beside)[:4]
+        expected = sequence_logprobs(scorer.score(alone).logprob_R, alone)
+        found = sequence_logprobs(scorer.score(beside).logprob_R, beside)[:4]
     assert torch.allclose(found, expected, atol=1e-12, rtol=0)
 
 

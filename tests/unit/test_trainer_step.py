@@ -223,3 +223,29 @@ def test_the_schedule_reaches_the_optimiser_and_the_metrics():
 def test_beta_is_annealed_over_the_steps():
     learner = make_learner(beta=1.0, beta_final=0.5, beta_anneal_steps=2)
     assert [learner.step(random_batch(seed)).metrics["beta"] for seed in range(3)] == [1.0, 0.75, 0.5]
+
+
+@pytest.mark.parametrize("name", ["tb_learned_z", "tba_prime", "grpo", "ppo_clip", "cispo", "online_dpo", "oapl"])
+def test_the_gradient_of_every_objective_is_the_same_in_micro_batches(name):
+    learners = [
+        make_learner(double=True, name=name, micro_batch_tokens=size, max_grad_norm=1e9) for size in (1, 10_000)
+    ]
+    one, whole = (gradients_of_step(learner, random_batch(3)) for learner in learners)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-9) for a, b in zip(one, whole, strict=True))
+    assert max(float(gradient.abs().max()) for gradient in whole) > 1e-4
+
+
+def test_a_learned_log_z_comes_to_the_vargrad_estimate_while_the_policy_stands_still():
+    learner = make_learner(name="tb_learned_z", learning_rate=1e-12, max_grad_norm=1e9)
+    batch = random_batch(3)
+    learner.optimizer.param_groups[1]["lr"] = 0.1
+    metrics = [learner.step(batch).metrics for _ in range(500)]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    padded = pad(batch.rows, torch.device("cpu"))
+    prompt_NH = Scorer(learner.policy, autocast=False).score(padded, pooled=True).prompt_NH
+    assert learner.log_z(prompt_NH[::4]).mean().item() == pytest.approx(metrics[-1]["log_z"], rel=0.02)
+
+
+def test_without_a_use_for_it_no_reference_is_computed():
+    result = make_learner(name="grpo").step(random_batch(0))
+    assert result.reference == {} and "kl" not in result.metrics

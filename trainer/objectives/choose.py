@@ -56,7 +56,10 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> tuple[L
     choices: dict[str, tuple[Loss, Advantage]] = {
         "reinforce": (pg.reinforce, lambda reward_bK: reward_bK),
         "rloo": (pg.reinforce, leave_one_out),
-        "tba_prime": (partial(pg.truncated_importance, cap=None if config.truncation == "off" else config.truncation), centred),
+        "tba_prime": (
+            partial(pg.truncated_importance, cap=None if config.truncation == "off" else config.truncation),
+            centred,
+        ),
         "grpo": (partial(pg.grpo, **clip), standardised),
         "dr_grpo": (partial(pg.dr_grpo, **clip, length=longest_response), centred),
         "ppo_clip": (partial(pg.ppo_clip, **clip), leave_one_out),

@@ -52,7 +52,7 @@ def choose(config: ObjectiveSection, *, longest_response: int) -> Objective:
 
 
 def _policy_gradient(config: ObjectiveSection, longest_response: int) -> tuple[Loss, Advantage]:
-    clip = {"low": config.clip_low, "high": config.clip_high}
+    low, high = config.clip_low, config.clip_high
     choices: dict[str, tuple[Loss, Advantage]] = {
         "reinforce": (pg.reinforce, lambda reward_bK: reward_bK),
         "rloo": (pg.reinforce, leave_one_out),
@@ -60,10 +60,10 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> tuple[L
             partial(pg.truncated_importance, cap=None if config.truncation == "off" else config.truncation),
             centred,
         ),
-        "grpo": (partial(pg.grpo, **clip), standardised),
-        "dr_grpo": (partial(pg.dr_grpo, **clip, length=longest_response), centred),
-        "ppo_clip": (partial(pg.ppo_clip, **clip), leave_one_out),
-        "proximal_rloo": (partial(pg.proximal_rloo, **clip), leave_one_out),
+        "grpo": (partial(pg.grpo, low=low, high=high), standardised),
+        "dr_grpo": (partial(pg.dr_grpo, low=low, high=high, length=longest_response), centred),
+        "ppo_clip": (partial(pg.ppo_clip, low=low, high=high), leave_one_out),
+        "proximal_rloo": (partial(pg.proximal_rloo, low=low, high=high), leave_one_out),
         "cispo": (partial(pg.cispo, cap=config.cispo_cap), standardised),
     }
     return choices[config.name]

@@ -1,4 +1,4 @@
-"""What can be read off a batch whatever the objective: how far the data is from the policy, and both from the optimum."""
+"""What can be read off a batch whatever the objective: how far data and optimum are from the policy."""
 
 import torch
 from torch import Tensor

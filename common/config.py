@@ -166,7 +166,7 @@ class TrainSection(Section):
     samples_per_prompt: Annotated[int, Field(ge=2)] = 20
     """K: trajectories of one prompt in a batch; at least 2, since log Z is estimated over them."""
     micro_batch_tokens: Positive = 16384
-    """Tokens (padding included) in one forward and backward pass; a whole group is the least."""
+    """Tokens (padding not counted) whose activations are held at once; a whole group is the least."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"

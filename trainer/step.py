@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tba.common.config import TrainSection
 from tba.common.errors import TbaError
-from tba.trainer.batch import Row, TrainBatch, cut, pad
+from tba.trainer.batch import Row, TrainBatch, counted, cut
 from tba.trainer.log_z import LogZHead
 from tba.trainer.model import Scorer, sequence_logprobs
 from tba.trainer.objectives.choose import Objective
@@ -93,7 +93,7 @@ class Learner:
         stored_BK, computed = self._complete_reference(batch, between)
         beta = beta_at(self._config, self.steps_done)
         learning_rate = self._learning_rate(self.steps_done)
-        sums = self._accumulate(batch, stored_BK, beta, between)
+        sums = self.accumulate(batch, stored_BK, beta, between)
         grad_norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
         if self.log_z is not None:
             nn.utils.clip_grad_norm_(self.log_z.parameters(), self._config.max_grad_norm)
@@ -115,7 +115,9 @@ class Learner:
         }
         return StepResult(metrics, computed)
 
-    def _accumulate(self, batch: TrainBatch, reference_BK: Tensor, beta: float, between: Callable[[], None]) -> _Sums:
+    def accumulate(
+        self, batch: TrainBatch, reference_BK: Tensor, beta: float, between: Callable[[], None] = lambda: None
+    ) -> _Sums:
         """Forward and backward of the whole batch; gradients are in the parameters afterwards."""
         samples = batch.samples
         sums = _Sums(torch.full_like(batch.reward_BK, math.nan), torch.full_like(batch.reward_BK, math.nan))
@@ -134,8 +136,7 @@ class Learner:
 
     def _responses(self, batch: TrainBatch, part: list[int], rows: list[Row], reference_BK: Tensor) -> Responses:
         """The forward pass of some groups of the batch, as the objective sees it."""
-        padded = pad(rows, self._scorer.device)
-        scores = self._scorer.score(padded, pooled=self._objective.learns_log_z)
+        scores = self._scorer.score(rows, pooled=self._objective.learns_log_z)
         log_z_b = None
         if self.log_z is not None and scores.prompt_NH is not None:
             # The rows of a group have the same prompt, and nothing in a prompt sees the response after it.
@@ -143,8 +144,8 @@ class Learner:
         return Responses(
             logprob_R=scores.logprob_R.cpu(),
             sampled_logprob_R=torch.from_numpy(np.concatenate([row.sampling_logprobs for row in rows])),
-            mask_R=padded.mask_R.cpu(),
-            lengths=padded.lengths,
+            mask_R=counted(rows),
+            lengths=[len(row.response_ids) for row in rows],
             reward_bK=batch.reward_BK[part],
             reference_bK=reference_BK[part],
             lag_bK=batch.staleness_BK[part],
@@ -168,8 +169,7 @@ class Learner:
         groups = [[index] for index in range(len(unknown))]
         for part in cut(groups, lambda row: unknown[row].tokens, self._config.micro_batch_tokens):
             rows = [unknown[index] for index in part]
-            padded = pad(rows, self._reference.device)
-            sequence_N = sequence_logprobs(self._reference.score(padded).logprob_R, padded)
+            sequence_N = sequence_logprobs(self._reference.score(rows).logprob_R, rows)
             computed |= dict(zip((row.id for row in rows), sequence_N.tolist(), strict=True))
             between()
         if broken := [id_ for id_, logprob in computed.items() if not math.isfinite(logprob)]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tba.common.config import TrainSection
-from tba.trainer.batch import TrainBatch, pad
+from tba.trainer.batch import TrainBatch
 from tba.trainer.model import Scorer, sequence_logprobs
 from tba.trainer.step import Learner
 
@@ -26,8 +26,7 @@ ROWS = [make_row(i, prompt, y) for i, (prompt, y) in enumerate(itertools.product
 @torch.no_grad()
 def distribution(model) -> np.ndarray:
     """[prompt, response]: the probability of every response."""
-    padded = pad(ROWS, torch.device("cpu"))
-    logprobs = sequence_logprobs(Scorer(model, autocast=False).score(padded).logprob_R, padded)
+    logprobs = sequence_logprobs(Scorer(model, autocast=False).score(ROWS).logprob_R, ROWS)
     return logprobs.exp().view(len(PROMPTS), len(RESPONSES)).numpy()
 
 

@@ -90,7 +90,8 @@ class Scorer:
         """
         overhead = _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
         passes = by_length([row.tokens for row in rows], overhead)
-        hidden, pools = [], []
+        hidden: list[Tensor] = []
+        pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             for part in passes:
                 padded = pad([rows[n] for n in part], self.device)

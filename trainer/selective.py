@@ -21,7 +21,7 @@ def selective_logprobs(head: nn.Linear, hidden_RH: Tensor, target_R: Tensor) -> 
 
     Under autocast the products are computed in its type, as `head(hidden)` would be.
     """
-    logprob_R: Tensor = _Selective.apply(hidden_RH, head.weight, head.bias, target_R)
+    logprob_R: Tensor = _Selective.apply(hidden_RH, head.weight, head.bias, target_R)  # type: ignore[no-untyped-call]
     return logprob_R
 
 

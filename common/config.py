@@ -211,7 +211,7 @@ class TrainSection(Section):
     samples_per_prompt: Annotated[int, Field(ge=2)] = 20
     """K: trajectories of one prompt in a batch; at least 2, since log Z is estimated over them."""
     micro_batch_tokens: Positive = 16384
-    """Tokens (padding included) in one forward and backward pass; a whole group is the least."""
+    """Tokens (padding not counted) whose activations are held at once; a whole group is the least."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -257,6 +257,60 @@ class TrainSection(Section):
     """CPU threads for torch; 0 leaves it to torch."""
 
 
+_POLICY_GRADIENTS = ("reinforce", "rloo", "tba_prime", "grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
+
+
+class ObjectiveSection(Section):
+    """What the trainer minimises: docs/objectives.md has the formulas side by side, and when to use which."""
+
+    name: Literal[
+        "tb",
+        "tb_learned_z",
+        "tba_prime",
+        "reinforce",
+        "rloo",
+        "grpo",
+        "dr_grpo",
+        "ppo_clip",
+        "proximal_rloo",
+        "cispo",
+        "online_dpo",
+        "oapl",
+    ] = "tb"
+    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl."""
+    kl: Literal["auto", "none", "reference", "ema"] = "auto"
+    """Policy gradients (reinforce to cispo, and tba_prime): the anchor of the KL in the reward. reference: the
+    reference policy; ema: a moving average of the weights, estimated from the log-probabilities that came with the
+    response, without a forward pass; none: no KL. auto is reference for tba_prime and none for the others."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """kl = "ema": decay of the moving average per optimiser step."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio below 1 - this is clipped."""
+    clip_high: PositiveFloat = 0.2
+    """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped."""
+    cispo_cap: PositiveFloat = 5.0
+    """cispo: the largest importance weight of a token."""
+    truncation: PositiveFloat | Literal["off"] = 8.0
+    """tba_prime: the largest importance weight of a token; off weighs every token 1, as in the paper's Eq. 7."""
+    value_beta: PositiveFloat | Literal["beta"] = "beta"
+    """oapl: the temperature of the value estimate; beta takes train.beta."""
+    log_z_learning_rate: PositiveFloat = 1e-3
+    """tb_learned_z: constant learning rate of the head that predicts log Z from the prompt."""
+
+    @property
+    def anchor(self) -> str:
+        """What the KL in the reward is measured against: "none", "reference" or "ema"."""
+        if self.kl != "auto":
+            return self.kl
+        return "reference" if self.name == "tba_prime" else "none"
+
+    @model_validator(mode="after")
+    def _kl_is_used(self) -> Self:
+        if self.kl != "auto" and self.name not in _POLICY_GRADIENTS:
+            raise ValueError(f"objective.kl has no meaning for {self.name}: its anchor is part of the formula")
+        return self
+
+
 class EvalSection(Section):
     """Held-out evaluation, greedy."""
 
@@ -291,6 +345,7 @@ class Config(Section):
     buffer: BufferSection = BufferSection()
     search: SearchSection = SearchSection()
     train: TrainSection = TrainSection()
+    objective: ObjectiveSection = ObjectiveSection()
     eval: EvalSection = EvalSection()
     launch: LaunchSection = LaunchSection()
 

@@ -56,13 +56,14 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Rows side by side, padded on the right. Response token r is predicted at flat position `source_R[r]`."""
+    """Rows side by side, padded on the right. Response token r is predicted at flat position `source_R[r]`.
+
+    There is no attention mask: attention is causal, and padding comes after everything that counts.
+    """
 
     tokens_NT: Tensor
-    attention_NT: Tensor
     source_R: Tensor
-    target_R: Tensor
-    mask_R: Tensor
+    prompt_lengths: list[int]
     lengths: list[int]  # response tokens of each row, summing to R
 
 
@@ -114,39 +115,59 @@ def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
 
 
 def cut(groups: Sequence[Sequence[int]], tokens_of: Callable[[int], int], limit: int) -> list[list[int]]:
-    """Put whole groups of rows together so that padded micro-batches stay within `limit` tokens.
+    """Put whole groups of rows together so that micro-batches stay within `limit` tokens, padding not counted.
 
-    Returns indices into `groups`, longest first, since groups of a length waste the least padding. A group
-    that is over the limit by itself stands alone.
+    Returns indices into `groups`, longest first. A group that is over the limit by itself stands alone.
     """
-    longest = [max(tokens_of(row) for row in group) for group in groups]
+    sizes = [sum(tokens_of(row) for row in group) for group in groups]
     parts: list[list[int]] = []
-    rows, width = 0, 0
-    for group in sorted(range(len(groups)), key=lambda index: -longest[index]):
-        if not parts or (rows + len(groups[group])) * width > limit:
+    room = 0
+    for group in sorted(range(len(groups)), key=lambda index: -sizes[index]):
+        if not parts or sizes[group] > room:
             parts.append([])
-            rows, width = 0, longest[group]
+            room = limit
         parts[-1].append(group)
-        rows += len(groups[group])
+        room -= sizes[group]
     return parts
+
+
+def by_length(lengths: Sequence[int], overhead: int) -> list[list[int]]:
+    """Cut rows into forward passes of rows of like length, where the least is computed.
+
+    A pass costs its rows times the longest of them, plus `overhead`, the tokens that a pass more is worth. Returns
+    indices into `lengths`, each exactly once. The best cut of the sorted rows, by dynamic programming, O(N^2).
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    best = np.zeros(len(order) + 1)  # least cost of the first n rows
+    start_of = np.zeros(len(order) + 1, int)  # where their last pass begins
+    for end in range(1, len(order) + 1):
+        costs = best[:end] + np.arange(end, 0, -1) * lengths[order[end - 1]]
+        start_of[end] = int(costs.argmin())
+        best[end] = costs[start_of[end]] + overhead
+    passes, end = [], len(order)
+    while end > 0:
+        passes.append(order[start_of[end] : end])
+        end = start_of[end]
+    return passes
 
 
 def pad(rows: Sequence[Row], device: torch.device) -> PaddedRows:
     """Rows as tensors. Token 0 pads; nothing before it can see it."""
     width = max(row.tokens for row in rows)
     tokens = np.zeros((len(rows), width), np.int64)
-    attention = np.zeros((len(rows), width), np.int64)
     sources = []
     for n, row in enumerate(rows):
         tokens[n, : row.tokens] = np.concatenate([row.prompt_ids, row.response_ids])
-        attention[n, : row.tokens] = 1
         first = n * width + len(row.prompt_ids) - 1
         sources.append(np.arange(first, first + len(row.response_ids)))
     return PaddedRows(
         tokens_NT=torch.from_numpy(tokens).to(device),
-        attention_NT=torch.from_numpy(attention).to(device),
         source_R=torch.from_numpy(np.concatenate(sources)).to(device),
-        target_R=torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64)).to(device),
-        mask_R=torch.from_numpy(np.concatenate([row.loss_mask for row in rows])).to(device) != 0,
+        prompt_lengths=[len(row.prompt_ids) for row in rows],
         lengths=[len(row.response_ids) for row in rows],
     )
+
+
+def counted(rows: Sequence[Row]) -> Tensor:
+    """[R], bool: which response tokens of the rows count."""
+    return torch.from_numpy(np.concatenate([row.loss_mask for row in rows]) != 0)

@@ -3,7 +3,8 @@
     step_00000040/
         manifest.json          step, run, sha256 and size of each file, and small things
         model.safetensors      float32 weights, each tied tensor once
-        optimizer.safetensors  AdamW's moments as `<parameter index>.<name>`, and random states as `rng.<device>`
+        optimizer.safetensors  AdamW's moments as `<parameter index>.<name>`, random states as `rng.<device>`, and the
+                           weights of a learned log Z as `log_z.<name>`
 
 A directory that has its name is complete; one that does not hash to its manifest was damaged later, and is
 set aside. Learning rate and beta are functions of the step and need no state; the optimiser's settings are
@@ -33,6 +34,7 @@ FORMAT = 1
 _MANIFEST = "manifest.json"
 _MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
+_LOG_Z = "log_z."
 
 
 class _Damaged(CheckpointError):
@@ -82,7 +84,8 @@ def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: 
 def _write_tensors(directory: Path, learner: Learner) -> None:
     weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(learner.policy).items()}
     save_file(weights, directory / _MODEL)
-    save_file({**_optimizer_tensors(learner), **_random_states(learner.policy.device)}, directory / _OPTIMIZER)
+    tensors = _optimizer_tensors(learner) | _random_states(learner.policy.device) | _log_z_tensors(learner)
+    save_file(tensors, directory / _OPTIMIZER)
 
 
 def newest(directory: Path) -> Checkpoint | None:
@@ -116,6 +119,7 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
         for name, tensor in expected.items():
             tensor.copy_(weights[name])
     tensors = load_file(checkpoint.path / _OPTIMIZER)
+    _restore_log_z(checkpoint, tensors, learner)
     _restore_random_states(tensors, learner.policy.device)
     groups = learner.optimizer.state_dict()["param_groups"]
     learner.optimizer.load_state_dict({"state": _optimizer_state(tensors), "param_groups": groups})
@@ -155,6 +159,22 @@ def _optimizer_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]
         if index.isdecimal():
             state.setdefault(int(index), {})[name] = value
     return state
+
+
+def _log_z_tensors(learner: Learner) -> dict[str, Tensor]:
+    if learner.log_z is None:
+        return {}
+    return {f"{_LOG_Z}{name}": tensor.cpu() for name, tensor in learner.log_z.state_dict().items()}
+
+
+def _restore_log_z(checkpoint: Checkpoint, tensors: dict[str, Tensor], learner: Learner) -> None:
+    found = {key.removeprefix(_LOG_Z): tensor for key, tensor in tensors.items() if key.startswith(_LOG_Z)}
+    if bool(found) != (learner.log_z is not None):
+        raise CheckpointError(
+            f"{checkpoint.path} {'has' if found else 'lacks'} a learned log Z: objective.name must stay what it was"
+        )
+    if learner.log_z is not None:
+        learner.log_z.load_state_dict(found)
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.connection import Connection, Dial, network
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.model import load_model
+from tba.trainer.objectives.choose import choose
 from tba.trainer.publish import Publisher
 from tba.trainer.step import INITIAL_REFERENCE, Learner
 
@@ -104,7 +105,8 @@ class Trainer:
         autocast = device.type == "cuda" and config.model.dtype == "bfloat16"
         policy = load_model(self._model_files, device)
         reference = load_model(self._model_files, device)
-        self.learner = Learner(policy, reference, config.train, autocast=autocast)
+        objective = choose(config.objective, longest_response=config.search.max_tokens)
+        self.learner = Learner(policy, reference, config.train, objective, autocast=autocast)
         self._unreported: dict[str, Any] | None = None
         self._saved_step: int | None = None
         if found is not None:
@@ -222,7 +224,8 @@ class Trainer:
         shown = {"loss": metrics["loss"], "reward": metrics["reward_mean"], "staleness": metrics["staleness_mean"]}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
         self._connection.heartbeat("training", metrics=shown | progress)
-        log.info("step", step=step, **shown, kl=metrics["kl"], seconds=metrics["seconds_step"])
+        kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
+        log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 
     def _report(self, report: wire.ReportStep) -> None:
         self._unreported = report.model_dump()

@@ -3,19 +3,25 @@
 Shape suffixes: N rows, T tokens of the longest, R response tokens of all rows, H hidden size, V vocabulary.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
-from tba.trainer.batch import PaddedRows
+from tba.trainer.batch import PaddedRows, Row, by_length, counted, pad
+from tba.trainer.objectives.responses import row_sums
+from tba.trainer.selective import selective_logprobs
 
-# Response positions whose logits exist at the same time: 1024 x 150,000 float32 are 600 MB.
-_CHUNK = 1024
+# What one forward pass more costs, in tokens: below it, padding is cheaper than another pass. On a GPU a pass has to
+# be large to fill it.
+_CPU_PASS_TOKENS = 64
+_GPU_PASS_TOKENS = 4096
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
@@ -47,12 +53,21 @@ def _remove_dropout(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _check_head(model: PreTrainedModel) -> None:
-    """Refuse models that do more to their logits than a linear head: `token_logprobs` would miss it."""
+    """Refuse models that do more to their logits than a linear head: `score` would miss it."""
     tokens_NT = torch.arange(min(8, model.config.vocab_size), device=model.device)[None]
     logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
     hidden_NTH = model.base_model(input_ids=tokens_NT, use_cache=False).last_hidden_state
     if not torch.allclose(model.get_output_embeddings()(hidden_NTH), logits_NTV, atol=1e-3, rtol=1e-3):
         raise ConfigError(f"{type(model).__name__} scales or caps its logits: this release cannot train it")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """`logprob_R` of every response token, masked ones too, row after row, and if it was asked for `prompt_NH`, the
+    mean of each prompt's last hidden states."""
+
+    logprob_R: Tensor
+    prompt_NH: Tensor | None = None
 
 
 class Scorer:
@@ -67,40 +82,42 @@ class Scorer:
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self._autocast = autocast
 
-    def token_logprobs(self, rows: PaddedRows) -> Tensor:
-        """[R]: of every response token, masked ones too, row after row.
+    def score(self, rows: Sequence[Row], *, pooled: bool = False) -> Scores:
+        """Rows in their order; `pooled` asks for the prompts' mean hidden states too.
 
-        The logits of a chunk of positions are dropped after use and computed again in the backward pass.
+        They go through the model in passes of like length, so that little padding is computed. All passes are parts
+        of one graph: a loss on all rows together is exact.
         """
-        head = self.model.get_output_embeddings()
+        overhead = _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
+        passes = by_length([row.tokens for row in rows], overhead)
+        hidden: list[Tensor] = []
+        pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            hidden_NTH = self.model.base_model(
-                input_ids=rows.tokens_NT, attention_mask=rows.attention_NT, use_cache=False
-            ).last_hidden_state
-            hidden_RH = hidden_NTH.flatten(0, 1).index_select(0, rows.source_R)
-            chunks = [
-                checkpoint(_chunk_logprobs, head, hidden, target, use_reentrant=False, preserve_rng_state=False)
-                for hidden, target in zip(
-                    torch.split(hidden_RH, _CHUNK), torch.split(rows.target_R, _CHUNK), strict=True
-                )
-            ]
-        return torch.cat(chunks)
+            for part in passes:
+                padded = pad([rows[n] for n in part], self.device)
+                hidden_NTH = self.model.base_model(input_ids=padded.tokens_NT, use_cache=False).last_hidden_state
+                hidden_RH = hidden_NTH.flatten(0, 1).index_select(0, padded.source_R)
+                hidden += torch.split(hidden_RH, padded.lengths)
+                if pooled:
+                    pools.append(_mean_of_prompts(hidden_NTH, padded))
+            order = np.argsort(np.concatenate(passes)).tolist()
+            targets_R = torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64))
+            logprob_R = selective_logprobs(
+                self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order]), targets_R.to(self.device)
+            )
+        return Scores(logprob_R, torch.cat(pools)[order] if pooled else None)
 
 
-def _chunk_logprobs(head: nn.Module, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
-    logits_RV = head(hidden_RH)
-    logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
-    logprob_R: Tensor = logits_RV.gather(1, target_R[:, None])[:, 0] - logits_RV.logsumexp(dim=1)
-    return logprob_R
+def _mean_of_prompts(hidden_NTH: Tensor, rows: PaddedRows) -> Tensor:
+    position_T = torch.arange(hidden_NTH.shape[1], device=hidden_NTH.device)
+    prompt_N = torch.tensor(rows.prompt_lengths, device=hidden_NTH.device)
+    inside_NT1 = (position_T < prompt_N[:, None])[..., None]
+    return torch.where(inside_NT1, hidden_NTH, 0.0).sum(dim=1) / prompt_N[:, None]
 
 
-def sequence_logprobs(logprob_R: Tensor, rows: PaddedRows) -> Tensor:
-    """[N] in float64: the sum over the counting tokens of each row.
-
-    A KL is a small difference of such sums, and at -500 a float32 has steps of 3e-5.
-    """
-    counted_R = torch.where(rows.mask_R, logprob_R, 0.0).double()
-    return torch.stack([row.sum() for row in torch.split(counted_R, rows.lengths)])
+def sequence_logprobs(logprob_R: Tensor, rows: Sequence[Row]) -> Tensor:
+    """[N] in float64: the sum over the counting tokens of each row."""
+    return row_sums(logprob_R, counted(rows).to(logprob_R.device), [len(row.response_ids) for row in rows])
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

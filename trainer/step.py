@@ -2,23 +2,27 @@
 
 Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-batch, R response tokens.
 
-The groups of a prompt stay whole, so log Z is exact however the batch is cut; micro-batches only add up
-gradients, each weighted by its part b / B.
+The groups of a prompt stay whole, and each micro-batch gives its share of the batch's loss: shares add up to the
+same loss and gradient however the batch is cut.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba.common.config import TrainSection
 from tba.common.errors import TbaError
-from tba.trainer.batch import Row, TrainBatch, cut, pad
+from tba.trainer.batch import Row, TrainBatch, counted, cut
+from tba.trainer.log_z import LogZHead
 from tba.trainer.model import Scorer, sequence_logprobs
-from tba.trainer.objective import trajectory_balance, trajectory_balance_metrics
+from tba.trainer.objectives.choose import Objective
+from tba.trainer.objectives.health import balance_metrics, off_policy_metrics
+from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.schedule import beta_at, learning_rate_schedule
 
 INITIAL_REFERENCE = "initial"
@@ -38,19 +42,28 @@ class _Sums:
     """What micro-batches leave behind."""
 
     policy_BK: Tensor
+    sampled_BK: Tensor
     loss: float = 0.0
     differences: list[Tensor] = field(default_factory=list)  # |trainer - sampler| of on-policy tokens
 
 
 class Learner:
-    """The policy, its frozen reference and its optimiser. `steps_done` counts updates."""
+    """The policy, its frozen reference, the objective and the optimiser. `steps_done` counts updates."""
 
     def __init__(
-        self, policy: PreTrainedModel, reference: PreTrainedModel, config: TrainSection, *, autocast: bool
+        self,
+        policy: PreTrainedModel,
+        reference: PreTrainedModel,
+        config: TrainSection,
+        objective: Objective,
+        *,
+        autocast: bool,
     ) -> None:
         self.policy = policy
         self.steps_done = 0
+        self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         self._config = config
+        self._objective = objective
         self._scorer = Scorer(policy, autocast=autocast)
         self._reference = Scorer(reference.requires_grad_(False), autocast=autocast)
         self._learning_rate = learning_rate_schedule(config)
@@ -64,6 +77,12 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=policy.device.type == "cuda",
         )
+        if self.log_z is not None:
+            # It starts from nothing: a rate and a clip of its own, so that it does not take the policy's share.
+            self.log_z.to(policy.device)
+            self.optimizer.add_param_group(
+                {"params": list(self.log_z.parameters()), "lr": objective.log_z_learning_rate, "weight_decay": 0.0}
+            )
 
     def step(self, batch: TrainBatch, between: Callable[[], None] = lambda: None) -> StepResult:
         """Make one update. `between` is called after each micro-batch.
@@ -74,17 +93,19 @@ class Learner:
         stored_BK, computed = self._complete_reference(batch, between)
         beta = beta_at(self._config, self.steps_done)
         learning_rate = self._learning_rate(self.steps_done)
-        sums = self._accumulate(batch, stored_BK, beta, between)
+        sums = self.accumulate(batch, stored_BK, beta, between)
         grad_norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
+        if self.log_z is not None:
+            nn.utils.clip_grad_norm_(self.log_z.parameters(), self._config.max_grad_norm)
         self._check_finite(batch, sums, grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
         metrics = {
             "loss": sums.loss,
-            **trajectory_balance_metrics(sums.policy_BK, stored_BK, batch.reward_BK, beta),
+            **balance_metrics(sums.policy_BK, stored_BK, batch.reward_BK, beta),
+            **off_policy_metrics(sums.policy_BK, sums.sampled_BK),
             **_batch_metrics(batch),
             **_mismatch_metrics(sums.differences),
             "grad_norm": grad_norm,
@@ -94,41 +115,61 @@ class Learner:
         }
         return StepResult(metrics, computed)
 
-    def _accumulate(self, batch: TrainBatch, reference_BK: Tensor, beta: float, between: Callable[[], None]) -> _Sums:
+    def accumulate(
+        self, batch: TrainBatch, reference_BK: Tensor, beta: float, between: Callable[[], None] = lambda: None
+    ) -> _Sums:
         """Forward and backward of the whole batch; gradients are in the parameters afterwards."""
         samples = batch.samples
-        sums = _Sums(torch.full_like(batch.reward_BK, math.nan))
+        sums = _Sums(torch.full_like(batch.reward_BK, math.nan), torch.full_like(batch.reward_BK, math.nan))
         groups = [range(b * samples, (b + 1) * samples) for b in range(batch.prompts)]
         for part in cut(groups, lambda row: batch.rows[row].tokens, self._config.micro_batch_tokens):
             rows = [batch.rows[row] for b in part for row in groups[b]]
-            padded = pad(rows, self._scorer.device)
-            logprob_R = self._scorer.token_logprobs(padded)
-            policy_bK = sequence_logprobs(logprob_R, padded).view(len(part), samples).cpu()
-            loss = trajectory_balance(policy_bK, reference_BK[part], batch.reward_BK[part], beta)
-            weighted = loss * (len(part) / batch.prompts)
-            torch.autograd.backward(weighted)
-            sums.loss += weighted.item()
-            sums.policy_BK[part] = policy_bK.detach()
-            sums.differences += _on_policy_differences(rows, logprob_R.detach().cpu())
+            responses = self._responses(batch, part, rows, reference_BK)
+            loss = self._objective.loss(responses, beta)
+            torch.autograd.backward(loss)
+            sums.loss += loss.item()
+            sums.policy_BK[part] = responses.policy_bK.detach()
+            sums.sampled_BK[part] = responses.sampled_bK
+            sums.differences += _on_policy_differences(rows, responses.logprob_R.detach())
             between()
         return sums
+
+    def _responses(self, batch: TrainBatch, part: list[int], rows: list[Row], reference_BK: Tensor) -> Responses:
+        """The forward pass of some groups of the batch, as the objective sees it."""
+        scores = self._scorer.score(rows, pooled=self._objective.learns_log_z)
+        log_z_b = None
+        if self.log_z is not None and scores.prompt_NH is not None:
+            # The rows of a group have the same prompt, and nothing in a prompt sees the response after it.
+            log_z_b = self.log_z(scores.prompt_NH[:: batch.samples])
+        return Responses(
+            logprob_R=scores.logprob_R.cpu(),
+            sampled_logprob_R=torch.from_numpy(np.concatenate([row.sampling_logprobs for row in rows])),
+            mask_R=counted(rows),
+            lengths=[len(row.response_ids) for row in rows],
+            reward_bK=batch.reward_BK[part],
+            reference_bK=reference_BK[part],
+            lag_bK=batch.staleness_BK[part],
+            totals=_totals(batch),
+            log_z_b=log_z_b,
+        )
 
     @torch.no_grad()
     def _complete_reference(self, batch: TrainBatch, between: Callable[[], None]) -> tuple[Tensor, dict[int, float]]:
         """Reference log-probabilities of the batch, and those of them that had to be computed.
 
+        None are where the objective has no use for them: what is not stored stays NaN.
         A trajectory that stands in the batch twice is computed once: its copies could differ in the last
         bit, and after a resume both would have the stored one.
         """
         known = dict(zip((row.id for row in batch.rows), batch.reference_BK.flatten().tolist(), strict=True))
-        missing = {row.id: row for row in batch.rows if math.isnan(known[row.id])}
+        needed = batch.rows if self._objective.needs_reference else []
+        missing = {row.id: row for row in needed if math.isnan(known[row.id])}
         unknown = list(missing.values())
         computed: dict[int, float] = {}
         groups = [[index] for index in range(len(unknown))]
         for part in cut(groups, lambda row: unknown[row].tokens, self._config.micro_batch_tokens):
             rows = [unknown[index] for index in part]
-            padded = pad(rows, self._reference.device)
-            sequence_N = sequence_logprobs(self._reference.token_logprobs(padded), padded)
+            sequence_N = sequence_logprobs(self._reference.score(rows).logprob_R, rows)
             computed |= dict(zip((row.id for row in rows), sequence_N.tolist(), strict=True))
             between()
         if broken := [id_ for id_, logprob in computed.items() if not math.isfinite(logprob)]:
@@ -157,6 +198,12 @@ class Learner:
             f"step {batch.step}: loss {sums.loss}, gradient norm {grad_norm}; no update was made. "
             f"Not finite: {_ids(broken or [row.id for row in batch.rows])}"
         )
+
+
+def _totals(batch: TrainBatch) -> Totals:
+    """What objectives divide by."""
+    counted = sum(int(np.count_nonzero(row.loss_mask)) for row in batch.rows)
+    return Totals(prompts=batch.prompts, rows=len(batch.rows), tokens=counted)
 
 
 def _ids(ids: Sequence[int]) -> str:

@@ -16,11 +16,18 @@ from tba.common import wire
 from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
 from tba.common.clock import SystemClock
-from tba.common.config import Config
+from tba.common.config import Config, ObjectiveSection
 from tba.common.trajectory import Trajectory, pack
 from tba.trainer.batch import Row, TrainBatch
+from tba.trainer.objectives.choose import Objective, choose
 
 VOCABULARY = 8
+LONGEST_RESPONSE = 10
+
+
+def objective(name: str = "tb", **keys: Any) -> Objective:
+    """An objective with the defaults of the configuration."""
+    return choose(ObjectiveSection(name=name, **keys), longest_response=LONGEST_RESPONSE)
 
 
 def tiny_model(*, vocabulary: int = VOCABULARY, hidden: int = 16, seed: int = 0, tie: bool = False) -> Any:

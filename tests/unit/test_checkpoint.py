@@ -10,14 +10,14 @@ from tba.common.errors import CheckpointError
 from tba.trainer import checkpoint
 from tba.trainer.step import Learner
 
-from .tb_lab import random_batch, tiny_model
+from .tb_lab import objective, random_batch, tiny_model
 
 KEYS = {"steps": 6, "learning_rate": 0.01, "warmup_steps": 1, "decay_steps": 3, "beta_anneal_steps": 4}
 
 
-def make_learner(*, tie: bool = True, **settings) -> Learner:
+def make_learner(*, tie: bool = True, name: str = "tb", **settings) -> Learner:
     config = TrainSection.model_validate(KEYS)
-    return Learner(tiny_model(tie=tie, **settings), tiny_model(tie=tie), config, autocast=False)
+    return Learner(tiny_model(tie=tie, **settings), tiny_model(tie=tie), config, objective(name), autocast=False)
 
 
 def run_steps(learner: Learner, count: int) -> list[dict[str, float]]:
@@ -164,3 +164,25 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         checkpoint.save(tmp_path / "file", make_learner(), run="r", keep=1)
+
+
+def test_a_learned_log_z_goes_on_as_well(tmp_path):
+    whole = make_learner(name="tb_learned_z")
+    run_steps(whole, 2)
+    checkpoint.save(tmp_path, whole, run="r", keep=2)
+    expected = run_steps(whole, 2)
+    resumed = make_learner(name="tb_learned_z")
+    checkpoint.restore(checkpoint.newest(tmp_path), resumed)
+    assert run_steps(resumed, 2) == expected
+
+
+def test_a_checkpoint_of_an_objective_without_log_z_does_not_fit_one_with_it(tmp_path):
+    checkpoint.save(tmp_path, make_learner_after_a_step(), run="r", keep=2)
+    with pytest.raises(CheckpointError, match=r"lacks a learned log Z: objective\.name"):
+        checkpoint.restore(checkpoint.newest(tmp_path), make_learner(name="tb_learned_z"))
+
+
+def make_learner_after_a_step() -> Learner:
+    learner = make_learner()
+    run_steps(learner, 1)
+    return learner

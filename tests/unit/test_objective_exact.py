@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from tba.common.config import TrainSection
-from tba.trainer.batch import TrainBatch, pad
+from tba.trainer.batch import TrainBatch
 from tba.trainer.model import Scorer, sequence_logprobs
 from tba.trainer.step import Learner
 
-from .tb_lab import make_batch, make_row, tiny_model
+from .tb_lab import make_batch, make_row, objective, tiny_model
 
 VOCABULARY, LENGTH, BETA, SAMPLES = 4, 3, 0.5, 32
 PROMPTS = ([0, 1], [2, 3])
@@ -26,8 +26,7 @@ ROWS = [make_row(i, prompt, y) for i, (prompt, y) in enumerate(itertools.product
 @torch.no_grad()
 def distribution(model) -> np.ndarray:
     """[prompt, response]: the probability of every response."""
-    padded = pad(ROWS, torch.device("cpu"))
-    logprobs = sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded)
+    logprobs = sequence_logprobs(Scorer(model, autocast=False).score(ROWS).logprob_R, ROWS)
     return logprobs.exp().view(len(PROMPTS), len(RESPONSES)).numpy()
 
 
@@ -38,7 +37,7 @@ def make_task(steps: int, learning_rate: float) -> tuple[Learner, np.ndarray, np
         beta=BETA, beta_final=BETA, beta_anneal_steps=0, max_grad_norm=10.0,
     )  # fmt: skip
     settings = {"vocabulary": VOCABULARY, "hidden": 32, "seed": 5}
-    learner = Learner(tiny_model(**settings), tiny_model(**settings), config, autocast=False)
+    learner = Learner(tiny_model(**settings), tiny_model(**settings), config, objective(), autocast=False)
     reward = 2 * np.random.default_rng(11).random((len(PROMPTS), len(RESPONSES)))
     optimum = distribution(learner.policy) * np.exp(reward / BETA)
     return learner, reward, optimum / optimum.sum(axis=1, keepdims=True)

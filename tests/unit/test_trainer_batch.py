@@ -7,7 +7,7 @@ import torch
 from tba.common import wire
 from tba.common.errors import ConfigError, WireError
 from tba.common.trajectory import ARRAY_KINDS
-from tba.trainer.batch import decode, pad
+from tba.trainer.batch import counted, decode, pad
 
 
 def make_message(prompts=("a", "a", "b", "b"), **fields) -> tuple[wire.Batch, list[memoryview]]:
@@ -69,7 +69,6 @@ def test_rows_are_padded_on_the_right():
     rows = decode(*make_message(), prompts=2, samples=2).rows[:2]
     padded = pad(rows, torch.device("cpu"))
     assert padded.tokens_NT.tolist() == [[1, 2, 3, 0], [1, 2, 4, 5]]
-    assert padded.attention_NT.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert padded.source_R.tolist() == [1, 5, 6]
-    assert padded.target_R.tolist() == [3, 4, 5]
-    assert padded.mask_R.tolist() == [True, True, False]
+    assert (padded.prompt_lengths, padded.lengths) == ([2, 2], [1, 2])
+    assert counted(rows).tolist() == [True, True, False]

@@ -7,7 +7,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from tba.common.errors import ConfigError
 from tba.common.model_files import model_directory
-from tba.trainer.batch import pad
 from tba.trainer.model import Scorer, load_model, sequence_logprobs
 
 from .tb_lab import make_row, save_tiny_model
@@ -67,8 +66,8 @@ def test_dropout_is_taken_out_even_in_training_mode(tmp_path):
     shape = GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(shape).save_pretrained(tmp_path)
     model = load_model(tmp_path, CPU).train()
-    padded = pad([make_row(1, [1, 2], [3, 4, 5])], CPU)
-    first, second = (sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded) for _ in range(2))
+    rows = [make_row(1, [1, 2], [3, 4, 5])]
+    first, second = (sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows) for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -84,8 +83,8 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path):
 
 def test_autocast_computes_in_bfloat16_and_sums_in_float64(tmp_path):
     model = load_model(save_tiny_model(tmp_path), CPU)
-    padded = pad([make_row(1, [1, 2], [3, 4, 5])], CPU)
-    exact, rounded = (Scorer(model, autocast=flag).token_logprobs(padded) for flag in (False, True))
+    rows = [make_row(1, [1, 2], [3, 4, 5])]
+    exact, rounded = (Scorer(model, autocast=flag).score(rows).logprob_R for flag in (False, True))
     assert exact.dtype == rounded.dtype == torch.float32
     assert 0 < float((exact - rounded).detach().abs().max()) < 0.1
-    assert sequence_logprobs(rounded, padded).dtype == torch.float64
+    assert sequence_logprobs(rounded, rows).dtype == torch.float64

@@ -1,5 +1,6 @@
 """One optimiser step of the real Learner on a tiny real model."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,21 +9,21 @@ import torch
 
 from tba.common.config import TrainSection
 from tba.common.errors import TbaError
-from tba.trainer.batch import cut, pad
+from tba.trainer.batch import by_length, cut
 from tba.trainer.model import Scorer, sequence_logprobs
 from tba.trainer.step import Learner
 
-from .tb_lab import VOCABULARY, make_batch, make_row, random_batch, tiny_model
+from .tb_lab import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
 
 FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
 
 
-def make_learner(*, double: bool = False, seed: int = 0, **keys) -> Learner:
+def make_learner(*, double: bool = False, seed: int = 0, name: str = "tb", **keys) -> Learner:
     """A learner whose reference is another random model, so that the KL is not zero."""
     policy, reference = tiny_model(seed=seed), tiny_model(seed=seed + 1)
     if double:
         policy, reference = policy.double(), reference.double()
-    return Learner(policy, reference, TrainSection.model_validate(FLAT | keys), autocast=False)
+    return Learner(policy, reference, TrainSection.model_validate(FLAT | keys), objective(name), autocast=False)
 
 
 def naive_logprob(model, row) -> torch.Tensor:
@@ -40,8 +41,7 @@ def parameters(learner: Learner) -> torch.Tensor:
 def test_log_probabilities_are_those_of_a_plain_forward_pass():
     model = tiny_model().double()
     rows = random_batch(3).rows
-    padded = pad(rows, torch.device("cpu"))
-    found = sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded)
+    found = sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows)
     expected = torch.stack([naive_logprob(model, row) for row in rows])
     assert torch.allclose(found, expected, atol=1e-12, rtol=0)
 
@@ -49,7 +49,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass():
 def test_the_size_of_logit_chunks_does_not_matter(monkeypatch):
     batch = random_batch(2)
     expected = gradients_of_step(make_learner(double=True), batch)
-    monkeypatch.setattr("tba.trainer.model._CHUNK", 3)
+    monkeypatch.setattr("tba.trainer.selective._CPU_LOGITS", 3 * VOCABULARY)
     found = gradients_of_step(make_learner(double=True), batch)
     assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
 
@@ -57,8 +57,8 @@ def test_the_size_of_logit_chunks_does_not_matter(monkeypatch):
 def test_masked_tokens_do_not_count_and_an_empty_response_has_log_probability_zero():
     model = tiny_model().double()
     masked = make_row(1, [1, 2], [3, 4, 5], loss_mask=np.array([1, 0, 1], np.uint8))
-    padded = pad([masked, make_row(2, [1, 2], [])], torch.device("cpu"))
-    found = sequence_logprobs(Scorer(model, autocast=False).token_logprobs(padded), padded)
+    rows = [masked, make_row(2, [1, 2], [])]
+    found = sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows)
     assert found[0].item() == pytest.approx(naive_logprob(model, masked).item(), abs=1e-12)
     assert found[1].item() == 0
 
@@ -98,9 +98,41 @@ def test_the_size_of_micro_batches_does_not_matter(tokens):
 def test_micro_batches_are_whole_groups_within_the_limit():
     lengths = [3, 9, 4, 4, 8, 2]
     groups = [[0, 1], [2, 3], [4, 5]]
-    assert cut(groups, lengths.__getitem__, 36) == [[0, 2], [1]]
-    assert cut(groups, lengths.__getitem__, 35) == [[0], [2, 1]]
+    assert cut(groups, lengths.__getitem__, 30) == [[0, 2, 1]]
+    assert cut(groups, lengths.__getitem__, 22) == [[0, 2], [1]]
+    assert cut(groups, lengths.__getitem__, 18) == [[0], [2, 1]]
     assert cut(groups, lengths.__getitem__, 1) == [[0], [2], [1]]
+
+
+def test_passes_are_of_like_length_and_as_few_as_pays():
+    assert by_length([10, 100, 11, 99], 20) == [[3, 1], [0, 2]]
+    assert by_length([10, 100, 11, 99], 1000) == [[0, 2, 3, 1]]
+    assert by_length([7, 7, 7], 0) == [[0, 1, 2]]
+    assert by_length([1], 5) == [[0]]
+
+
+@pytest.mark.parametrize("overhead", [0, 5, 64])
+def test_no_cut_into_passes_costs_less(overhead):
+    rng = np.random.default_rng(overhead)
+    lengths = rng.integers(1, 60, size=8).tolist()
+
+    def cost(passes):
+        return sum(len(part) * max(lengths[n] for n in part) + overhead for part in passes)
+
+    order = sorted(range(8), key=lengths.__getitem__)
+    cuts = [[c for c in range(1, 8) if bits >> c & 1] for bits in range(256)]
+    every = [[order[a:b] for a, b in itertools.pairwise([0, *cut_at, 8])] for cut_at in cuts]
+    found = by_length(lengths, overhead)
+    assert sorted(n for part in found for n in part) == list(range(8))
+    assert cost(found) == min(map(cost, every))
+
+
+def test_how_rows_are_cut_into_passes_does_not_matter(monkeypatch):
+    batch = random_batch(2, prompts=5)
+    expected = gradients_of_step(make_learner(double=True), batch)
+    monkeypatch.setattr("tba.trainer.model._CPU_PASS_TOKENS", 0)
+    found = gradients_of_step(make_learner(double=True), batch)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_longer_neighbour_changes_nothing():
@@ -110,11 +142,9 @@ def test_a_longer_neighbour_changes_nothing():
     learners = [make_learner(double=True) for _ in range(2)]
     together = make_batch([*rows, *padding], [[0.0, 1.0], [1.0, 0.5], [0.3, 0.3]], reference=reference)
     with torch.no_grad():
-        alone = pad(rows, torch.device("cpu"))
-        beside = pad(together.rows, torch.device("cpu"))
         scorer = Scorer(learners[0].policy, autocast=False)
-        expected = sequence_logprobs(scorer.token_logprobs(alone), alone)
-        found = sequence_logprobs(scorer.token_logprobs(beside), beside)[:4]
+        expected = sequence_logprobs(scorer.score(rows).logprob_R, rows)
+        found = sequence_logprobs(scorer.score(together.rows).logprob_R, together.rows)[:4]
     assert torch.allclose(found, expected, atol=1e-12, rtol=0)
 
 
@@ -223,3 +253,29 @@ def test_the_schedule_reaches_the_optimiser_and_the_metrics():
 def test_beta_is_annealed_over_the_steps():
     learner = make_learner(beta=1.0, beta_final=0.5, beta_anneal_steps=2)
     assert [learner.step(random_batch(seed)).metrics["beta"] for seed in range(3)] == [1.0, 0.75, 0.5]
+
+
+@pytest.mark.parametrize("name", ["tb_learned_z", "tba_prime", "grpo", "ppo_clip", "cispo", "online_dpo", "oapl"])
+def test_the_gradient_of_every_objective_is_the_same_in_micro_batches(name):
+    learners = [
+        make_learner(double=True, name=name, micro_batch_tokens=size, max_grad_norm=1e9) for size in (1, 10_000)
+    ]
+    one, whole = (gradients_of_step(learner, random_batch(3)) for learner in learners)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-9) for a, b in zip(one, whole, strict=True))
+    assert max(float(gradient.abs().max()) for gradient in whole) > 1e-4
+
+
+def test_a_learned_log_z_comes_to_the_vargrad_estimate_while_the_policy_stands_still():
+    learner = make_learner(name="tb_learned_z", learning_rate=1e-12, max_grad_norm=1e9)
+    batch = random_batch(3)
+    learner.optimizer.param_groups[1]["lr"] = 0.1
+    metrics = [learner.step(batch).metrics for _ in range(500)]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    prompt_NH = Scorer(learner.policy, autocast=False).score(batch.rows, pooled=True).prompt_NH
+    assert learner.log_z(prompt_NH[::4]).mean().item() == pytest.approx(metrics[-1]["log_z"], rel=0.02)
+
+
+def test_without_a_use_for_it_no_reference_is_computed():
+    result = make_learner(name="grpo").step(random_batch(0))
+    assert result.reference == {}
+    assert "kl" not in result.metrics

@@ -5,9 +5,23 @@ import math
 import pytest
 import torch
 
-from tba.trainer.objective import trajectory_balance, trajectory_balance_metrics
+from tba.trainer.objectives import balance
+from tba.trainer.objectives.health import balance_metrics
+from tba.trainer.objectives.responses import Responses, Totals
 
 BETA = 0.3
+
+
+def trajectory_balance(policy, reference, reward, beta) -> torch.Tensor:
+    """The objective on responses of one token each."""
+    prompts, samples = reward.shape
+    rows = prompts * samples
+    responses = Responses(
+        logprob_R=policy.flatten(), sampled_logprob_R=torch.zeros(rows), mask_R=torch.ones(rows, dtype=torch.bool),
+        lengths=[1] * rows, reward_bK=reward, reference_bK=reference, lag_bK=torch.zeros_like(reward),
+        totals=Totals(prompts, rows, rows),
+    )  # fmt: skip
+    return balance.trajectory_balance(responses, beta=beta)
 
 
 def random_case(prompts: int = 3, samples: int = 4, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -63,7 +77,7 @@ def test_it_is_zero_with_zero_gradient_at_the_optimum():
     optimum = (reference + reward / BETA - log_z).requires_grad_()
     assert trajectory_balance(optimum, reference, reward, BETA).item() < 1e-25
     assert gradient(optimum, reference, reward).abs().max() < 1e-12
-    assert trajectory_balance_metrics(optimum, reference, reward, BETA)["log_z"] == pytest.approx(log_z.mean().item())
+    assert balance_metrics(optimum, reference, reward, BETA)["log_z"] == pytest.approx(log_z.mean().item())
 
 
 def test_gradcheck():
@@ -110,7 +124,7 @@ def test_a_constant_added_to_the_rewards_of_a_prompt_changes_nothing():
 
 def test_metrics_by_hand():
     policy, reference = torch.tensor([[-1.0, -3.0]]).double(), torch.tensor([[-2.0, -2.0]]).double()
-    found = trajectory_balance_metrics(policy, reference, torch.tensor([[2.0, 0.0]]).double(), 0.5)
-    expected = {"log_z": 2.0, "residual_mean": 0.0, "residual_std": 1.0, "advantage_std": 0.5, "kl": 0.0}
+    found = balance_metrics(policy, reference, torch.tensor([[2.0, 0.0]]).double(), 0.5)
+    expected = {"log_z": 2.0, "residual_std": 1.0, "advantage_std": 0.5, "kl": 0.0}
     assert found.keys() == expected.keys()
     assert all(math.isclose(found[name], expected[name], abs_tol=1e-12) for name in expected)

@@ -1,0 +1,240 @@
+"""Loss and gradient of one batch: tba against TRL, against the paper's way, and against a bare forward and backward.
+
+    python -m benchmarks.step [--threads 2] [--rounds 3]
+
+The same weights, the same trajectories, on the CPU, in one process, in turns. Response lengths are log-normal with
+mean 200 and at most 1,024 tokens, prompts have 40 to 120.
+
+- bare: the least that must be done: rows of like length side by side, a causal forward, cross-entropy of the logits
+  at response positions, backward, one pass after the other. No objective, no groups.
+- tba: `Learner`, the whole of loss and gradient, from rows to gradients.
+- TRL: `GRPOTrainer._compute_loss` and backward on micro-batches of 8 rows, its default, all rows padded to the longest
+  prompt and the longest completion of the batch, as its data preparation leaves them.
+- paper: as in TBA's released trainer, all K rows of a prompt padded side by side, logits of the whole rectangle,
+  log-softmax, one backward per prompt.
+
+Memory is the growth of the process's peak resident set in a process of its own per way.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.table import print_table
+from tba.common.config import ObjectiveSection, TrainSection
+from tba.trainer.batch import Row, TrainBatch, by_length
+from tba.trainer.objectives.advantages import standardised
+from tba.trainer.objectives.choose import choose
+from tba.trainer.step import Learner
+
+LONGEST, PAD = 1024, 0
+WAYS = ("bare", "tba", "TRL", "paper")
+
+
+def make_model(vocabulary: int) -> LlamaForCausalLM:
+    """About 23 M parameters in the layers, and a tied embedding."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(shape)
+
+
+def make_batch(prompts: int, samples: int, vocabulary: int) -> TrainBatch:
+    """Groups of a prompt, with lengths that spread as those of a reasoning model do."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(prompts):
+        prompt = rng.integers(1, vocabulary, size=rng.integers(40, 121)).astype(np.int32)
+        for _ in range(samples):
+            length = int(np.clip(rng.lognormal(np.log(200) - 0.32, 0.8), 8, LONGEST))
+            rows.append(
+                Row(
+                    id=len(rows),
+                    prompt_ids=prompt,
+                    response_ids=rng.integers(1, vocabulary, size=length).astype(np.int32),
+                    sampling_logprobs=np.full(length, -10.0, np.float32),
+                    loss_mask=np.ones(length, np.uint8),
+                    on_policy=False,
+                )
+            )
+    shape = (prompts, samples)
+    return TrainBatch(
+        step=0,
+        rows=rows,
+        reward_BK=torch.from_numpy(rng.random(shape)),
+        reference_BK=torch.full(shape, -2000.0, dtype=torch.float64),
+        staleness_BK=torch.ones(shape, dtype=torch.float64),
+    )
+
+
+def tba_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
+    objective = choose(ObjectiveSection(), longest_response=LONGEST)
+    learner = Learner(model, model, TrainSection(micro_batch_tokens=16384), objective, autocast=False)
+    model.requires_grad_(True)
+    return lambda: learner.accumulate(batch, batch.reference_BK, 0.01)
+
+
+def bare_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
+    passes = by_length([row.tokens for row in batch.rows], overhead=64)
+
+    def run() -> None:
+        for part in ([batch.rows[n] for n in members] for members in passes):
+            ids = padded([np.concatenate([row.prompt_ids, row.response_ids]) for row in part], "right")
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            at = [(n, len(r.prompt_ids) - 1, r.tokens - 1) for n, r in enumerate(part)]
+            chosen = torch.cat([hidden[n, first:last] for n, first, last in at])
+            target = torch.cat([ids[n, first + 1 : last + 1] for n, first, last in at])
+            torch.autograd.backward(cross_entropy(model.lm_head(chosen), target, reduction="sum"))
+
+    return run
+
+
+def trl_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
+    import datasets
+    import trl
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"pad": 0, "a": 1}, unk_token="a"))
+    samples = batch.samples
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(
+            output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[], bf16=False, num_generations=samples,
+            per_device_train_batch_size=8, max_completion_length=LONGEST, gradient_checkpointing=False,
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}] * 8),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="pad", eos_token="pad"),
+    )  # fmt: skip
+    rows = batch.rows
+    inputs = {
+        "prompt_ids": padded([row.prompt_ids for row in rows], "left"),
+        "prompt_mask": padded([np.ones_like(row.prompt_ids) for row in rows], "left"),
+        "completion_ids": padded([row.response_ids for row in rows], "right"),
+        "completion_mask": padded([np.ones_like(row.response_ids) for row in rows], "right"),
+        "old_per_token_logps": padded([row.sampling_logprobs for row in rows], "right").float(),
+        "advantages": standardised(batch.reward_BK).flatten().float(),
+    }
+    trainer.current_gradient_accumulation_steps = len(rows) // 8
+    total = torch.tensor(sum(len(row.response_ids) for row in rows))
+    model.train()
+
+    def run() -> None:
+        for start in range(0, len(rows), 8):
+            part = {name: value[start : start + 8] for name, value in inputs.items()}
+            torch.autograd.backward(trainer._compute_loss(model, part | {"num_items_in_batch": total}))
+
+    return run
+
+
+def paper_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
+    beta, samples = 0.01, batch.samples
+
+    def run() -> None:
+        for b in range(batch.prompts):
+            rows = batch.rows[b * samples : (b + 1) * samples]
+            ids = padded([np.concatenate([row.prompt_ids, row.response_ids]) for row in rows], "right")
+            mask = padded([np.ones(row.tokens, np.int64) for row in rows], "right")
+            answer = padded([np.arange(row.tokens) >= len(row.prompt_ids) for row in rows], "right")
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+            chosen = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+            policy = (chosen * answer[:, 1:]).sum(1)
+            gap = policy - batch.reference_BK[b].float() - batch.reward_BK[b].float() / beta
+            torch.autograd.backward((gap - gap.mean().detach()).square().mean() / batch.prompts)
+
+    return run
+
+
+def padded(rows: list[np.ndarray], side: str) -> Tensor:
+    tensors = [torch.from_numpy(np.asarray(row)) for row in rows]
+    whole = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=PAD, padding_side=side)
+    return whole if whole.is_floating_point() else whole.long()
+
+
+def prepare(way: str, options: argparse.Namespace) -> Callable[[], None]:
+    """A function that adds the gradient of the whole batch to the parameters."""
+    model = make_model(options.vocabulary)
+    batch = make_batch(options.prompts, options.samples, options.vocabulary)
+    run = {"bare": bare_way, "tba": tba_way, "TRL": trl_way, "paper": paper_way}[way](model, batch)
+
+    def once() -> None:
+        model.zero_grad()
+        run()
+
+    return once
+
+
+def high_water_mib() -> float:
+    """Peak resident set of this program: getrusage would give the parent's, if that was larger."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def peak_mib(way: str, options: argparse.Namespace) -> float:
+    """Growth of the peak resident set, in a process of its own."""
+    settings = ["--prompts", options.prompts, "--samples", options.samples, "--vocabulary", options.vocabulary]
+    command = [sys.executable, "-m", "benchmarks.step", "--peak", way, "--threads", options.threads, *settings]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    return float(json.loads(result.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--peak", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.peak:
+        once = prepare(options.peak, options)
+        before = high_water_mib()
+        once()
+        print(json.dumps(high_water_mib() - before))
+        return
+    seconds = {way: [] for way in options.ways}
+    runs = {way: prepare(way, options) for way in options.ways}
+    for _ in range(options.rounds):
+        for way, once in runs.items():
+            started = time.perf_counter()
+            once()
+            seconds[way].append(time.perf_counter() - started)
+    report(options, {way: float(np.median(values)) for way, values in seconds.items()})
+
+
+def report(options: argparse.Namespace, seconds: dict[str, float]) -> None:
+    batch = make_batch(options.prompts, options.samples, options.vocabulary)
+    tokens = sum(row.tokens for row in batch.rows)
+    rows = [
+        (
+            way,
+            f"{value:.2f}",
+            f"{tokens / value:,.0f}",
+            f"{value / seconds[options.ways[0]]:.2f}",
+            f"{peak_mib(way, options):,.0f}",
+        )
+        for way, value in seconds.items()
+    ]
+    title = f"loss and gradient of {len(batch.rows)} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
+    print_table(title, ["way", "seconds", "tokens/s", f"x {options.ways[0]}", "peak MiB"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""From the configuration to one function of the responses and of the step's beta."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from tba.common.config import ObjectiveSection
+from tba.trainer.objectives import policy_gradient as pg
+from tba.trainer.objectives.advantages import centred, leave_one_out, regularised, standardised
+from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
+from tba.trainer.objectives.preference import online_dpo
+from tba.trainer.objectives.responses import Responses
+
+Loss = Callable[..., Tensor]
+Advantage = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss, and what it needs. `loss(responses, beta)` is the share of a micro-batch, a float64 scalar."""
+
+    name: str
+    loss: Callable[[Responses, float], Tensor]
+    needs_reference: bool
+    learns_log_z: bool = False
+    log_z_learning_rate: float = 0.0
+
+
+def choose(config: ObjectiveSection, *, longest_response: int) -> Objective:
+    """The objective that the configuration names. `longest_response` is in tokens."""
+    if config.name == "tb":
+        return Objective(config.name, lambda responses, beta: trajectory_balance(responses, beta=beta), True)
+    if config.name == "tb_learned_z":
+        return Objective(
+            config.name,
+            lambda responses, beta: trajectory_balance_learned_z(responses, beta=beta),
+            needs_reference=True,
+            learns_log_z=True,
+            log_z_learning_rate=config.log_z_learning_rate,
+        )
+    if config.name == "online_dpo":
+        return Objective(config.name, lambda responses, beta: online_dpo(responses, beta=beta), True)
+    if config.name == "oapl":
+        return Objective(config.name, partial(_optimal_advantage, config), False)
+    loss, advantage = _policy_gradient(config, longest_response)
+    kl = config.anchor
+    return Objective(
+        config.name, partial(_with_advantage, loss, advantage, kl, config.ema_decay), needs_reference=kl == "reference"
+    )
+
+
+def _policy_gradient(config: ObjectiveSection, longest_response: int) -> tuple[Loss, Advantage]:
+    low, high = config.clip_low, config.clip_high
+    choices: dict[str, tuple[Loss, Advantage]] = {
+        "reinforce": (pg.reinforce, lambda reward_bK: reward_bK),
+        "rloo": (pg.reinforce, leave_one_out),
+        "tba_prime": (
+            partial(pg.truncated_importance, cap=None if config.truncation == "off" else config.truncation),
+            centred,
+        ),
+        "grpo": (partial(pg.grpo, low=low, high=high), standardised),
+        "dr_grpo": (partial(pg.dr_grpo, low=low, high=high, length=longest_response), centred),
+        "ppo_clip": (partial(pg.ppo_clip, low=low, high=high), leave_one_out),
+        "proximal_rloo": (partial(pg.proximal_rloo, low=low, high=high), leave_one_out),
+        "cispo": (partial(pg.cispo, cap=config.cispo_cap), standardised),
+    }
+    return choices[config.name]
+
+
+def _with_advantage(
+    loss: Loss, advantage: Advantage, kl: str, ema_decay: float, responses: Responses, beta: float
+) -> Tensor:
+    return loss(responses, advantage(regularised(responses.reward_bK, responses, beta, kl, ema_decay)))
+
+
+def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Tensor:
+    return optimal_advantage(
+        responses, beta=beta, value_beta=beta if config.value_beta == "beta" else config.value_beta
+    )

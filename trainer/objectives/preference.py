@@ -1,0 +1,27 @@
+"""Objectives on pairs of responses to the same prompt."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tba.trainer.objectives.responses import Responses
+
+
+def online_dpo(responses: Responses, *, beta: float) -> Tensor:
+    """Online DPO (Guo et al. 2024; Rafailov et al. 2023, Eq. 7) on the best and the worst response of each group.
+
+        loss = -1/B sum_i log sigmoid( beta [ (log pi - log ref)(best_i) - (log pi - log ref)(worst_i) ] )
+
+    A group whose rewards are all equal has no pair and adds nothing; of equal ones the first is taken. The middle of
+    a group is not used: with K = 2 this is what TRL computes.
+    """
+    log_ratio_bK = responses.policy_bK - responses.reference_bK
+    best_b, worst_b = responses.reward_bK.argmax(dim=1), responses.reward_bK.argmin(dim=1)
+    margin_b = _at(log_ratio_bK, best_b) - _at(log_ratio_bK, worst_b)
+    ranked_b = _at(responses.reward_bK, best_b) > _at(responses.reward_bK, worst_b)
+    loss_b = torch.where(ranked_b, -logsigmoid(beta * margin_b), 0.0)
+    return loss_b.sum() / responses.totals.prompts
+
+
+def _at(value_bK: Tensor, index_b: Tensor) -> Tensor:
+    return value_bK.gather(1, index_b[:, None])[:, 0]

@@ -1,0 +1,92 @@
+"""Log-probabilities of chosen tokens from hidden states, without ever holding [tokens x vocabulary] numbers.
+
+Shape suffixes: R positions, C positions of a chunk, H hidden size, V vocabulary.
+
+A chunk's logits are dropped after use and computed again in the backward pass, where they become the gradient in
+place. That second product is a quarter of the head's work; what it buys is memory that does not grow with R x V.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Logits that exist at the same time, in numbers: 64 MiB of float32 on a CPU, whose caches want it small.
+_CPU_LOGITS = 1 << 24
+_GPU_LOGITS = 1 << 27
+
+
+def selective_logprobs(head: nn.Linear, hidden_RH: Tensor, target_R: Tensor) -> Tensor:
+    """[R] in float32 (float64 for a float64 model): log softmax(head(hidden))[target].
+
+    Under autocast the products are computed in its type, as `head(hidden)` would be.
+    """
+    logprob_R: Tensor = _Selective.apply(hidden_RH, head.weight, head.bias, target_R)  # type: ignore[no-untyped-call]
+    return logprob_R
+
+
+class _Selective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_R: Tensor) -> Tensor:
+        ctx.dtype = _compute_dtype(hidden_RH, weight_VH)
+        weight = weight_VH.to(ctx.dtype)
+        normaliser, logprob = [], []
+        for hidden_CH, target_C in _chunks(weight.shape[0], hidden_RH, target_R):
+            logits_CV = _logits(hidden_CH, weight, bias_V)
+            normaliser.append(logits_CV.logsumexp(dim=1))
+            logprob.append(logits_CV.gather(1, target_C[:, None])[:, 0] - normaliser[-1])
+        ctx.save_for_backward(hidden_RH, weight_VH, bias_V, target_R, torch.cat(normaliser))
+        return torch.cat(logprob)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        (gradient_R,) = gradients
+        hidden_RH, weight_VH, bias_V, target_R, normaliser_R = ctx.saved_tensors
+        weight = weight_VH.to(ctx.dtype)
+        to_hidden = torch.empty_like(hidden_RH)
+        to_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        done = 0
+        for hidden_CH, target_C, normaliser_C, gradient_C in _chunks(
+            weight.shape[0], hidden_RH, target_R, normaliser_R, gradient_R
+        ):
+            # d logp[target] / d logits = onehot(target) - softmax(logits)
+            delta_CV = _logits(hidden_CH, weight, bias_V).sub_(normaliser_C[:, None]).exp_()
+            delta_CV.mul_(-gradient_C[:, None])
+            delta_CV.scatter_add_(1, target_C[:, None], gradient_C[:, None])
+            if to_bias is not None:
+                to_bias += delta_CV.sum(dim=0)
+            delta_CV = delta_CV.to(ctx.dtype)
+            to_hidden[done : done + len(target_C)] = delta_CV @ weight
+            done += len(target_C)
+            if to_weight is not None:
+                _add_product(to_weight, delta_CV, hidden_CH.to(ctx.dtype))
+        return to_hidden, to_weight, to_bias, None
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _chunks(vocabulary: int, *values_R: Tensor) -> Any:
+    """Chunks of several tensors side by side, so long that their logits are of a fixed size."""
+    limit = _CPU_LOGITS if values_R[0].device.type == "cpu" else _GPU_LOGITS
+    size = max(limit // vocabulary, 1)
+    return zip(*(torch.split(value_R, size) for value_R in values_R), strict=True)
+
+
+def _logits(hidden_CH: Tensor, weight: Tensor, bias_V: Tensor | None) -> Tensor:
+    """[C, V] in at least float32."""
+    logits_CV = hidden_CH.to(weight.dtype) @ weight.T
+    if bias_V is not None:
+        logits_CV += bias_V.to(logits_CV.dtype)
+    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+
+def _add_product(sum_VH: Tensor, delta_CV: Tensor, hidden_CH: Tensor) -> None:
+    """sum += delta^T hidden, in the type of the sum."""
+    if sum_VH.dtype == delta_CV.dtype:
+        sum_VH.addmm_(delta_CV.T, hidden_CH)
+    else:
+        sum_VH += delta_CV.T @ hidden_CH

@@ -9,7 +9,7 @@ in order. Three things see to it that nothing is left behind:
 - a child ends when the supervisor is killed (PR_SET_PDEATHSIG, `tba.common.process`);
 - when a child ends, its session is killed, and so is what had left that session: the supervisor is the subreaper,
   so orphans become its own children;
-- when the supervisor is killed, `tba.deploy.guard` kills the sessions. Only a process that has left its child's
+- when the supervisor is killed, `tba.common.guard` kills the sessions. Only a process that has left its child's
   session survives that; under systemd the control group catches it.
 """
 
@@ -28,9 +28,9 @@ from typing import IO, Self
 from tba.common.config import LaunchSection
 from tba.common.cores import Core, starting_on
 from tba.common.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
+from tba.common.guard import SessionGuard, session_of
 from tba.common.log import get_logger
 from tba.common.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
-from tba.deploy.guard import session_of
 from tba.deploy.relay import Relay
 
 log = get_logger(__name__)
@@ -94,7 +94,7 @@ class Supervisor:
     def __init__(self, children: Sequence[Child], launch: LaunchSection) -> None:
         self.children = list(children)
         self._launch = launch
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard = SessionGuard()
         self._notices = {child.name: NotifySocket() for child in children}
 
     def __enter__(self) -> Self:
@@ -105,15 +105,11 @@ class Supervisor:
         self.kill(self.children)
         for notices in self._notices.values():
             notices.close()
-        if self._guard is not None:
-            assert self._guard.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it was killed; there is nothing left to guard
-                self._guard.stdin.close()
-            self._guard.wait()
+        self._guard.close()
 
     def tend(self) -> None:
         """Start what is due, notice what has ended. Call it often."""
-        self._keep_guard()
+        self._guard.keep()
         self._reap_orphans()
         for child in self.children:
             if child.process is not None:
@@ -171,7 +167,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._tell_guard(f"+{child.process.pid}")
+        self._guard.add(child.process.pid)
         if child.process.stdout is not None:
             child.relay = Relay(child.process.stdout, child.name, self.children.index(child))
         child.starts += 1
@@ -209,7 +205,7 @@ class Supervisor:
         code = child.process.wait()
         child.process, child.ready = None, False
         self._reap_orphans(kill=True)
-        self._tell_guard(f"-{pid}")
+        self._guard.discard(pid)
         if child.relay is not None:
             child.relay.finish(_LAST_LINES_SECONDS)
         return code
@@ -217,7 +213,7 @@ class Supervisor:
     def _reap_orphans(self, *, kill: bool = False) -> None:
         """Take the exit codes of adopted processes; `kill` those that are in no running child's session."""
         living = {child.pid for child in self.children if child.pid}
-        known = living | ({self._guard.pid} if self._guard else set())
+        known = living | ({self._guard.pid} if self._guard.pid else set())
         deadline = time.monotonic() + _ORPHANS_SECONDS  # one that hangs in a driver does not die before that returns
         while orphans := child_pids() - known:
             # What a doomed one has started becomes ours when it ends, so again until there is none.
@@ -231,26 +227,6 @@ class Supervisor:
             if not doomed or time.monotonic() > deadline:
                 return
             time.sleep(_REAP_SECONDS)
-
-    def _keep_guard(self) -> None:
-        """Start the guard, again if somebody has killed it."""
-        if self._guard is not None and self._guard.poll() is None:
-            return
-        self._guard = subprocess.Popen(
-            [sys.executable, "-m", "tba.deploy.guard"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        for child in self.children:
-            if child.pid:
-                self._tell_guard(f"+{child.pid}")
-
-    def _tell_guard(self, line: str) -> None:
-        if self._guard is not None and self._guard.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # the next one is told all
-                self._guard.stdin.write(f"{line}\n".encode())
-                self._guard.stdin.flush()
 
 
 def backoff(launch: LaunchSection, failures: int) -> float:

@@ -256,6 +256,8 @@ class Searcher:
         while (self._scorer.waiting or not self._delivery.is_done) and self._clock.monotonic() < deadline:
             self._take_scores(_SCORE_WAIT_SECONDS)
             self._take_replies(_IDLE_SECONDS)
+        if self._scorer.waiting:
+            log.warning("responses dropped: their rewards did not come in time", responses=self._scorer.waiting)
         self._delivery.close()
         try:
             self._client.call(wire.Goodbye(), wire.Done, deadline_seconds=1.0)

@@ -1,8 +1,8 @@
 """One reward worker: `python -m tba.searcher.reward_worker FD`, started by the pool in `rewards.py`.
 
-msgpack objects over a socket, no pickle. In: the settings, then batches of items. Out: `ready`, then one
-answer per item as soon as it is known, in order, so that a worker that dies is known to have died of the
-first item without an answer. Imports neither torch nor vllm, unless the task does.
+msgpack objects over a socket, no pickle. In: the settings, then batches of items. Out: `ready`, or a sentence if the
+task does not load; then one answer per item as soon as it is known, in order, so that a worker that dies is known to
+have died of the first item without an answer. Imports neither torch nor vllm, unless the task does.
 """
 
 import os
@@ -15,9 +15,10 @@ from typing import Any
 import msgpack
 
 from tba.common.config import TaskSection
+from tba.common.errors import TaskError
 from tba.common.process import die_with_parent
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.scoring import score
+from tba.searcher.tasks.scoring import score, storable
 from tba.searcher.tasks.task import Prompt
 
 _CHUNK_BYTES = 1 << 16
@@ -32,7 +33,11 @@ def main() -> None:
     messages = _messages(channel)
     settings = next(messages)
     _limit(settings["memory_mib"])
-    task = load_task(TaskSection.model_validate(settings["task"]))
+    try:
+        task = load_task(TaskSection.model_validate(settings["task"]))
+    except TaskError as error:
+        channel.sendall(msgpack.packb(f"in a reward worker: {storable(str(error))}"))
+        sys.exit(1)
     channel.sendall(msgpack.packb("ready"))
     for batch in messages:
         for key, text, answer, response, finished in batch:

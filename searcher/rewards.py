@@ -3,7 +3,8 @@
 submit ──► waiting ──► a batch to an idle worker ──► one answer per item ──► done
 
 A worker that exceeds its time or dies is replaced; the first item without an answer gets the error, and
-the rest of its batch goes back to the front of the queue.
+the rest of its batch goes back to the front of the queue. One that dies before it is ready, as when memory is short
+for a while, is started again after a pause; only a task that does not load, or `_STARTS` failures, end the searcher.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import msgpack
 
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError
+from tba.common.guard import SessionGuard, kill_sessions
 from tba.common.log import get_logger
 from tba.common.process import PARENT_VARIABLE
 from tba.searcher.tasks.scoring import failed, score
@@ -32,6 +34,7 @@ log = get_logger(__name__)
 # Large enough that a message costs little per item, small enough that all workers get some.
 _BATCH = 32
 _START_SECONDS = 120.0
+_STARTS = 5  # rounds of starts in a row that may fail, with pauses of 1, 2, 4, 8 s between them
 _CHUNK_BYTES = 1 << 18
 
 
@@ -78,7 +81,11 @@ class Scorer:
         self._config = config
         self._waiting: deque[Item] = deque()
         self._answers: list[Scored] = []
-        self._workers = [self._spawn() for _ in range(config.reward_workers)]
+        self._guard = SessionGuard()
+        self._failed_starts = 0
+        self._start_at = 0.0  # monotonic; not before this
+        self._workers: list[_Worker] = []
+        self._start_missing()
         self.errors = 0
         self.timeouts = 0
         self.latency_seconds = 0.0
@@ -91,33 +98,38 @@ class Scorer:
     def submit(self, ticket: int, prompt: Prompt, text: str, finished: bool) -> None:
         """Queue a response; `text` has no lone surrogates."""
         item = Item(ticket, prompt, text, finished, time.monotonic())
-        if self._workers:
+        if self._config.reward_workers:
             self._waiting.append(item)
         else:
             self._answer(item, *score(self._task, prompt, text, finished))
 
     def done(self) -> list[Scored]:
         """What is scored by now. Never blocks. Raises TaskError if a worker cannot load the task."""
-        for index, worker in enumerate(self._workers):
+        for worker in list(self._workers):
             self._receive(worker)
             if trouble := self._trouble(worker):
                 self._bury(worker, trouble)
-                self._workers[index] = self._spawn()
+        self._start_missing()
         self._deal()
         answers, self._answers = self._answers, []
         return answers
 
     def wait(self, seconds: float) -> list[Scored]:
         """Like `done`, after something came from a worker or `seconds` passed."""
-        if not self._answers and self._workers:
+        if not self._answers and self._config.reward_workers:
             select.select([worker.channel for worker in self._workers], [], [], seconds)
         return self.done()
 
     def close(self) -> None:
         """End the workers and what they started."""
         for worker in self._workers:
-            _kill(worker)
+            self._kill(worker)
         self._workers = []
+        self._guard.close()
+
+    def _start_missing(self) -> None:
+        while len(self._workers) < self._config.reward_workers and time.monotonic() >= self._start_at:
+            self._workers.append(self._spawn())
 
     def _spawn(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -131,6 +143,7 @@ class Scorer:
                 start_new_session=True,
                 env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
             )
+        self._guard.add(process.pid)
         ours.setblocking(False)
         settings = {"task": self._config.model_dump(mode="json"), "memory_mib": self._config.reward_memory_mib}
         return _Worker(process, ours, bytearray(msgpack.packb(settings)), time.monotonic())
@@ -152,7 +165,10 @@ class Scorer:
             worker.progress_at = time.monotonic()
             if message == "ready":
                 worker.ready = True
+                self._failed_starts = 0
                 continue
+            if not worker.ready:  # the sentence of what it could not load
+                raise TaskError(message)
             total, parts, error = message
             self._answer(worker.items.popleft(), Reward(total, parts), error)
 
@@ -169,18 +185,45 @@ class Scorer:
             trouble = f"the worker did not start within {_START_SECONDS:g} s"
         else:
             return None
-        if not worker.ready:
-            raise TaskError(f"task {self._config.name}: {trouble} while it loaded the task, see its output above")
         return trouble
 
     def _bury(self, worker: _Worker, trouble: str) -> None:
         self._receive(worker)  # what it answered before its end counts
-        _kill(worker)
+        self._kill(worker)
+        self._workers.remove(worker)
+        if not worker.ready:
+            self._start_failed(trouble)
+            return
         log.warning("reward worker replaced", reason=trouble, pid=worker.process.pid)
         if worker.items:
             self._answer(worker.items.popleft(), *failed(trouble))
         self._waiting.extendleft(reversed(worker.items))
         worker.items.clear()
+
+    def _start_failed(self, trouble: str) -> None:
+        now = time.monotonic()
+        if now < self._start_at:  # of a round that has been counted
+            return
+        self._failed_starts += 1
+        if self._failed_starts == _STARTS:
+            raise TaskError(
+                f"task {self._config.name}: {trouble} while it loaded the task, {_STARTS} times in a row; "
+                "see its output above"
+            )
+        pause = 2.0 ** (self._failed_starts - 1)
+        self._start_at = now + pause
+        log.warning("reward worker did not start", reason=trouble, again_in_seconds=pause)
+
+    def _kill(self, worker: _Worker) -> None:
+        """End a worker and what it started, unless that has left the worker's session."""
+        pid = worker.process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if sys.platform == "linux":
+            kill_sessions({pid})
+        self._guard.discard(pid)  # before `wait`, after which the number may be another's
+        worker.process.wait()
+        worker.channel.close()
 
     def _answer(self, item: Item, reward: Reward, error: str | None) -> None:
         self.latency_seconds = time.monotonic() - item.submitted_at
@@ -196,10 +239,3 @@ def _flush(worker: _Worker) -> None:
     with contextlib.suppress(BlockingIOError, ConnectionError):
         while worker.outbox:
             del worker.outbox[: worker.channel.send(worker.outbox)]
-
-
-def _kill(worker: _Worker) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
-    worker.channel.close()

@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 from tba.searcher.tasks.task import Prompt, Reward
 
@@ -58,3 +60,44 @@ class HostileTask:
 
     def _nothing(self):
         return None
+
+
+class HostilePrompts(HostileTask):
+    """Prompts named after misdeeds; the first of a prompt's responses that is scored meets it. See HOSTILE_FOLDER."""
+
+    def prompts(self):
+        keys = ("raises", "hangs", "exits", "eats", "prints", "starts")
+        return [Prompt(key, f"{n}+1=", "") for n, key in enumerate(keys)]
+
+    def score(self, prompt, response, finished):
+        try:
+            Path(os.environ["HOSTILE_FOLDER"], prompt.key).touch(exist_ok=False)
+        except FileExistsError:
+            return Reward(1.0, {name: float(name in sys.modules) for name in ("torch", "vllm", "transformers")})
+        return super().score(prompt, prompt.key, finished)
+
+    def _starts(self):
+        """A program that outlives its parent and its parent's process group."""
+        child = subprocess.Popen(["sleep", "3600"], process_group=0)
+        Path(os.environ["HOSTILE_FOLDER"], "pids").write_text(f"{os.getpid()} {child.pid}")
+        return Reward(1.0, {})
+
+
+class HeldBack(HostileTask):
+    """Loads in the process that starts the workers, and in no other."""
+
+    def __init__(self):
+        if "tba.searcher.reward_worker" in sys.modules or "reward_worker" in sys.argv[0]:
+            raise OSError("no licence server")
+
+
+class Unsteady(HostileTask):
+    """The first worker that loads it is killed, as by the kernel when memory is short."""
+
+    def __init__(self):
+        if "reward_worker" in sys.argv[0]:
+            try:
+                Path(os.environ["HOSTILE_FOLDER"], "killed").touch(exist_ok=False)
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), 9)

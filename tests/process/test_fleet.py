@@ -125,7 +125,7 @@ def test_a_guard_that_was_killed_is_replaced(fleet_config, start_fleet, tmp_path
 
     def guards():
         children = [child for child in psutil.Process(fleet.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
-        return [child for child in children if "tba.deploy.guard" in child.cmdline()]
+        return [child for child in children if "tba.common.guard" in child.cmdline()]
 
     (guard,) = guards()
     guard.kill()

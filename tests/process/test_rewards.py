@@ -25,13 +25,26 @@ MISDEEDS = {
 
 
 @pytest.fixture
-def scorer(monkeypatch):
+def hostile(monkeypatch, tmp_path):
+    """The hostile tasks can be imported, here and in the processes that are started."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    config = TaskSection(name="hostile_task:HostileTask", reward_workers=2, reward_seconds=5.0, reward_memory_mib=256)
-    scorer = Scorer(load_task(config), config)
+    folder = tmp_path / "misdeeds"
+    folder.mkdir()
+    monkeypatch.setenv("HOSTILE_FOLDER", str(folder))
+    return folder
+
+
+@pytest.fixture
+def scorer(hostile):
+    scorer = make_scorer("HostileTask", reward_workers=2, reward_seconds=5.0, reward_memory_mib=256)
     yield scorer
     scorer.close()
+
+
+def make_scorer(name, **keys):
+    config = TaskSection(name=f"hostile_task:{name}", **keys)
+    return Scorer(load_task(config), config)
 
 
 def score_all(scorer, texts):
@@ -58,3 +71,20 @@ def test_every_misdeed_fails_alone_and_the_rest_of_its_batch_is_scored(scorer):
 def test_a_task_that_cannot_be_imported_is_a_sentence():
     with pytest.raises(TaskError, match="no_such_module:task cannot be loaded"):
         load_task(TaskSection(name="no_such_module:task"))
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(hostile):
+    scorer = make_scorer("Unsteady", reward_workers=1)
+    assert [scored.error for scored in score_all(scorer, ["good", "raises"])] == [None, MISDEEDS["raises"]]
+    assert (hostile / "killed").exists()
+    scorer.close()
+
+
+def test_without_workers_the_searcher_scores_at_once(hostile):
+    scorer = make_scorer("HostileTask", reward_workers=0)
+    prompt = load_task(TaskSection()).prompts()[0]
+    for ticket, text in enumerate(["good", "raises"]):
+        scorer.submit(ticket, prompt, text, True)
+    assert [(scored.reward.total, scored.error) for scored in scorer.done()] == [(1.0, None), (0.0, MISDEEDS["raises"])]
+    assert scorer.waiting == 0
+    scorer.close()

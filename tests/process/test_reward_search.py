@@ -1,0 +1,144 @@
+"""Rewards that misbehave under a real `tba search`: the rows say so, the searcher goes on, and nothing outlives it."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.common.errors import EXIT_CONFIG
+from tba.common.guard import session_of
+
+from .announcer import Announcer
+
+SAMPLES = 4
+ERRORS = {
+    "raises": "reward: ValueError: lone ? surrogate",
+    "hangs": "reward: timed out after 3 s",
+    "exits": "reward: the worker died with exit code 3",
+    "eats": "reward: out of memory (limit 256 MiB)",
+}
+FOLDER = Path(__file__).parent
+EXAMPLES = FOLDER.parents[1] / "examples"
+
+
+class Searching:
+    """A buffer with weights, and one searcher of a task."""
+
+    def __init__(self, run: Any, start_tba: Callable[..., Any], model: Path, folder: Path) -> None:
+        self._run = run
+        self._start_tba = start_tba
+        start_tba("buffer", "serve", "--config", run.file)
+        self.announcer = Announcer(run.address, model, folder / "snapshots")
+        self.announcer.announce(0)
+        self.log = folder / "tba1.log"
+
+    def search(self) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = self._start_tba("search", "--config", self._run.file)
+        return process
+
+    def rows(self) -> list[tuple[str, float, str | None, dict[str, float], int]]:
+        """(prompt, reward, error, parts, visit) of every trajectory, in order."""
+        sql = "SELECT p.key, t.reward, t.error, t.reward_parts, t.visit FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt"
+        with sqlite3.connect(f"file:{self._run.database}?mode=ro", uri=True) as database:
+            found = database.execute(f"{sql} ORDER BY t.id").fetchall()
+        return [(key, reward, error, json.loads(parts), visit) for key, reward, error, parts, visit in found]
+
+
+@pytest.fixture
+def searching(make_config, start_tba, example_model, tmp_path, monkeypatch):
+    """Makes one; keyword arguments are keys of the task's section."""
+    folder = tmp_path / "misdeeds"
+    folder.mkdir()
+    monkeypatch.setenv("HOSTILE_FOLDER", str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (FOLDER, EXAMPLES))), prepend=os.pathsep)
+    made: list[Searching] = []
+
+    def make(**task: Any) -> Searching:
+        run = make_config(
+            model={"path": str(example_model), "dtype": "float32"},
+            train={"prompts_per_step": 1},
+            task={"reward_workers": 2, "reward_seconds": 3.0, "reward_memory_mib": 256} | task,
+            search={
+                "engine": "transformers",
+                "gpus": "cpu",
+                "samples_per_prompt": SAMPLES,
+                "max_in_flight": 16,
+                "max_tokens": 6,
+            },
+        )
+        made.append(Searching(run, start_tba, example_model, tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.announcer.client.close()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_each_misdeed_is_a_row_with_its_error_beside_the_rewards_of_its_group_and_the_search_goes_on(searching):
+    here = searching(name="hostile_task:HostilePrompts")
+    searcher = here.search()
+    # The group of a reward that hangs is the last one; many more come after it.
+    wait_until(lambda: "hangs" in {key for key, *_ in here.rows()})
+    before = len(here.rows())
+    wait_until(lambda: len(here.rows()) > before + 10 * SAMPLES)
+    searcher.terminate()
+    assert searcher.wait(60) == 0
+    rows = here.rows()
+    assert {key: error for key, _, error, _, _ in rows if error} == ERRORS
+    assert sum(error is not None for _, _, error, _, _ in rows) == len(ERRORS)
+    groups: dict[int, list[tuple[float, str | None]]] = {}
+    for _, reward, error, _, visit in rows:
+        groups.setdefault(visit, []).append((reward, error))
+    for group in groups.values():
+        assert len(group) == SAMPLES
+        assert {reward for reward, error in group if error is None} == {1.0}
+        assert {reward for reward, error in group if error} <= {0.0}
+    loaded = [parts for *_, parts, _ in rows if parts]
+    assert loaded
+    assert {name for parts in loaded for name, there in parts.items() if there} == set(), "workers import no torch"
+    log = here.log.read_text()
+    assert "more noise" in log
+    assert "reward worker replaced" in log
+
+
+def test_workers_and_what_a_reward_started_end_with_a_searcher_that_is_killed(searching, tmp_path):
+    here = searching(name="hostile_task:HostilePrompts")
+    searcher = here.search()
+    pids = tmp_path / "misdeeds/pids"
+    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    wait_until(here.rows)
+    worker, program = map(int, pids.read_text().split())
+    assert session_of(program) == worker
+    searcher.kill()
+    searcher.wait()
+    wait_until(lambda: session_of(worker) is None and session_of(program) is None, 20)
+
+
+def test_the_example_of_a_task_of_ones_own_runs_without_workers_too(searching):
+    here = searching(name="own_task:ReverseTask", reward_workers=0)
+    searcher = here.search()
+    wait_until(lambda: len(here.rows()) >= 5 * SAMPLES)
+    searcher.terminate()
+    assert searcher.wait(60) == 0
+    assert {key for key, *_ in here.rows()} == {"stone", "river", "cloud", "maple", "ember"}
+    assert {tuple(parts) for *_, parts, _ in here.rows()} == {("correct",)}
+
+
+def test_a_task_that_does_not_load_in_a_worker_is_a_sentence_and_an_exit_code(searching):
+    here = searching(name="hostile_task:HeldBack")
+    assert here.search().wait(60) == EXIT_CONFIG
+    (sentence,) = [line for line in here.log.read_text().splitlines() if "no licence server" in line]
+    assert "in a reward worker: task.name hostile_task:HeldBack cannot be loaded: OSError: no licence server" in sentence

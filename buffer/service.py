@@ -328,6 +328,11 @@ class BufferService:
             rows = [(id_, *rows[place][1:]) for id_, place in zip(ids, places, strict=True)]
             payloads = [payloads[place] for place in places]
         self._store.add_trajectories(rows, payloads)
+        if (references := put.rows.reference_logprob) is not None:
+            known_logprobs = ((id_, references[place]) for id_, place in zip(ids, places, strict=True))
+            self._store.add_references(
+                [(id_, wire.INITIAL_REFERENCE, logprob) for id_, logprob in known_logprobs if logprob is not None]
+            )
         self._trajectories += len(places)
         columns = (put.rows.error, known.versions, known.prompts, put.rows.reward, put.dedup_hash, put.payload_bytes)
         values = list(zip(*columns, strict=True))

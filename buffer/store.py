@@ -129,6 +129,7 @@ class Store:
         taken = f"another buffer server has {path} open: stop it, or set buffer.database"
         self._new_rows: list[Sequence[Any]] = []  # of this transaction, not yet written
         self._new_payloads: list[Sequence[Any]] = []
+        self._new_references: list[tuple[int, str, float]] = []
         self._next_id: int | None = None
         # Bytes that went into the log, roughly: in all, at the last checkpoint, and at the last restart.
         self._written = self._copied = self._restarted = 0
@@ -247,7 +248,7 @@ class Store:
                 self.flush()
                 self._connection.execute("COMMIT")
             except BaseException:
-                self._new_rows, self._new_payloads, self._next_id = [], [], None
+                self._new_rows, self._new_payloads, self._new_references, self._next_id = [], [], [], None
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -366,12 +367,20 @@ class Store:
         self._new_rows.extend(rows)
         self._new_payloads.extend((row[0], *payload) for row, payload in zip(rows, payloads, strict=True))
 
+    def add_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
+        """Add (trajectory, reference, log-probability); they are written after the trajectories."""
+        self._new_references.extend(rows)
+
     def flush(self) -> None:
         """Write what was added, so that queries of this transaction see it."""
         self._insert("trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
         self._insert("payloads", _PAYLOAD_COLUMNS, self._new_payloads)
         self._written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
-        self._new_rows, self._new_payloads = [], []
+        self._insert_references(self._new_references)
+        self._new_rows, self._new_payloads, self._new_references = [], [], []
+
+    def _insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
+        self._insert("reference_logprobs", ("trajectory", "reference", "logprob"), rows, conflict="OR IGNORE")
 
     def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, conflict: str = "") -> None:
         start = 0
@@ -506,7 +515,7 @@ class Store:
             (trajectory, message.reference, logprob)
             for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
         ]
-        self._insert("reference_logprobs", ("trajectory", "reference", "logprob"), rows, conflict="OR IGNORE")
+        self._insert_references(rows)
 
     def batch_trajectories(self, run: Run, step: int) -> list[int]:
         """Ids of the trajectories in a recorded batch."""

@@ -157,6 +157,9 @@ class SearchSection(Section):
     responses together, or each searcher once. All follow from run.seed."""
     max_tokens: Positive = 512
     """Longest response, in tokens."""
+    reference_logprobs: bool = False
+    """Compute the reference log-probabilities in the searcher (the paper's way), with a frozen copy of model.path on
+    its device, in a thread beside generation; else the trainer computes those of the trajectories that it samples."""
     spool_dir: Path | None = None
     """Directory where searchers keep what the buffer has not acknowledged; by default `spool` in run.dir. One that
     died is delivered for by the next one that starts with this directory on the same machine."""

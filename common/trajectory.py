@@ -51,6 +51,7 @@ class Trajectory:
     error: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     loss_mask: UInt8 = field(default_factory=lambda: np.zeros(0, np.uint8))  # empty: every token counts
+    reference_logprob: float | None = None  # of the counting tokens at temperature 1; None leaves it to the trainer
 
     @property
     def policy_version(self) -> int:
@@ -102,6 +103,8 @@ _PROMPT_IDS, _RESPONSE_IDS, _LOGPROBS, _VERSION_RUNS, _ = range(len(ARRAY_KINDS)
 def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
     """Columns for a message header, and one frame per array kind for the whole batch."""
     columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in ROW_COLUMNS}
+    if any(t.reference_logprob is not None for t in trajectories):
+        columns["reference_logprob"] = [t.reference_logprob for t in trajectories]
     frames = []
     for kind in ARRAY_KINDS:
         arrays = [getattr(t, kind.name) for t in trajectories]

@@ -31,6 +31,8 @@ Role = Literal["searcher", "trainer", "publisher", "monitor", "importer"]
 NO_POLICY = -1
 # The lease of a trajectory that answers no visit: an imported one, or one made while the buffer was away.
 NO_VISIT = 0
+# The reference that training starts from and stays near: the model of `model.path`, as it was.
+INITIAL_REFERENCE = "initial"
 PolicyVersion = Annotated[int, Field(ge=NO_POLICY, lt=1 << 63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 StopReason = Literal["eos", "length", "error"]
@@ -93,7 +95,11 @@ class ArrayCounts(Message):
 
 
 class Rows(ArrayCounts):
-    """The columns of a batch of trajectories, as `tba.common.trajectory.pack` makes them."""
+    """The columns of a batch of trajectories, as `tba.common.trajectory.pack` makes them.
+
+    `reference_logprob` is the sequence log-probability under INITIAL_REFERENCE where the searcher computed it. The
+    column is left out if no row has one, so that a put without them is the same bytes as before there was the column.
+    """
 
     prompt_key: Annotated[list[Name], Field(min_length=1, max_length=MAX_ROWS)]
     lease: list[Id]
@@ -106,12 +112,13 @@ class Rows(ArrayCounts):
     text: list[str | None]
     error: list[Sentence | None]
     metadata: list[dict[str, Any]]
+    reference_logprob: Annotated[list[float | None] | None, Field(exclude_if=lambda column: column is None)] = None
 
     @model_validator(mode="after")
     def _columns_are_equally_long(self) -> Self:
         rows = len(self.prompt_key)
         for name, column in self.__dict__.items():
-            if len(column) != rows:
+            if column is not None and len(column) != rows:
                 raise ValueError(f"column {name} has {len(column)} rows, prompt_key has {rows}")
         return self
 

@@ -25,6 +25,7 @@ from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
 from tba.searcher.prefetch import Prefetcher
+from tba.searcher.references import References
 from tba.searcher.rewards import Scorer
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.unleased import UnleasedPrompts
@@ -61,6 +62,7 @@ class Searcher:
         engine: Engine,
         task: Task,
         scorer: Scorer,
+        references: References,
         tokenizer: Tokenizer,
         exploration: Exploration,
         client: BufferClient,
@@ -70,6 +72,7 @@ class Searcher:
         self._engine = engine
         self._task = task
         self._scorer = scorer
+        self._references = references
         self._client = client
         self._clock = clock
         self._weights = WeightsFollower(engine, clock, Prefetcher(config, clock))
@@ -102,6 +105,7 @@ class Searcher:
             for generation in self._engine.step() if generating else ():
                 self._hand_over(self._groups.finish(generation))
             self._take_scores(0.0 if generating else _SCORE_WAIT_SECONDS)
+            self._deliver(self._references.done())
             self._take_replies(0.0 if generating or self._scorer.waiting else _IDLE_SECONDS)
             self._heartbeat()
         self._leave()
@@ -143,13 +147,13 @@ class Searcher:
         """Keep two loads of requests: one in the engine, and one that waits for places in it.
 
         Counted in requests, not in groups: of a group whose last response is long, the other places are free. What
-        waits for its reward counts too, so that a slow reward holds generation back.
+        waits for its reward or its reference counts too, so that one that is slow holds generation back.
         """
         if self._weights.current is None or self._delivery.pause:
             return
         samples = self._config.search.samples_per_prompt
         target = 2 * max(self._config.search.max_in_flight, samples)
-        want = -(-(target - self._engine.in_flight - self._scorer.waiting) // samples)
+        want = -(-(target - self._engine.in_flight - self._unscored) // samples)
         # Few larger requests rather than one for each group that is complete.
         if want < max(1, target // samples // _REFILLS):
             return
@@ -195,11 +199,19 @@ class Searcher:
             self._hand_over(self._groups.start(visit))
 
     def _hand_over(self, group: Group | None) -> None:
-        """A complete group is the delivery's from now on."""
-        if group is None:
-            return
-        self._held.discard(group.visit.lease)
-        self._delivery.put(group.done, group.visit.lease)
+        """A complete group lacks its reference log-probabilities only."""
+        if group is not None:
+            self._references.submit(group)
+
+    def _deliver(self, groups: Sequence[Group]) -> None:
+        """They are the delivery's from now on."""
+        for group in groups:
+            self._held.discard(group.visit.lease)
+            self._delivery.put(group.done, group.visit.lease)
+
+    @property
+    def _unscored(self) -> int:
+        return self._scorer.waiting + self._references.waiting
 
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
@@ -224,8 +236,8 @@ class Searcher:
             return "waiting", self._weights.trouble or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
-        if self._scorer.waiting and not self._engine.in_flight:
-            return "waiting", f"{self._scorer.waiting} responses are being scored"
+        if self._unscored and not self._engine.in_flight:
+            return "waiting", f"{self._unscored} responses are being scored"
         if self._delivery.groups and not self._engine.in_flight:
             return "waiting", f"{self._delivery.groups} groups are not acknowledged by the buffer"
         if not self._engine.in_flight:
@@ -244,6 +256,8 @@ class Searcher:
             "reward_seconds": self._scorer.latency_seconds,
             "reward_errors": float(self._scorer.errors),
             "reward_timeouts": float(self._scorer.timeouts),
+            "references_waiting": float(self._references.waiting),
+            "reference_errors": float(self._references.errors),
             "weights_load_seconds": self._weights.last_load_seconds,
             "weights_prepare_seconds": self._weights.last_prepare_seconds,
             "weights_refusals": float(self._weights.refusals),
@@ -253,9 +267,11 @@ class Searcher:
     def _leave(self) -> None:
         """Wait a little for the acknowledgements, then give back what is not done."""
         deadline = self._clock.monotonic() + _DRAIN_SECONDS
-        while (self._scorer.waiting or not self._delivery.is_done) and self._clock.monotonic() < deadline:
+        while (self._unscored or not self._delivery.is_done) and self._clock.monotonic() < deadline:
             self._take_scores(_SCORE_WAIT_SECONDS)
+            self._deliver(self._references.done())
             self._take_replies(_IDLE_SECONDS)
+        self._deliver(self._references.close())
         if self._scorer.waiting:
             log.warning("responses dropped: their rewards did not come in time", responses=self._scorer.waiting)
         self._delivery.close()

@@ -16,6 +16,7 @@ from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
+from tba.searcher.references import References
 from tba.searcher.rewards import Scorer
 from tba.searcher.tasks import load_task
 
@@ -35,27 +36,27 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     clock = SystemClock()
     name = f"{socket.gethostname()}-{label}"  # the same after a restart, so that the buffer knows who came back
     client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
-    scorer = Scorer(task, config.task)  # before the engine: its threads and memory are no concern of the workers
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(client.close)
+        scorer = Scorer(task, config.task)  # before the engine: its threads and memory are no concern of the workers
+        ending.callback(scorer.close)
         engine = make_engine(config, device=device, name=name)
-        try:
-            searcher = Searcher(
-                config,
-                engine=engine,
-                task=task,
-                scorer=scorer,
-                tokenizer=tokenizer,
-                exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
-                client=client,
-                clock=clock,
-            )
-            with contextlib.closing(searcher):
-                searcher.run(stop)
-        finally:
-            engine.close()
-    finally:
-        scorer.close()
-        client.close()
+        ending.callback(engine.close)
+        references = make_references(config, device)  # after the engine, which must find the memory of a GPU free
+        ending.callback(references.close)
+        searcher = Searcher(
+            config,
+            engine=engine,
+            task=task,
+            scorer=scorer,
+            references=references,
+            tokenizer=tokenizer,
+            exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
+            client=client,
+            clock=clock,
+        )
+        ending.callback(searcher.close)
+        searcher.run(stop)
 
 
 def make_engine(config: Config, *, device: str, name: str) -> Engine:
@@ -76,6 +77,15 @@ def make_engine(config: Config, *, device: str, name: str) -> Engine:
         seed=seed,
         canary_tolerance=config.canary_tolerance,
     )
+
+
+def make_references(config: Config, device: str) -> References:
+    """What adds reference log-probabilities to groups, or nothing. Raises ConfigError if the model does not load."""
+    if not config.search.reference_logprobs:
+        return References(None)
+    from tba.searcher.reference_model import ReferenceModel
+
+    return References(ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs)
 
 
 def _vllm_engine(config: Config, seed: int) -> Engine:

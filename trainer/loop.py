@@ -25,7 +25,7 @@ from tba.trainer.metrics import MetricsLog
 from tba.trainer.model import load_model
 from tba.trainer.objectives.choose import choose
 from tba.trainer.publish import Publisher
-from tba.trainer.step import INITIAL_REFERENCE, Learner
+from tba.trainer.step import Learner
 
 log = get_logger(__name__)
 
@@ -188,7 +188,7 @@ class Trainer:
             step=self.learner.steps_done,
             prompts=train.prompts_per_step,
             samples=train.samples_per_prompt,
-            reference=INITIAL_REFERENCE,
+            reference=wire.INITIAL_REFERENCE,
             wait_seconds=_SAMPLE_WAIT_SECONDS,
         )
         while not self._stop():
@@ -213,7 +213,7 @@ class Trainer:
             wire.ReportStep(
                 step=batch.step,
                 metrics=metrics,
-                reference=INITIAL_REFERENCE,
+                reference=wire.INITIAL_REFERENCE,
                 trajectory_ids=list(result.reference),
                 reference_logprobs=list(result.reference.values()),
             )

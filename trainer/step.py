@@ -25,7 +25,6 @@ from tba.trainer.objectives.health import balance_metrics, off_policy_metrics
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.schedule import beta_at, learning_rate_schedule
 
-INITIAL_REFERENCE = "initial"
 _NAMED_IDS = 20  # trajectory ids that an error message lists
 
 

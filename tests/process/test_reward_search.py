@@ -44,7 +44,9 @@ class Searching:
 
     def rows(self) -> list[tuple[str, float, str | None, dict[str, float], int]]:
         """(prompt, reward, error, parts, visit) of every trajectory, in order."""
-        sql = "SELECT p.key, t.reward, t.error, t.reward_parts, t.visit FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt"
+        sql = (
+            "SELECT p.key, reward, error, reward_parts, visit FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt"
+        )
         with sqlite3.connect(f"file:{self._run.database}?mode=ro", uri=True) as database:
             found = database.execute(f"{sql} ORDER BY t.id").fetchall()
         return [(key, reward, error, json.loads(parts), visit) for key, reward, error, parts, visit in found]
@@ -141,4 +143,6 @@ def test_a_task_that_does_not_load_in_a_worker_is_a_sentence_and_an_exit_code(se
     here = searching(name="hostile_task:HeldBack")
     assert here.search().wait(60) == EXIT_CONFIG
     (sentence,) = [line for line in here.log.read_text().splitlines() if "no licence server" in line]
-    assert "in a reward worker: task.name hostile_task:HeldBack cannot be loaded: OSError: no licence server" in sentence
+    assert (
+        "in a reward worker: task.name hostile_task:HeldBack cannot be loaded: OSError: no licence server" in sentence
+    )

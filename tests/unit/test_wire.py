@@ -1,5 +1,7 @@
 """The messages: exact bytes, and an error for everything malformed."""
 
+import hashlib
+
 import msgpack
 import pytest
 from pydantic import ValidationError
@@ -142,6 +144,29 @@ def test_a_put_carries_one_frame_per_array_kind_and_decodes_to_the_same_arrays(t
     arrays = unpack_arrays(decoded.message.rows.model_dump(), decoded.frames)
     assert [a.tolist() for a in arrays["response_ids"]] == [[1, 2, 3], [9]]
     assert [a.tolist() for a in arrays["version_runs"]] == [[[0, 3]], [[0, 1]]]
+
+
+def test_a_put_names_reference_log_probabilities_only_if_a_row_has_one(trajectory):
+    def body_of(rows):
+        columns, frames = pack(rows)
+        message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+        sent = request(message, frames)
+        assert decode_request(views(sent)).message == message
+        return msgpack.unpackb(sent[0])["body"]["rows"], hashlib.sha256(b"".join(sent)).hexdigest()
+
+    # The bytes of a put in protocol version 1, as they were before there was the column.
+    rows, digest = body_of([trajectory(), trajectory(tokens=[9])])
+    assert "reference_logprob" not in rows
+    assert digest == "42964edf3a5e1578d2a642ea1ccd5ce1777db009c92cc350f103576ff3af67bf"
+    rows, _ = body_of([trajectory(reference_logprob=-1.5), trajectory()])
+    assert rows["reference_logprob"] == [-1.5, None]
+
+
+@pytest.mark.parametrize("column", [[-1.0], [-1.0, float("nan")], [-1.0, "0"]])
+def test_a_column_of_reference_log_probabilities_has_a_number_or_nothing_for_each_row(trajectory, column):
+    columns, _ = pack([trajectory(), trajectory()])
+    with pytest.raises(ValidationError, match="reference_logprob"):
+        wire.Rows.model_validate(columns | {"reference_logprob": column})
 
 
 def test_a_header_that_is_no_msgpack_is_malformed():

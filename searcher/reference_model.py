@@ -3,7 +3,8 @@
 Float32 weights, teacher forced, temperature 1, the sum in float64 over the tokens that count. It is written here again
 since searcher and trainer share no code that needs torch; a test holds the two together.
 
-Shape suffixes: N rows, T tokens of the longest, R response tokens of one row, H hidden size, V vocabulary.
+Shape suffixes: N rows, T tokens of the longest, R response tokens of one row, c a chunk of them, H hidden size,
+V vocabulary.
 """
 
 import math
@@ -72,11 +73,10 @@ class ReferenceModel:
         first, last = len(row.prompt_ids), _tokens(row)
         head = self._model.get_output_embeddings()
         logprobs = []
-        for hidden_RH, target_R in zip(
-            hidden_TH[first - 1 : last - 1].split(_CHUNK), tokens_T[first:last].split(_CHUNK), strict=True
-        ):
-            logits_RV = head(hidden_RH).float()
-            logprobs.append(logits_RV.gather(1, target_R[:, None])[:, 0] - logits_RV.logsumexp(dim=1))
+        hidden_RH, target_R = hidden_TH[first - 1 : last - 1], tokens_T[first:last]
+        for hidden_cH, target_c in zip(torch.split(hidden_RH, _CHUNK), torch.split(target_R, _CHUNK), strict=True):
+            logits_cV = head(hidden_cH).float()
+            logprobs.append(logits_cV.gather(1, target_c[:, None])[:, 0] - logits_cV.logsumexp(dim=1))
         logprob_R = torch.cat(logprobs).double()
         if len(row.loss_mask):
             logprob_R = torch.where(torch.from_numpy(row.loss_mask != 0).to(self._device), logprob_R, 0.0)

@@ -35,8 +35,8 @@ def main() -> None:
     _limit(settings["memory_mib"])
     try:
         task = load_task(TaskSection.model_validate(settings["task"]))
-    except TaskError as error:
-        channel.sendall(msgpack.packb(f"in a reward worker: {storable(str(error))}"))
+    except TaskError as trouble:
+        channel.sendall(msgpack.packb(f"in a reward worker: {storable(str(trouble))}"))
         sys.exit(1)
     channel.sendall(msgpack.packb("ready"))
     for batch in messages:

@@ -30,7 +30,7 @@ def fleet_config(make_config, example_model):
     def make(**launch):
         return make_config(
             model={"path": str(example_model), "dtype": "float32"},
-            task={"name": "arithmetic", "limit": 8},
+            task={"name": "arithmetic", "limit": 8, "reward_workers": 0},
             search={"engine": "transformers", "gpus": "cpu", "max_in_flight": 8},
             launch={"restart_delay_seconds": 0.1, "drain_seconds": 10.0, "summary_seconds": 0.5} | launch,
         )

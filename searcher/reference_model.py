@@ -21,7 +21,7 @@ from tba.common.model_files import model_directory
 from tba.common.trajectory import Trajectory
 
 _BATCH_TOKENS = 8192  # padding included
-_CHUNK = 1024  # response positions whose logits exist at the same time
+_CHUNK = 256  # response positions whose logits exist at the same time
 
 
 class ReferenceModel:

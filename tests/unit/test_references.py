@@ -13,7 +13,7 @@ from tba.searcher.groups import Group
 from tba.searcher.reference_model import ReferenceModel
 from tba.searcher.references import References
 from tba.searcher.tasks.task import Prompt
-from tba.trainer.batch import Row, pad
+from tba.trainer.batch import Row
 from tba.trainer.model import Scorer, load_model, sequence_logprobs
 
 
@@ -31,17 +31,16 @@ def rows(trajectory):
 
 def trainers(model, rows):
     scorer = Scorer(load_model(model, torch.device("cpu")), autocast=False)
-    padded = pad(
-        [
-            Row(n, row.prompt_ids, row.response_ids, row.logprobs, row.loss_mask, False)
-            if len(row.loss_mask)
-            else Row(n, row.prompt_ids, row.response_ids, row.logprobs, np.ones(len(row.response_ids), np.uint8), False)
-            for n, row in enumerate(rows)
-        ],
-        torch.device("cpu"),
-    )
+    as_sampled = [
+        Row(
+            n, row.prompt_ids, row.response_ids, row.logprobs,
+            loss_mask=row.loss_mask if len(row.loss_mask) else np.ones(len(row.response_ids), np.uint8),
+            on_policy=False,
+        )
+        for n, row in enumerate(rows)
+    ]  # fmt: skip
     with torch.no_grad():
-        return sequence_logprobs(scorer.token_logprobs(padded), padded).tolist()
+        return sequence_logprobs(scorer.score(as_sampled).logprob_R, as_sampled).tolist()
 
 
 def test_the_searcher_computes_what_the_trainer_would_in_batches_of_any_size(example_model, rows, monkeypatch):

@@ -2,11 +2,11 @@
 
     python -m benchmarks.transformers_engine [--model small|large|both] [--rounds 3] [--requests 256] [--profile]
 
-All answer the same requests, 256 of them, on one thread of a CPU: prompts of 8 to 64 tokens, and for each request a number of
-tokens to generate, geometric with mean 60, at most 256. `generate` takes them in groups of 64, left-padded, and runs
-until the longest of a group is done; the engine has 64 places and all requests in its queue. All sample at temperature
-1; `generate` is not asked for log-probabilities, which the engine always gives. The third is transformers' own
-`ContinuousBatchingManager` with 64 places and log-probabilities. All run in turns, in one process.
+All answer the same requests, 256 of them, on one thread of a CPU: prompts of 8 to 64 tokens, and for each request a
+number of tokens to generate, geometric with mean 60, at most 256. `generate` takes them in groups of 64, left-padded,
+and runs until the longest of a group is done; the engine has 64 places and all requests in its queue. All sample at
+temperature 1; `generate` is not asked for log-probabilities, which the engine always gives. The third is transformers'
+own `ContinuousBatchingManager` with 64 places and log-probabilities. All run in turns, in one process.
 
 The end is in the figures: the engine's last responses run in an ever emptier batch, as a searcher's never do.
 """
@@ -53,8 +53,10 @@ def main() -> None:
     for name in SHAPES if options.model == "both" else [options.model]:
         with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
             rows.append(measure(name, Path(folder), options))
-    headings = ["model", "parameters", "generate, tokens/CPU s", "its continuous batching", "engine", "engine / generate",
-                "lowest", "highest", "engine / continuous"]  # fmt: skip
+    headings = [
+        "model", "parameters", "generate, tokens/CPU s", "its continuous batching", "engine", "engine / generate",
+        "lowest", "highest", "engine / continuous",
+    ]  # fmt: skip
     title = f"{options.requests} requests, {IN_FLIGHT} in flight, medians of {options.rounds} rounds"
     print_table(title, headings, rows)
 

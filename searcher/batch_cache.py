@@ -25,7 +25,7 @@ GROUPED = "tba_grouped_sdpa"
 _SPARE_COLUMNS = 64
 
 
-class BatchCache(Cache):
+class BatchCache(Cache):  # type: ignore[misc]
     """The cache of a batch that changes. Its rows are numbered from 0 without gaps: the last fills one that leaves."""
 
     layers: list["_Layer"]

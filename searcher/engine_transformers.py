@@ -1,53 +1,51 @@
 """Generation with plain Transformers: runs on anything torch runs on, and needs nothing else.
 
-Requests are generated in waves: the queue fills a left-padded batch, every step adds one token to each row of
-each wave, and finished rows leave at once. A wave starts when half of the places are free, so that there are
-few of them: the cost of a step is nearly that of its number of waves.
+Continuous batching: every step adds one token to all rows in one forward pass, finished rows leave at once, and
+waiting requests join, their prompts in a pass of their own, as soon as an eighth of the places is free. One at a time
+would fill the places a little better, and cost a pass for each response (docs/decisions/0016).
 """
 
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from tba.common.errors import ConfigError, SnapshotError
 from tba.common.model_files import eos_ids, model_directory, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
+from tba.searcher.batch_cache import GROUPED, BatchCache
 from tba.searcher.engine import Generation, GenerationRequest, LoadReport, append_version, check_request
 from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
+from tba.searcher.token_sampling import sample
 
-# Shape suffixes: B rows of the wave, T positions, V vocabulary.
+# Shape suffixes: B rows of the batch, T positions, V vocabulary.
+
+# What the batch's cache can hold. With windows it keeps all, and the mask hides what is outside.
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(slots=True)
 class _Row:
-    """One request of the wave, and what it has got so far."""
+    """One request, and what it has got so far. `uniform` are its random numbers, one per token."""
 
     request: GenerationRequest
     started: float
-    generator: torch.Generator | None  # of a request with a seed
+    uniform: npt.NDArray[np.float64]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     runs: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Wave:
-    """A batch in generation. `next_B1` are the tokens to feed; the cache holds all before them."""
-
-    rows: list[_Row]
-    next_B1: torch.Tensor
-    mask_BT: torch.Tensor
-    cache: Any
 
 
 class TransformersEngine:
@@ -66,10 +64,11 @@ class TransformersEngine:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the model in {directory} cannot be loaded: {reason}") from error
         self._model.to(device).eval().requires_grad_(False)
+        _use_grouped_attention(self._model, directory)
         self._device = device
         self._limit = max_in_flight
         self._tolerance = canary_tolerance
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = np.random.default_rng(seed)
         self._eos = frozenset(eos_ids(directory))
         self._context = int(self._model.config.max_position_embeddings)
         self._vocabulary = int(self._model.config.vocab_size)
@@ -82,7 +81,8 @@ class TransformersEngine:
             )
         self._version = 0
         self._queue: deque[_Row] = deque()
-        self._waves: list[_Wave] = []
+        self._rows: list[_Row] = []
+        self._cache = BatchCache()
 
     @property
     def weights_version(self) -> int:
@@ -92,27 +92,23 @@ class TransformersEngine:
     @property
     def in_flight(self) -> int:
         """Requests submitted and not yet returned by `step`."""
-        return len(self._queue) + self._active
-
-    @property
-    def _active(self) -> int:
-        return sum(len(wave.rows) for wave in self._waves)
+        return len(self._queue) + len(self._rows)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises EngineError if prompt and response do not fit the model's context."""
         check_request(request, vocabulary=self._vocabulary, context=self._context)
         seed = request.sampling.seed
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self._queue.append(_Row(request, time.perf_counter(), generator))
+        generator = self._generator if seed is None else np.random.Generator(np.random.Philox(seed))
+        self._queue.append(_Row(request, time.perf_counter(), generator.random(request.sampling.max_tokens)))
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
         """Advance all requests by about one token and return those that finished. [] when idle."""
-        free = self._limit - self._active
-        if self._queue and free >= max(1, self._limit // 2):
-            self._waves.append(self._start_wave(free))
-        finished = [generation for wave in self._waves for generation in self._advance(wave)]
-        self._waves = [wave for wave in self._waves if wave.rows]
+        finished: list[Generation] = []
+        if self._queue and self._limit - len(self._rows) >= max(1, self._limit // 8):
+            finished += self._admit()
+        if self._rows:
+            finished += self._advance()
         return finished
 
     def prepare(self, snapshot: Snapshot) -> None:
@@ -154,82 +150,69 @@ class TransformersEngine:
 
     # ------------------------------------------------------------ generation
 
-    def _start_wave(self, free: int) -> _Wave:
-        rows = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
-        longest = max(len(row.request.prompt_ids) for row in rows)
-        ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
-        mask_BT = torch.zeros_like(ids_BT)
-        for place, row in enumerate(rows):
-            length = len(row.request.prompt_ids)
-            ids_BT[place, longest - length :] = torch.from_numpy(row.request.prompt_ids.astype(np.int64))
-            mask_BT[place, longest - length :] = 1
-        return _Wave(rows, ids_BT.to(self._device), mask_BT.to(self._device), None)
+    def _admit(self) -> list[Generation]:
+        """Fill the free places from the queue; the prompts' pass gives the first tokens."""
+        before = len(self._rows)
+        rows = [self._queue.popleft() for _ in range(min(self._limit - before, len(self._queue)))]
+        lengths = [len(row.request.prompt_ids) for row in rows]
+        ids_BT = np.zeros((len(rows), max(lengths)), np.int64)
+        mask_BT = np.zeros_like(ids_BT)
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            ids_BT[place, -length:] = row.request.prompt_ids
+            mask_BT[place, -length:] = 1
+        positions_BT = torch.from_numpy((mask_BT.cumsum(-1) - 1).clip(min=0))
+        prompts = DynamicCache()
+        logits_BV = self._forward(torch.from_numpy(ids_BT), torch.from_numpy(mask_BT), positions_BT, prompts)
+        self._cache.join(prompts, lengths)
+        self._rows += rows
+        self._add_tokens(rows, logits_BV)
+        return self._retire()
 
-    def _advance(self, wave: _Wave) -> list[Generation]:
-        logits_BV = self._forward(wave)
-        tokens_B, logprobs_B = self._sample(wave.rows, logits_BV)
-        for row, token, logprob in zip(wave.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            append_version(row.runs, self._version, 1)
-        wave.next_B1 = tokens_B[:, None]
-        wave.mask_BT = torch.nn.functional.pad(wave.mask_BT, (0, 1), value=1)
-        return self._retire(wave)
+    def _advance(self) -> list[Generation]:
+        """One more token for every row."""
+        last_B1 = torch.tensor([row.tokens[-1:] for row in self._rows])
+        self._cache.make_column()
+        mask_BT, positions_B1 = self._cache.mask_and_positions(self._device)
+        logits_BV = self._forward(last_B1, mask_BT, positions_B1, self._cache)
+        self._cache.end += 1
+        self._add_tokens(self._rows, logits_BV)
+        return self._retire()
 
-    def _forward(self, wave: _Wave) -> torch.Tensor:
-        positions_BT = (wave.mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -wave.next_B1.shape[1] :]
+    def _forward(
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """Logits [B, V] after the last position, float32."""
         output = self._model(
-            input_ids=wave.next_B1,
-            attention_mask=wave.mask_BT,
-            position_ids=positions_BT,
-            past_key_values=wave.cache,
+            input_ids=ids_BT.to(self._device),
+            attention_mask=mask_BT.to(self._device),
+            position_ids=positions_BT.to(self._device),
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        wave.cache = output.past_key_values
         logits_BV: torch.Tensor = output.logits[:, -1].float()
         return logits_BV
 
-    def _sample(self, rows: list[_Row], logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and their log-probabilities under the distribution they were drawn from."""
-        settings = [row.request.sampling for row in rows]
-        temperature_B = torch.tensor([s.temperature for s in settings], device=self._device)
-        top_p_B = torch.tensor([s.top_p for s in settings], device=self._device)
-        greedy_B = temperature_B == 0
-        scaled_BV = logits_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]
-        if bool((top_p_B < 1).any()):
-            scaled_BV = torch.where(greedy_B[:, None], scaled_BV, keep_top_p(scaled_BV, top_p_B))
-        logprobs_BV = scaled_BV.log_softmax(-1)
-        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), inverse_cdf(logprobs_BV, self._uniform(rows)))
-        return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    def _add_tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> None:
+        uniform_B = torch.tensor([row.uniform[len(row.tokens)] for row in rows], dtype=torch.float64)
+        drawn = sample(logits_BV, [row.request.sampling for row in rows], uniform_B.to(self._device))
+        for row, token, logprob in zip(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            append_version(row.runs, self._version, 1)
 
-    def _uniform(self, rows: list[_Row]) -> torch.Tensor:
-        """One number in [0, 1) per row, from the request's own generator if it has a seed."""
-        uniform_B = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
-        for place, row in enumerate(rows):
-            if row.generator is not None:
-                uniform_B[place] = torch.rand(1, dtype=torch.float64, generator=row.generator)[0]
-        return uniform_B.to(self._device)
-
-    def _retire(self, wave: _Wave) -> list[Generation]:
-        """Take the finished rows out of the wave."""
-        reasons = [self._stop_reason(row) for row in wave.rows]
-        finished = [
-            _generation(row, reason) for row, reason in zip(wave.rows, reasons, strict=True) if reason is not None
-        ]
-        kept = [place for place, reason in enumerate(reasons) if reason is None]
-        if finished:
-            self._keep_rows(wave, kept)
+    def _retire(self) -> list[Generation]:
+        """Take the finished rows out of the batch."""
+        finished = []
+        # From the last: the one that takes a free number is then never one that has yet to be looked at.
+        for place in reversed(range(len(self._rows))):
+            row = self._rows[place]
+            if (reason := self._stop_reason(row)) is not None:
+                finished.append(_generation(row, reason))
+                self._cache.leave(place)
+                self._rows[place] = self._rows[-1]
+                self._rows.pop()
         return finished
-
-    def _keep_rows(self, wave: _Wave, kept: list[int]) -> None:
-        wave.rows = [wave.rows[place] for place in kept]
-        if not kept:
-            return
-        indices = torch.tensor(kept, device=self._device)
-        wave.next_B1 = wave.next_B1[indices]
-        wave.mask_BT = wave.mask_BT[indices]
-        wave.cache.batch_select_indices(indices)
 
     def _stop_reason(self, row: _Row) -> str | None:
         if row.tokens[-1] in self._eos:
@@ -252,19 +235,16 @@ class TransformersEngine:
         return scores
 
 
-def keep_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Logits with all tokens outside the nucleus (Holtzman et al. 2020) at minus infinity."""
-    sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
-    before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
-    outside_BV = before_BV >= top_p_B[:, None]
-    return logits_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), float("-inf"))
-
-
-def inverse_cdf(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """The token whose part of [0, 1) holds the number: exact, and never one of probability 0."""
-    cdf_BV = logprobs_BV.double().exp().cumsum(-1)
-    target_B1 = (uniform_B * cdf_BV[:, -1])[:, None]
-    return torch.searchsorted(cdf_BV, target_B1, right=True)[:, 0]
+def _use_grouped_attention(model: Any, directory: Path) -> None:
+    """Raises ConfigError for a model whose state is not the keys and values of attention."""
+    if other := set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES:
+        raise ConfigError(
+            f"the model in {directory} has layers of type {min(other)!r}, which this engine cannot batch: "
+            'use search.engine = "vllm"'
+        )
+    # A model that has no sdpa, for its attention has more to it, keeps what it has.
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED)
 
 
 def _copy(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,200 @@
+"""Tokens per CPU second of the Transformers engine against `model.generate` in groups, and its continuous batching.
+
+    python -m benchmarks.transformers_engine [--model small|large|both] [--rounds 3] [--requests 256] [--profile]
+
+All answer the same requests, 256 of them, on one thread of a CPU: prompts of 8 to 64 tokens, and for each request a
+number of tokens to generate, geometric with mean 60, at most 256. `generate` takes them in groups of 64, left-padded,
+and runs until the longest of a group is done; the engine has 64 places and all requests in its queue. All sample at
+temperature 1; `generate` is not asked for log-probabilities, which the engine always gives. The third is transformers'
+own `ContinuousBatchingManager` with 64 places and log-probabilities. All run in turns, in one process.
+
+The end is in the figures: the engine's last responses run in an ever emptier batch, as a searcher's never do.
+"""
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.table import print_table
+from tba.searcher.engine import GenerationRequest, SamplingSettings
+
+if TYPE_CHECKING:
+    from tba.searcher.engine_transformers import TransformersEngine
+
+IN_FLIGHT = 64
+MEAN_TOKENS = 60
+MAX_TOKENS = 256
+CONTEXT = 512
+
+SHAPES = {
+    "small": {
+        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 2048,
+    },
+    "large": {
+        "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "vocab_size": 16_000,
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    options = _options()
+    rows = []
+    for name in SHAPES if options.model == "both" else [options.model]:
+        with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+            rows.append(measure(name, Path(folder), options))
+    headings = [
+        "model", "parameters", "generate, tokens/CPU s", "its continuous batching", "engine", "engine / generate",
+        "lowest", "highest", "engine / continuous",
+    ]  # fmt: skip
+    title = f"{options.requests} requests, {IN_FLIGHT} in flight, medians of {options.rounds} rounds"
+    print_table(title, headings, rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="the Transformers engine against model.generate")
+    parser.add_argument("--model", choices=[*SHAPES, "both"], default="both", help="1 M or 20 M parameters")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--requests", type=int, default=256, help="requests of a turn")
+    parser.add_argument("--profile", action="store_true", help="also say where the engine's time goes")
+    return parser.parse_args()
+
+
+def measure(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
+    """One row of the table."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tba.searcher.engine_transformers import TransformersEngine
+
+    torch.set_num_threads(1)
+    make_model(name, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine = TransformersEngine(
+        str(folder), dtype="float32", device="cpu", max_in_flight=IN_FLIGHT, seed=0, canary_tolerance=1e-3
+    )
+    requests = make_requests(options.requests, SHAPES[name]["vocab_size"])
+    ways: list[Callable[[Sequence[GenerationRequest]], int]] = [
+        lambda asked: by_generate(model, asked),
+        lambda asked: by_continuous_batching(model, asked),
+        lambda asked: by_engine(engine, asked),
+    ]
+    for answer in ways:
+        answer(requests[:8])
+    rounds = []
+    for _ in range(options.rounds):
+        rounds.append([rate(answer, requests) for answer in ways])
+        print(
+            f"{name}: {', '.join(f'{number:,.0f}' for number in rounds[-1])} tokens/CPU s", file=sys.stderr, flush=True
+        )
+    if options.profile:
+        profile(lambda: by_engine(engine, requests))
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    rates = [f"{statistics.median(of_one):,.0f}" for of_one in zip(*rounds, strict=True)]
+    ratios = [ours / theirs for theirs, _, ours in rounds]
+    last = statistics.median(ours / theirs for _, theirs, ours in rounds)
+    shown = [f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios), last)]
+    return [name, f"{millions:.1f} M", *rates, *shown]
+
+
+def make_model(name: str, folder: Path) -> None:
+    """A random Llama that never ends a response itself."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    special = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    config = LlamaConfig(tie_word_embeddings=True, max_position_embeddings=CONTEXT, **(SHAPES[name] | special))
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_requests(count: int, vocabulary: int) -> list[GenerationRequest]:
+    """The requests that all answer."""
+    random = np.random.default_rng(0)
+    tokens = np.minimum(random.geometric(1 / MEAN_TOKENS, count), MAX_TOKENS).tolist()
+    return [
+        GenerationRequest(
+            number,
+            random.integers(1, vocabulary, random.integers(8, 65)).astype(np.int32),
+            SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=length, seed=number),
+        )
+        for number, length in enumerate(tokens)
+    ]
+
+
+def rate(answer: Callable[[Sequence[GenerationRequest]], int], requests: Sequence[GenerationRequest]) -> float:
+    """Tokens per second of processor time, all threads: other work on the machine does not change it much."""
+    start = time.process_time()
+    tokens = answer(requests)
+    return tokens / (time.process_time() - start)
+
+
+def by_engine(engine: "TransformersEngine", requests: Sequence[GenerationRequest]) -> int:
+    """Answer all with the engine. Returns the number of tokens."""
+    for request in requests:
+        engine.submit(request)
+    tokens = 0
+    while engine.in_flight:
+        tokens += sum(len(generation.response_ids) for generation in engine.step())
+    return tokens
+
+
+def by_generate(model: Any, requests: Sequence[GenerationRequest]) -> int:
+    """Answer all with `model.generate`. Returns the number of tokens that were asked for."""
+    import torch
+
+    for first in range(0, len(requests), IN_FLIGHT):
+        group = requests[first : first + IN_FLIGHT]
+        longest = max(len(request.prompt_ids) for request in group)
+        ids = torch.zeros(len(group), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(group):
+            ids[row, longest - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids.astype(np.int64))
+            mask[row, longest - len(request.prompt_ids) :] = 1
+        count = max(request.sampling.max_tokens for request in group)
+        # top_k is 50 unless told: it would sample from another distribution, and sort for it.
+        out = model.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=count)
+        assert out.shape == (len(group), longest + count)
+    return sum(request.sampling.max_tokens for request in requests)
+
+
+def by_continuous_batching(model: Any, requests: Sequence[GenerationRequest]) -> int:
+    """Answer all with the paged cache of transformers, sized so that nothing waits for pages. Returns the tokens."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    generation = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+    config = ContinuousBatchingConfig(
+        return_logprobs=True, max_requests_per_batch=IN_FLIGHT, max_batch_tokens=512, page_size=16,
+        num_blocks=IN_FLIGHT * CONTEXT // 16,
+    )  # fmt: skip
+    tokens = finished = 0
+    with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
+        for request in requests:
+            manager.add_request(request.prompt_ids.tolist(), max_new_tokens=request.sampling.max_tokens)
+        while finished < len(requests):
+            output = manager.get_result(timeout=1)
+            if output is not None and output.is_finished():
+                finished += 1
+                tokens += len(output.generated_tokens)
+    return tokens
+
+
+def profile(run: Callable[[], int]) -> None:
+    """Print the functions that take the most time."""
+    profiler = cProfile.Profile()
+    profiler.runcall(run)
+    pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()

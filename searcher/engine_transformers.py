@@ -105,10 +105,11 @@ class TransformersEngine:
     def step(self) -> list[Generation]:
         """Advance all requests by about one token and return those that finished. [] when idle."""
         finished: list[Generation] = []
-        if self._queue and self._limit - len(self._rows) >= max(1, self._limit // 8):
-            finished += self._admit()
         if self._rows:
             finished += self._advance()
+        # After the others: whoever joins gets one token in this step, too, and places that are free now are taken.
+        if self._queue and self._limit - len(self._rows) >= max(1, self._limit // 8):
+            finished += self._admit()
         return finished
 
     def prepare(self, snapshot: Snapshot) -> None:

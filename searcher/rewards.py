@@ -99,6 +99,7 @@ class Scorer:
     def done(self) -> list[Scored]:
         """What is scored by now. Never blocks. Raises TaskError if a worker cannot load the task."""
         for index, worker in enumerate(self._workers):
+            _flush(worker)
             self._receive(worker)
             if trouble := self._trouble(worker):
                 self._bury(worker, trouble)
@@ -133,7 +134,9 @@ class Scorer:
             )
         ours.setblocking(False)
         settings = {"task": self._config.model_dump(mode="json"), "memory_mib": self._config.reward_memory_mib}
-        return _Worker(process, ours, bytearray(msgpack.packb(settings)), time.monotonic())
+        worker = _Worker(process, ours, bytearray(msgpack.packb(settings)), time.monotonic())
+        _flush(worker)  # it loads the task while the engine starts, which may take minutes
+        return worker
 
     def _deal(self) -> None:
         for worker in self._workers:
@@ -193,9 +196,11 @@ def _fields(item: Item) -> list[Any]:
 
 
 def _flush(worker: _Worker) -> None:
+    """Send what the worker takes. It cannot answer what it has not got: its time runs from the last byte on."""
     with contextlib.suppress(BlockingIOError, ConnectionError):
         while worker.outbox:
             del worker.outbox[: worker.channel.send(worker.outbox)]
+            worker.progress_at = time.monotonic()
 
 
 def _kill(worker: _Worker) -> None:

@@ -1,8 +1,11 @@
 """Rewards that misbehave, in real worker processes: each fails alone, and the others get their rewards."""
 
 import os
+import select
+import socket
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from tba.common.config import TaskSection
@@ -58,3 +61,9 @@ def test_every_misdeed_fails_alone_and_the_rest_of_its_batch_is_scored(scorer):
 def test_a_task_that_cannot_be_imported_is_a_sentence():
     with pytest.raises(TaskError, match="no_such_module:task cannot be loaded"):
         load_task(TaskSection(name="no_such_module:task"))
+
+
+def test_workers_load_their_task_while_nobody_asks_for_answers_as_while_an_engine_starts(scorer):
+    for worker in scorer._workers:
+        assert select.select([worker.channel], [], [], 60)[0]
+        assert worker.channel.recv(64, socket.MSG_PEEK) == msgpack.packb("ready")

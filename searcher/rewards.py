@@ -172,7 +172,8 @@ class Scorer:
             trouble = f"the worker did not start within {_START_SECONDS:g} s"
         else:
             return None
-        if not worker.ready:
+        # SIGKILL came from outside: where memory is short, workers go first, and the next one may find some.
+        if not worker.ready and code != -signal.SIGKILL:
             raise TaskError(f"task {self._config.name}: {trouble} while it loaded the task, see its output above")
         return trouble
 

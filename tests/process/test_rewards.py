@@ -67,3 +67,11 @@ def test_workers_load_their_task_while_nobody_asks_for_answers_as_while_an_engin
     for worker in scorer._workers:
         assert select.select([worker.channel], [], [], 60)[0]
         assert worker.channel.recv(64, socket.MSG_PEEK) == msgpack.packb("ready")
+
+
+def test_a_worker_that_is_killed_while_it_loads_the_task_is_replaced(scorer):
+    killed = scorer._workers[0].process
+    killed.kill()
+    killed.wait()
+    assert [scored.error for scored in score_all(scorer, ["good"] * 3)] == [None] * 3
+    assert killed not in [worker.process for worker in scorer._workers]

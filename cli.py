@@ -274,7 +274,7 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     if (device := resolved.config.search.gpus) != CPU:
-        pin(choose_gpus(device, list_gpus())[:1])
+        pin(choose_gpus(device, list_gpus())[: resolved.config.search.tensor_parallel])
         device = "cuda"
     need("torch", "train")
     from dataclasses import asdict

@@ -49,7 +49,8 @@ def copy_file(source: Path, target: Path) -> None:
             if error.errno not in _NO_KERNEL_COPY:
                 raise
             reader.seek(0)
-            writer.truncate(0)
+            writer.seek(0)
+            writer.truncate()
             shutil.copyfileobj(reader, writer, _HASH_CHUNK_BYTES)
 
 

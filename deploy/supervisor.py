@@ -95,9 +95,11 @@ class Supervisor:
         self.children = list(children)
         self._launch = launch
         self._guard = SessionGuard()
+        self._not_ours: frozenset[int] = frozenset()  # children that were there before
         self._notices = {child.name: NotifySocket() for child in children}
 
     def __enter__(self) -> Self:
+        self._not_ours = frozenset(child_pids())
         adopt_orphans()
         return self
 
@@ -213,7 +215,7 @@ class Supervisor:
     def _reap_orphans(self, *, kill: bool = False) -> None:
         """Take the exit codes of adopted processes; `kill` those that are in no running child's session."""
         living = {child.pid for child in self.children if child.pid}
-        known = living | ({self._guard.pid} if self._guard.pid else set())
+        known = living | self._not_ours | ({self._guard.pid} if self._guard.pid else set())
         deadline = time.monotonic() + _ORPHANS_SECONDS  # one that hangs in a driver does not die before that returns
         while orphans := child_pids() - known:
             # What a doomed one has started becomes ours when it ends, so again until there is none.

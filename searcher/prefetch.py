@@ -63,7 +63,8 @@ class Prefetcher:
         with self._changed:
             if self._failure is not None:
                 raise SnapshotError(f"weights are prepared no more: {self._failure}") from self._failure
-            if ref == self._busy_with:
+            ready = self._result is not None and self._result.ref == ref  # since the last `take`
+            if ready or ref == self._busy_with:
                 self._wanted = None
             elif self._wanted is None or self._wanted[0] != ref:
                 self._wanted = (ref, anew)
@@ -134,11 +135,17 @@ class Prefetcher:
             # An engine readies one snapshot at a time, and a swap would have to wait for it.
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or not (self._swapping or self._result))
+            if self._closing:  # the engine is about to go, or has failed
+                held.release()
+                return None
             if self.make_ready is not None:
                 snapshot = self.make_ready(snapshot, anew)
         except SnapshotError as error:
             held.release()
             return Prepared(ref, None, None, error, time.perf_counter() - started)
+        except BaseException:
+            held.release()
+            raise
         return Prepared(ref, snapshot, held, None, time.perf_counter() - started)
 
     def _is_wanted(self) -> bool:

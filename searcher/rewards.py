@@ -8,8 +8,8 @@ for a while, is started again after a pause; only a task that does not load, or 
 """
 
 import contextlib
+import multiprocessing.connection
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -106,6 +106,7 @@ class Scorer:
     def done(self) -> list[Scored]:
         """What is scored by now. Never blocks. Raises TaskError if a worker cannot load the task."""
         for worker in list(self._workers):
+            _flush(worker)
             self._receive(worker)
             if trouble := self._trouble(worker):
                 self._bury(worker, trouble)
@@ -117,7 +118,7 @@ class Scorer:
     def wait(self, seconds: float) -> list[Scored]:
         """Like `done`, after something came from a worker or `seconds` passed."""
         if not self._answers and self._config.reward_workers:
-            select.select([worker.channel for worker in self._workers], [], [], seconds)
+            multiprocessing.connection.wait([worker.channel for worker in self._workers], seconds)
         return self.done()
 
     def close(self) -> None:
@@ -146,7 +147,9 @@ class Scorer:
         self._guard.add(process.pid)
         ours.setblocking(False)
         settings = {"task": self._config.model_dump(mode="json"), "memory_mib": self._config.reward_memory_mib}
-        return _Worker(process, ours, bytearray(msgpack.packb(settings)), time.monotonic())
+        worker = _Worker(process, ours, bytearray(msgpack.packb(settings)), time.monotonic())
+        _flush(worker)  # it loads the task while the engine starts, which may take minutes
+        return worker
 
     def _deal(self) -> None:
         for worker in self._workers:
@@ -236,6 +239,8 @@ def _fields(item: Item) -> list[Any]:
 
 
 def _flush(worker: _Worker) -> None:
+    """Send what the worker takes. It cannot answer what it has not got: its time runs from the last byte on."""
     with contextlib.suppress(BlockingIOError, ConnectionError):
         while worker.outbox:
             del worker.outbox[: worker.channel.send(worker.outbox)]
+            worker.progress_at = time.monotonic()

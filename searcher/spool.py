@@ -204,12 +204,20 @@ class Spool:
         return None
 
     def acknowledge(self, place: Place) -> None:
-        """The put of this record is in the database: a segment without any other goes."""
+        """The put of this record is in the database: a segment without any other goes, the current one if it is full.
+
+        That is now and not at the next append, which a full spool would never see.
+        """
         segment = self._segments[place.segment]
         segment.unacknowledged -= 1
-        if not segment.unacknowledged and place.segment != self._current:
+        if segment.unacknowledged:
+            return
+        if place.segment != self._current or self._file is None:
             self._path(place.segment).unlink(missing_ok=True)
             del self._segments[place.segment]
+        elif segment.bytes >= self._segment_bytes:
+            os.ftruncate(self._file, 0)
+            segment.bytes = 0
 
     def close(self) -> None:
         """Leave what is not acknowledged to the next searcher; if that is nothing, leave no directory."""
@@ -221,14 +229,10 @@ class Spool:
         self._lock.close()
 
     def _open_segment(self) -> tuple[int, _Segment]:
-        """The segment to append to: the current one, the current one emptied, or a new one."""
+        """The segment to append to: the current one, or a new one."""
         segment = self._segments.get(self._current)
         if self._file is not None and segment is not None:
             if segment.bytes < self._segment_bytes:
-                return self._file, segment
-            if not segment.unacknowledged:
-                os.ftruncate(self._file, 0)
-                segment.bytes = 0
                 return self._file, segment
             os.close(self._file)
             self._file = None

@@ -1,8 +1,11 @@
 """Rewards that misbehave, in real worker processes: each fails alone, and the others get their rewards."""
 
 import os
+import select
+import socket
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from tba.common.config import TaskSection
@@ -87,4 +90,12 @@ def test_without_workers_the_searcher_scores_at_once(hostile):
         scorer.submit(ticket, prompt, text, True)
     assert [(scored.reward.total, scored.error) for scored in scorer.done()] == [(1.0, None), (0.0, MISDEEDS["raises"])]
     assert scorer.waiting == 0
+    scorer.close()
+
+
+def test_workers_load_their_task_while_nobody_asks_for_answers_as_while_an_engine_starts(hostile):
+    scorer = make_scorer("HostileTask")
+    for worker in scorer._workers:
+        assert select.select([worker.channel], [], [], 60)[0]
+        assert worker.channel.recv(64, socket.MSG_PEEK) == msgpack.packb("ready")
     scorer.close()

@@ -106,6 +106,14 @@ def test_the_spool_is_full_at_its_limit_and_is_not_when_a_part_is_acknowledged(s
     ]
 
 
+def test_a_record_larger_than_the_spool_fills_it_only_until_it_is_acknowledged(spool):
+    place = spool.append(record(1, spool.limit_bytes + 1))
+    assert spool.is_full
+    spool.acknowledge(place)
+    assert not spool.is_full
+    assert spool.read(spool.append(record(2))) == record(2)
+
+
 def test_what_the_disk_refuses_leaves_the_spool_as_it_was(spool, monkeypatch):
     good = spool.append(record(1))
     real = os.pwritev

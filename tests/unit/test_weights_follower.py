@@ -117,6 +117,28 @@ def test_the_files_that_serve_are_kept_and_those_before_let_go(lab, follower):
     assert (follower.weights._held.path / WEIGHTS).is_file()
 
 
+def test_what_became_ready_between_taking_and_wanting_is_not_prepared_again(lab, follower):
+    newest = lab.publish(0)
+    follower.weights.follow(newest)
+    assert follower.prefetcher.wait(20)
+    follower.prefetcher.want(newest, anew=False)
+    assert follower.prefetcher._wanted is None
+    assert follower.settle(newest)
+    assert len(follower.engine.given) == 1
+
+
+def test_what_is_ready_only_at_the_end_is_not_handed_to_the_engine(lab, follower):
+    asked = []
+    follower.prefetcher.make_ready = lambda snapshot, anew: asked.append(snapshot) or snapshot
+    first, second = lab.publish(0), lab.publish(1)
+    follower.weights.follow(first)
+    assert follower.prefetcher.wait(20)
+    follower.prefetcher.want(second, anew=False)
+    follower.weights.close()
+    assert not follower.prefetcher._thread.is_alive()
+    assert len(asked) == 1
+
+
 def test_closing_does_not_wait_for_a_trainer_that_is_away(lab, follower):
     away = lab.publish(0).model_copy(update={"path": "/nowhere/v00000000", "address": "tcp://127.0.0.1:9"})
     follower.weights.follow(away)

@@ -154,10 +154,8 @@ def fleet_line(states: Sequence[SearcherState], status: Status | None) -> str:
     parts += [trouble for state in states if (trouble := state.trouble())]
     if status is None:
         return "; ".join([*parts, "the buffer does not answer"])
-    labels = {state.sender: state.label for state in states}
-    ours = {
-        labels[name]: client for client in searchers(status) if (name := client.sender.rpartition(".")[0]) in labels
-    }
+    told = {client.sender.rpartition(".")[0]: client for client in searchers(status)}
+    ours = {state.label: told[state.sender] for state in states if state.sender in told}
     return "; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours)])
 
 

@@ -35,7 +35,7 @@ from tba.searcher.engine import (
     in_vocabulary,
 )
 from tba.searcher.snapshot_checks import Mismatch, check_snapshot, prove, tensor_shapes
-from tba.searcher.swap_ladder import NotTaken, SwapLadder, Weights
+from tba.searcher.swap_ladder import EXCHANGE, NotTaken, SwapLadder, Weights
 from tba.searcher.vllm_start import for_platform, import_vllm, leave_process_groups, start_vllm
 
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
@@ -149,6 +149,11 @@ class VllmEngine:
         Raises SnapshotError if it is no snapshot of this model.
         """
         self._require_working()
+        if self._ladder.way == EXCHANGE:
+            # oneDNN has one scratch memory for all threads of a process: a product that proves a packed copy, beside
+            # a step of the engine, gave wrong numbers or a segmentation fault. So it waits for the pause.
+            self._check(snapshot)
+            return
         self._ladder.prepare(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:

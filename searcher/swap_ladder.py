@@ -26,6 +26,7 @@ log = get_logger(__name__)
 
 _POLL_SECONDS = 0.01
 RELOAD = "reload"  # the way of a model whose tensors were not found in the engine: rung 2 is all there is
+EXCHANGE = "exchange"  # packed copies are made anew and take the places of the old ones
 
 
 class NotTaken(SnapshotError):

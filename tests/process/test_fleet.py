@@ -1,5 +1,6 @@
 """`tba search` with several searchers: real processes on the CPU, ended and killed in every way."""
 
+import contextlib
 import json
 import os
 import re
@@ -70,8 +71,12 @@ def wait_for_output(tmp_path: Path, pattern: str) -> None:
 
 def searchers_of(fleet: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
     """The searchers by their index."""
-    children = [child for child in psutil.Process(fleet.pid).children() if "--index" in child.cmdline()]
-    return {child.cmdline()[-1]: child for child in children}
+    found = {}
+    for child in psutil.Process(fleet.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "--index" in (command := child.cmdline()):
+                found[command[-1]] = child
+    return found
 
 
 def descendants(fleet: subprocess.Popen[bytes]) -> list[psutil.Process]:

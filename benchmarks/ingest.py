@@ -4,7 +4,11 @@ The bare loop inserts rows that lie ready as Python tuples with `executemany` in
 indexes, with as many rows in a transaction, the same page and cache size, SQLite's own checkpoints and
 synchronous=FULL: the best that this disk and SQLite give to one Python process. The server does the same after it has
 received the rows from other processes, decoded and checked them, hashed the responses and entered them into its
-sampling index; and it acknowledges them after the commit and its sync. Producers share the machine's cores with it.
+sampling index; and it acknowledges them after the commit and its sync.
+
+Producers stand for searchers on other machines but share this one's cores with the server. So they take as little of
+them as they can: what they put lies ready as bytes, as in a searcher's spool, and few processes hold all of them,
+since a process that wakes up for one acknowledgement finds cold caches and costs twice as much.
 """
 
 import contextlib
@@ -17,6 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
@@ -33,16 +38,16 @@ from tba.common.client import BufferClient
 from tba.common.trajectory import Trajectory, pack
 
 GROUP = 16  # trajectories in one put: S samples of a prompt
-IN_FLIGHT = 32  # puts that a producer has under way
+IN_FLIGHT = 128  # puts under way, of all producers together; at most 32 and at least 2 of each
 PROMPTS = 1024
 DISTINCT = 512  # payloads of the bare loop, and of each producer
-PROCESSES = 8  # at most; more producers than that share processes
+PROCESSES = 2  # at most; more producers than that share processes
 ROUNDS = 3  # bare loop and server take turns, so that both see the same weather
 
 
 def main() -> None:
     rows = []
-    for kib, count in ((4, 24_576), (64, 3_072)):
+    for kib, count in ((4, 49_152), (64, 6_144)):
         for producers in (1, 8, 64):
             rates = [measure(kib << 10, producers, count) for _ in range(ROUNDS)]
             bare, served = (statistics.median(column) for column in zip(*rates, strict=True))
@@ -170,7 +175,7 @@ class Load:
         context = multiprocessing.get_context("spawn")
         self._latencies = context.SimpleQueue()
         self._barrier = context.Barrier(count + 1)
-        each = (producers // count, rows, row_bytes, rate / count, self._barrier, self._latencies)
+        each = (producers // count, producers, rows, row_bytes, rate / count, self._barrier, self._latencies)
         self.processes = [context.Process(target=produce, args=(address, n, *each), daemon=True) for n in range(count)]
 
     def start(self) -> float:
@@ -220,6 +225,7 @@ def produce(
     address: str,
     number: int,
     clients: int,
+    producers: int,
     rows: int,
     row_bytes: int,
     rate: float,
@@ -228,18 +234,18 @@ def produce(
 ) -> None:
     """Several clients, a thread each, that put groups, a few at a time, until `rows` of each are acknowledged.
 
-    The groups are made before: a searcher makes them on another machine. `rate` is rows per second of this
-    process, 0 for as fast as it goes.
+    There are `producers` in all processes. `rate` is rows per second of this process, 0 for as fast as it goes.
     """
     groups = [packed(row_bytes, number * 1000 + n) for n in range(DISTINCT // GROUP)]
-    producers = [Producer(address, f"producer{number}-{n}", groups) for n in range(clients)]
-    threads = [threading.Thread(target=producer.run, args=(rows, rate / clients)) for producer in producers]
+    window = min(32, max(2, IN_FLIGHT // producers))
+    mine = [Producer(address, f"producer{number}-{n}", groups, rows, window) for n in range(clients)]
+    threads = [threading.Thread(target=producer.run, args=(rate / clients,)) for producer in mine]
     barrier.wait()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    latencies.put([seconds for producer in producers for seconds in producer.latencies])
+    latencies.put([seconds for producer in mine for seconds in producer.latencies])
 
 
 def packed(row_bytes: int, number: int) -> tuple[wire.Rows, list[bytes]]:
@@ -249,35 +255,41 @@ def packed(row_bytes: int, number: int) -> tuple[wire.Rows, list[bytes]]:
 
 
 class Producer:
-    """One sender, with its puts under way."""
+    """One sender. What it will put is encoded when it is made; `window` puts are under way at once."""
 
-    def __init__(self, address: str, name: str, groups: Sequence[tuple[wire.Rows, list[bytes]]]) -> None:
-        self.client = BufferClient(address, role="searcher", name=f"{name}-{os.getpid()}")
-        self.client.call(wire.Hello(host="bench", pid=os.getpid(), software="bench"), wire.Welcome, deadline_seconds=20)
-        self._groups = itertools.cycle(groups)
+    def __init__(
+        self, address: str, name: str, groups: Sequence[tuple[wire.Rows, list[bytes]]], rows: int, window: int
+    ) -> None:
+        self._client = BufferClient(address, role="searcher", name=f"{name}-{os.getpid()}")
+        hello = wire.Hello(host="bench", pid=os.getpid(), software="bench")
+        self._client.call(hello, wire.Welcome, deadline_seconds=20)
+        self._puts = deque(
+            self._client.encode(wire.PutTrajectories(first_sequence=first, rows=columns), frames)
+            for first, (columns, frames) in zip(range(0, rows, GROUP), itertools.cycle(groups), strict=False)
+        )
+        self._window = window
         self._sent_at: dict[int, float] = {}
         self.latencies: list[float] = []
 
-    def run(self, rows: int, rate: float) -> None:
-        """Put `rows` trajectories, and wait until all are acknowledged."""
-        sent, due = 0, time.perf_counter()
-        while sent < rows or self._sent_at:
+    def run(self, rate: float) -> None:
+        """Put everything, at `rate` rows per second unless that is 0, and wait until all is acknowledged."""
+        due = time.perf_counter()
+        while self._puts or self._sent_at:
             now = time.perf_counter()
-            if sent < rows and len(self._sent_at) < IN_FLIGHT and now >= due:
-                self._put(sent)
-                sent += GROUP
+            if self._puts and len(self._sent_at) < self._window and now >= due:
+                self._put()
                 due += GROUP / rate if rate else 0.0
             else:
-                self._take(min(1.0, due - now) if rate and sent < rows and due > now else 1.0)
-        self.client.close()
+                self._take(min(1.0, due - now) if rate and self._puts and due > now else 1.0)
+        self._client.close()
 
-    def _put(self, first_sequence: int) -> None:
-        rows, frames = next(self._groups)
-        id_ = self.client.post(wire.PutTrajectories(first_sequence=first_sequence, rows=rows), frames)
+    def _put(self) -> None:
+        id_, encoded = self._puts.popleft()
         self._sent_at[id_] = time.perf_counter()
+        self._client.post_encoded(id_, encoded)
 
     def _take(self, timeout_seconds: float) -> None:
-        for reply in self.client.poll(timeout_seconds):
+        for reply in self._client.poll(timeout_seconds):
             assert isinstance(reply.message, wire.PutAck), reply.message
             self.latencies.append(time.perf_counter() - self._sent_at.pop(reply.header.id))
 

@@ -98,5 +98,5 @@ class Mailbox:
             arrival = self._others.popleft()
             group.append(arrival)
             rows += len(arrival.put) if arrival.put else 1
-            size += arrival.bytes
+            size += sum(arrival.put.payload_bytes) if arrival.put else 0
         return group

@@ -86,6 +86,7 @@ class BufferServer:
         if replies:
             state = self._service.state()
             self._syncer.add([(reply.peer, self._encode(reply, state)) for reply in replies])
+        self._restart_log()
 
     def _due(self, arrived: list[Arrival]) -> list[Arrival]:
         """What to try now: if something has changed, all that waits; else only those whose time is over."""
@@ -132,7 +133,6 @@ class BufferServer:
         reads_batch = any(isinstance(item.request.message, SampleBatch) for item in group)
         with self._network.decoding if reads_batch else contextlib.nullcontext(), self._store.transaction():
             outcomes = [self._outcome(item) for item in group]
-        self._restart_log()
         self._service.note_commit(time.perf_counter() - started)
         for item, outcome in zip(group, outcomes, strict=True):
             if isinstance(outcome, Answer) and isinstance(outcome.message, PutAck):

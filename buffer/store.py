@@ -373,16 +373,21 @@ class Store:
 
     def flush(self) -> None:
         """Write what was added, so that queries of this transaction see it."""
-        self._insert("trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
-        self._insert("payloads", _PAYLOAD_COLUMNS, self._new_payloads)
+        self._insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
+        self._insert("OR ROLLBACK", "payloads", _PAYLOAD_COLUMNS, self._new_payloads)
         self._written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
         self._insert_references(self._new_references)
         self._new_rows, self._new_payloads, self._new_references = [], [], []
 
     def _insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
-        self._insert("reference_logprobs", ("trajectory", "reference", "logprob"), rows, conflict="OR IGNORE")
+        self._insert("OR IGNORE", "reference_logprobs", ("trajectory", "reference", "logprob"), rows)
 
-    def _insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, conflict: str = "") -> None:
+    def _insert(self, conflict: str, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Insert many rows at once.
+
+        What SQLite does by itself in a conflict, ABORT, undoes one statement: for that it would copy every page that
+        the statement touches, as many bytes as it writes. A transaction here holds whole or not at all anyway.
+        """
         start = 0
         for size in _INSERT_SIZES:
             while len(rows) - start >= size:
@@ -433,7 +438,7 @@ class Store:
         )
         slots = [entry for group in groups for entry in group]
         rows = [(run.id, step, slot, entry.id, stale_from - entry.step) for slot, entry in enumerate(slots)]
-        self._insert("consumption_rows", _CONSUMPTION_COLUMNS, rows)
+        self._insert("OR ROLLBACK", "consumption_rows", _CONSUMPTION_COLUMNS, rows)
 
     def overlay(self, run: Run, past: Path, past_run: int, newest: int) -> None:
         """See the trajectories and prompts of a run in another database in place of our own, up to an id.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class FreshPrompts:
-    """The prompts with `need` entries of at least a step, one of them never trained on.
+    """The prompts with `need` entries of at least a step, one of them never taken for a batch.
 
     Nothing is done while nobody asks. The least step only grows (it follows the optimiser): then members are
     looked at again, and nobody else can have become one. A smaller one looks at every prompt.

@@ -1,6 +1,6 @@
 """The sampling index: what can be sampled, in memory, rebuilt from the database at start.
 
-    put ──► live ──► trained ──► (over a cap of `Limits`, or an identical newer one) out of sampling
+    put ──► live ──► taken ──► (over a cap of `Limits`, or an identical newer one) out of sampling
                                   the row stays in the database for ever
 
 Invariant: the index is a function of the history in the order of its ids and of the limits alone. So after
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tba.buffer.changes import Changes
 from tba.buffer.fresh import FreshPrompts
 from tba.buffer.remover import Limits, keyed_hash, surplus
-from tba.buffer.slots import GONE, NONE, TRAINED, Slots, moved
+from tba.buffer.slots import GONE, NONE, TAKEN, Slots, moved
 
 if TYPE_CHECKING:
     from tba.buffer.prompt_board import PromptBoard
@@ -39,7 +39,7 @@ class Entry:
     step: int
     reward: float
     dedup_hash: int
-    trained: bool = False
+    taken: bool = False
     payload_bytes: int = 0
 
 
@@ -88,13 +88,13 @@ class SamplingIndex:
         if self.slots.wants_squeeze(self._rows):
             self.squeeze()
 
-    def mark_trained(self, ids: Iterable[int]) -> None:
-        """Remember that these were trained on. Ids that left sampling are ignored."""
+    def mark_taken(self, ids: Iterable[int]) -> None:
+        """Remember that these were taken for a batch. Ids that left sampling are ignored."""
         for id_ in ids:
             slot = self.slots.find(id_)
             if slot == NONE or self.slots.state[slot] == GONE:
                 continue
-            self.slots.state[slot] = TRAINED
+            self.slots.state[slot] = TAKEN
             for follower in self._followers.values():
                 follower.note(self.slots.place[slot])
 
@@ -133,7 +133,7 @@ class SamplingIndex:
             slots.step[slot],
             slots.reward[slot],
             slots.dedup[slot],
-            slots.state[slot] == TRAINED,
+            slots.state[slot] == TAKEN,
             slots.size[slot],
         )
 
@@ -146,7 +146,7 @@ class SamplingIndex:
         return [self.entry(slot) for slot in self.group(self._place(prompt))]
 
     def fresh_prompts(self, min_step: int, need: int = 1) -> frozenset[int]:
-        """Prompts with `need` entries of at least this policy step, one of them never trained on.
+        """Prompts with `need` entries of at least this policy step, one of them never taken for a batch.
 
         Costs what changed since the last call, and as many prompts as it returns when `min_step` moved.
         """
@@ -178,8 +178,8 @@ class SamplingIndex:
         slots = self.slots
         size = 0 if self.limits.max_bytes is None else entry.payload_bytes
         slot = slots.append(entry.id, place, entry.step, entry.reward, entry.dedup_hash, size, bit)
-        if entry.trained:
-            slots.state[slot] = TRAINED
+        if entry.taken:
+            slots.state[slot] = TAKEN
         if slots.key is not None:
             slots.key.append(keyed_hash(self.limits.seed, entry.id))
         if self._count[place]:

@@ -8,7 +8,7 @@ the same words.
 
     word       across prompts                                    within the prompt
     uniform    every prompt alike                                every trajectory alike
-    recency    recent data never trained on, then recent data,   the recent ones alike; if there are none, all
+    recency    recent data no batch had yet, then recent data,   the recent ones alike; if there are none, all
                then any; in each part every prompt alike
     softmax    exp(inverse_temperature x mean reward)            exp(inverse_temperature x reward)
     rank       i^-rank_exponent for the i-th highest mean        i^-rank_exponent for the i-th highest reward,

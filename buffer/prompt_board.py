@@ -33,7 +33,7 @@ class PromptBoard:
         self._lotteries = [self._recent] if self._priority is self._recent else [self._recent, self._priority]
         self._step: int | None = None
         self._newest = array("i")  # by place, as the next five: step of the need-th newest entry
-        self._untrained = array("i")  # newest step never trained on
+        self._untaken = array("i")  # newest step never taken for a batch
         self._score = array("d")
         self._flat = bytearray()
         self._in = bytearray()
@@ -74,13 +74,13 @@ class PromptBoard:
 
     def buffer_bytes(self) -> int:
         """Memory of the arrays, growth slack included."""
-        columns = [self._newest, self._untrained, self._score, self._flat, self._in, self._due]
+        columns = [self._newest, self._untaken, self._score, self._flat, self._in, self._due]
         flat = sum(column.__sizeof__() for column in [*columns, *self._calendar.values()])
         return flat + sum(lottery.buffer_bytes() for lottery in self._lotteries)
 
     def _extend(self) -> None:
         more = self._index.places - len(self._newest)
-        for column in (self._newest, self._untrained, self._due):
+        for column in (self._newest, self._untaken, self._due):
             column.extend([_NEVER] * more)
         self._score.extend([0.0] * more)
         self._flat.extend(bytes(more))
@@ -92,7 +92,7 @@ class PromptBoard:
         steps = [slots.step[slot] for slot in group]
         rewards = [slots.reward[slot] for slot in group]
         self._newest[place] = sorted(steps)[-self.need] if len(group) >= self.need else _NEVER
-        self._untrained[place] = max((slots.step[slot] for slot in group if slots.state[slot] == LIVE), default=_NEVER)
+        self._untaken[place] = max((slots.step[slot] for slot in group if slots.state[slot] == LIVE), default=_NEVER)
         self._score[place] = sum(rewards) / len(rewards) if group else 0.0
         self._flat[place] = not group or min(rewards) == max(rewards)
 
@@ -119,7 +119,7 @@ class PromptBoard:
         """(age as in Standing, the step at which the prompt gets older or drops out; None for never)."""
         window, limit = self.rules.recency_window, self.rules.max_staleness
         newest = self._newest[place]
-        unseen = min(newest, self._untrained[place])
+        unseen = min(newest, self._untaken[place])
         if step - unseen <= window:
             age, end = 0, unseen + window
         elif step - newest <= window:

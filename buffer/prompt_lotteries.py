@@ -21,7 +21,7 @@ _ALL = (1 << 64) - 1
 
 @dataclass(slots=True)
 class Standing:
-    """What a prompt's chance depends on. `age`: 0 has recent data never trained on, 1 has recent data, 2 has not.
+    """What a prompt's chance depends on. `age`: 0 has recent data that no batch had, 1 has recent data, 2 has not.
 
     `score` is the mean reward of what the index holds of the prompt; `flat` if these rewards are all equal.
     """

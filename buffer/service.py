@@ -105,6 +105,7 @@ class BufferService:
         self._versions = {ref.version: ref for ref in store.snapshots(run)}
         self._newest = self._versions[max(self._versions)] if self._versions else None
         self._steps_done = store.steps_done(run)
+        self._next_step = store.recorded_steps(run)
         self._finished = store.finished_step(run) is not None
         self._prompt_ids = store.prompt_ids(run)
         self._prompt_keys = {id_: key for key, id_ in self._prompt_ids.items()}
@@ -273,7 +274,7 @@ class BufferService:
             return 0, "searchers are ahead of buffer.samples_per_insert"
         if limit is None:
             return min(message.want, room), ""
-        oldest_useful = self._steps_done - limit
+        oldest_useful = self._next_step - limit  # the batch that is not chosen yet is who will use it
         version = self._versions.get(message.weights_version)
         if version is None or version.step < oldest_useful:
             return 0, f"weights v{message.weights_version} are too old for max_staleness {limit}"
@@ -425,6 +426,8 @@ class BufferService:
             return groups
         check_size(self._store, [entry.id for group in groups for entry in group])
         self._store.record_batch(self._run, message.step, groups, self._clock.wall(), stale_from=now)
+        self._index.mark_taken(entry.id for group in groups for entry in group)
+        self._next_step = max(self._next_step, message.step + 1)
         self._sampled += message.prompts * message.samples
         return None
 
@@ -440,7 +443,6 @@ class BufferService:
         if not self._store.has_batch(self._run, message.step):
             raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
         self._store.report(self._run, message, self._clock.wall())
-        self._index.mark_trained(self._store.batch_trajectories(self._run, message.step))
         self._steps_done = max(self._steps_done, message.step + 1)
         return Answer(wire.Done())
 

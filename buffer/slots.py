@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 NONE = -1
-GONE, LIVE, TRAINED = range(3)  # states: out of sampling, never trained on, trained on
+GONE, LIVE, TAKEN = range(3)  # states: out of sampling, never taken for a batch, taken
 _COLUMNS = ("id", "place", "step", "reward", "dedup", "size", "state", "next")
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

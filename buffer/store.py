@@ -407,14 +407,13 @@ class Store:
     def entries(self, run: Run, steps: dict[int, int]) -> Iterator[Entry]:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
         query = (
-            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, COALESCE(t.payload_bytes, 0), EXISTS ("
-            "    SELECT 1 FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step"
-            "    WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL) "
+            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, COALESCE(t.payload_bytes, 0), "
+            "EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id) "
             "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"
         )
         with _storage_errors(self.path):
-            for id_, prompt, version, reward, dedup_hash, size, trained in self._connection.execute(query, (run.id,)):
-                yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(trained), size)
+            for id_, prompt, version, reward, dedup_hash, size, taken in self._connection.execute(query, (run.id,)):
+                yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(taken), size)
 
     def counts(self, run: Run) -> tuple[int, int]:
         """(trajectories, of these with an error)."""
@@ -521,13 +520,6 @@ class Store:
             for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
         ]
         self._insert_references(rows)
-
-    def batch_trajectories(self, run: Run, step: int) -> list[int]:
-        """Ids of the trajectories in a recorded batch."""
-        return [
-            row[0]
-            for row in self._all("SELECT trajectory FROM consumption_rows WHERE run = ? AND step = ?", run.id, step)
-        ]
 
     def steps_done(self, run: Run) -> int:
         """Optimiser steps that were reported."""

@@ -91,7 +91,7 @@ class BufferSection(Section):
     recency_window: NonNegative = 3
     """Data of at most so many optimiser steps of staleness counts as recent (the paper: 2k - 1)."""
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
-    """The priority rule across prompts. uniform: all alike; recency: those with recent data that was never trained on,
+    """The priority rule across prompts. uniform: all alike; recency: those with recent data that no batch had yet,
     then those with recent data, then any; softmax: by inverse_temperature x score; rank: by rank_exponent and the
     rank of the score. The score of a prompt is the mean reward of its sampleable trajectories."""
     trajectory_priority: Literal["uniform", "recency", "softmax", "rank"] = "softmax"

@@ -67,9 +67,9 @@ def test_total_bytes_drop_the_oldest_of_all_prompts():
 
 def test_trained_marks_follow_an_entry_through_a_squeeze():
     index = index_of([(n % 7, 0.0) for n in range(5000)], prompt_cap=10)
-    index.mark_trained([4990, 4995, 3])
+    index.mark_taken([4990, 4995, 3])
     index.squeeze()
-    trained = [entry.id for prompt in range(7) for entry in index.entries(prompt) if entry.trained]
+    trained = [entry.id for prompt in range(7) for entry in index.entries(prompt) if entry.taken]
     assert sorted(trained) == [4990, 4995]
     assert len(index.slots) == len(index) == 70
 
@@ -90,7 +90,7 @@ class Model:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.history: list[Entry] = []
-        self.trained: set[int] = set()
+        self.taken: set[int] = set()
 
     def kept(self) -> list[Entry]:
         limits, kept = self.limits, []
@@ -111,16 +111,14 @@ class Model:
             ):
                 del kept[0]
         counted = limits.max_bytes is not None
-        return [
-            dataclasses.replace(e, trained=e.id in self.trained, payload_bytes=counted * e.payload_bytes) for e in kept
-        ]
+        return [dataclasses.replace(e, taken=e.id in self.taken, payload_bytes=counted * e.payload_bytes) for e in kept]
 
     def fresh(self, min_step: int, need: int) -> set[int]:
         groups = defaultdict(list)
         for entry in self.kept():
             if entry.step >= min_step:
                 groups[entry.prompt].append(entry)
-        return {p for p, group in groups.items() if len(group) >= need and not all(entry.trained for entry in group)}
+        return {p for p, group in groups.items() if len(group) >= need and not all(entry.taken for entry in group)}
 
 
 limits = st.builds(
@@ -168,8 +166,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(back=st.lists(st.integers(0, 10), max_size=4))
     def train(self, back: list[int]) -> None:
         ids = [2 * len(self.model.history) + 1 - n for n in back]
-        self.index.mark_trained(ids)
-        self.model.trained.update(set(ids) & {entry.id for entry in self.model.history})
+        self.index.mark_taken(ids)
+        self.model.taken.update(set(ids) & {entry.id for entry in self.model.history})
 
     @rule(steps=st.sampled_from([-1, 1, 1, 2, 5]))
     def move_on(self, steps: int) -> None:
@@ -214,7 +212,7 @@ class IndexMachine(RuleBasedStateMachine):
     def rebuilt(self) -> SamplingIndex:
         index = SamplingIndex(self.model.limits)
         for entry in self.model.history:
-            index.add(dataclasses.replace(entry, trained=entry.id in self.model.trained))
+            index.add(dataclasses.replace(entry, taken=entry.id in self.model.taken))
         return index
 
     def eligible(self, samples: int) -> dict[int, list[Entry]]:
@@ -288,6 +286,6 @@ def test_a_batch_scans_neither_prompts_nor_trajectories(rule):
         index.fresh_prompts(50)
         for n in range(32):
             index.add(Entry(10**6 + n, 5000 + 3 * n, 50, n % 3, n))
-        index.mark_trained(range(100))
+        index.mark_taken(range(100))
         work.append(lines_run(index, rules, step=50))
     assert work[1] < 2 * work[0]

@@ -249,7 +249,7 @@ def compact_all_but(source: ServiceHarness, kept: set[int]) -> None:
 
 
 def batch_of(source: ServiceHarness, step: int) -> set[int]:
-    return set(source.store.batch_trajectories(source.run, step))
+    return set(source.store.batch_rows(source.run, step, "none")["id"])
 
 
 def test_a_replay_that_would_need_compacted_tokens_says_so_before_its_first_step(offline, source, tmp_path):

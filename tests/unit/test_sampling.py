@@ -67,7 +67,7 @@ def test_the_recency_rule_takes_only_recent_trajectories_where_there_are_any():
 
 def test_the_recency_rule_prefers_prompts_that_were_never_trained_on():
     index = index_of([(prompt, 10, 0.0) for prompt in range(10)])
-    index.mark_trained([0, 1, 2, 3, 4, 5, 6])
+    index.mark_taken([0, 1, 2, 3, 4, 5, 6])
     for seed in range(20):
         groups = draw(index, rules(), seed, step=10, groups=3)
         assert {group[0].prompt for group in groups} == {7, 8, 9}
@@ -76,7 +76,7 @@ def test_the_recency_rule_prefers_prompts_that_were_never_trained_on():
 def test_without_replacement_recent_means_a_whole_recent_group():
     # Prompt 0 has one recent entry, never trained on; prompt 1 has two that were.
     index = index_of([(0, 10, 0.0), (0, 0, 0.0), (1, 10, 0.0), (1, 9, 0.0)])
-    index.mark_trained([1, 2, 3])
+    index.mark_taken([1, 2, 3])
     for seed in range(20):
         (group,) = draw(index, rules(recency_window=1, replacement="never"), seed, step=10)
         assert group[0].prompt == 1
@@ -97,11 +97,11 @@ def test_prompts_grow_old_as_in_an_index_that_is_looked_at_for_the_first_time(wi
     rows = [(n % 12, n // 6 + n % 3, float(n % 2)) for n in range(60)]
     settings = rules(recency_window=window, max_staleness=max_staleness, replacement=replacement)
     warm = index_of(rows)
-    warm.mark_trained(range(0, 60, 7))
+    warm.mark_taken(range(0, 60, 7))
     compared = 0
     for step in [*range(16), 14, 9]:
         cold = index_of(rows)
-        cold.mark_trained(range(0, 60, 7))
+        cold.mark_taken(range(0, 60, 7))
         for groups in range(1, 13):
             first, second = (draw(index, settings, step, step=step, groups=groups) for index in (warm, cold))
             assert first == second
@@ -170,5 +170,5 @@ def test_dedup_keeps_the_newest_of_identical_responses():
 
 def test_fresh_prompts_are_those_with_recent_data_that_was_not_trained_on():
     index = index_of([(0, 5, 0.0), (1, 5, 0.0), (2, 1, 0.0)])
-    index.mark_trained([1])
+    index.mark_taken([1])
     assert index.fresh_prompts(min_step=4) == {0}

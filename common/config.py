@@ -69,6 +69,35 @@ class TaskSection(Section):
     """A response that is not scored in so many seconds becomes a row with an error, and its worker is replaced."""
     reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
     """Memory of one reward worker, in MiB."""
+    load_seconds: PositiveFloat = 600.0
+    """A reward worker that has not loaded the task in so many seconds is started again."""
+
+
+class RewardModelSection(Section):
+    """A sequence classifier whose logit is a part of the reward, beside the task's own: docs/rewards.md."""
+
+    path: str = ""
+    """A Hugging Face model directory, or a hub id, of a classifier with one label; empty uses none."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
+    """Where it computes, in a process of its own for each searcher: auto is the searcher's device, whose
+    search.gpu_memory_utilization must leave room for it; `cuda:1` is the GPU that nvidia-smi calls 1."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of its weights; auto is that of the checkpoint."""
+    weight: float = 1.0
+    """The reward is the task's own plus this times the logit."""
+    template: Literal["concatenation", "chat"] = "concatenation"
+    """What it reads. concatenation: prompt and response as one text; chat: a turn of the user and one of the assistant,
+    by the chat template of its tokenizer."""
+    batch_tokens: Positive = 16384
+    """Tokens of one forward pass, padding included; a single pair may have more."""
+    max_length: NonNegative = 0
+    """Longest pair of prompt and response in its tokens; a longer one becomes a row with an error. 0 is the model's own
+    limit."""
+    time_limit_seconds: PositiveFloat = 60.0
+    """Pairs of a forward pass that takes longer, in seconds, become rows with an error, and the process is replaced; so
+    do pairs that wait longer for one that does not start."""
+    load_seconds: PositiveFloat = 600.0
+    """Time to load the model, in seconds, before the process is replaced."""
 
 
 class BufferSection(Section):
@@ -345,6 +374,7 @@ class Config(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
+    reward_model: RewardModelSection = RewardModelSection()
     buffer: BufferSection = BufferSection()
     search: SearchSection = SearchSection()
     train: TrainSection = TrainSection()

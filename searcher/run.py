@@ -16,9 +16,11 @@ from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
+from tba.searcher.model_rewards import make_model_scorer
 from tba.searcher.references import References
-from tba.searcher.rewards import Scorer
+from tba.searcher.rewards import Rewards
 from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Task
 
 log = get_logger(__name__)
 
@@ -38,8 +40,9 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
     with contextlib.ExitStack() as ending:
         ending.callback(client.close)
-        scorer = Scorer(task, config.task)  # before the engine: its threads and memory are no concern of the workers
-        ending.callback(scorer.close)
+        # Before the engine: its threads and memory are no concern of the workers, and the model's memory is one of its.
+        rewards = make_rewards(config, task, device)
+        ending.callback(rewards.close)
         engine = make_engine(config, device=device, name=name)
         ending.callback(engine.close)
         references = make_references(config, device)  # after the engine, which must find the memory of a GPU free
@@ -48,7 +51,7 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
             config,
             engine=engine,
             task=task,
-            scorer=scorer,
+            rewards=rewards,
             references=references,
             tokenizer=tokenizer,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
@@ -77,6 +80,17 @@ def make_engine(config: Config, *, device: str, name: str) -> Engine:
         seed=seed,
         canary_tolerance=config.canary_tolerance,
     )
+
+
+def make_rewards(config: Config, task: Task, device: str) -> Rewards:
+    """The workers of the task, and the reward model if there is one. Raises ConfigError, TaskError."""
+    model = make_model_scorer(config, device)
+    try:
+        return Rewards(task, config.task, model)
+    except BaseException:
+        if model is not None:
+            model.close()
+        raise
 
 
 def make_references(config: Config, device: str) -> References:

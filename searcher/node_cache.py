@@ -51,13 +51,7 @@ class NodeCache:
         self._wanted = wanted
         self._tell = tell
         self._proved: set[str] = set()  # names this process has made or checked
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mine = directory.stat().st_uid == os.getuid()
-        except OSError as error:
-            raise ConfigError(f"search.weights_dir {directory} cannot be made: {error.strerror}") from error
-        if not mine:
-            raise ConfigError(f"search.weights_dir {directory} belongs to another user: set another one")
+        make_directory(directory)
 
     def find(self, name: str, check: Callable[[Path], None]) -> Held | None:
         """A snapshot that is there, held; None if it is not, or fails its check (then it is deleted)."""
@@ -149,6 +143,17 @@ class NodeCache:
             return held
         held.release()
         return None
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of a cache. Raises ConfigError if it cannot be used."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mine = directory.stat().st_uid == os.getuid()
+    except OSError as error:
+        raise ConfigError(f"search.weights_dir {directory} cannot be made: {error.strerror}") from error
+    if not mine:
+        raise ConfigError(f"search.weights_dir {directory} belongs to another user: set another one")
 
 
 def _made_at(path: Path) -> float:

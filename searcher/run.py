@@ -17,6 +17,8 @@ from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
 from tba.searcher.model_rewards import make_model_scorer
+from tba.searcher.node_cache import make_directory
+from tba.searcher.prefetch import weights_directory
 from tba.searcher.references import References
 from tba.searcher.rewards import Rewards
 from tba.searcher.tasks import load_task
@@ -35,6 +37,7 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
     task = load_task(config.task)
     tokenizer = load_tokenizer(config.model.path)
+    make_directory(weights_directory(config))  # one that cannot be used is told before the minutes an engine takes
     clock = SystemClock()
     name = f"{socket.gethostname()}-{label}"  # the same after a restart, so that the buffer knows who came back
     client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)

@@ -41,8 +41,8 @@ class Searching:
         self.announcer.announce(0)
         self.log = folder / "tba1.log"
 
-    def search(self) -> subprocess.Popen[bytes]:
-        process: subprocess.Popen[bytes] = self._start_tba("search", "--config", self._run.file)
+    def search(self, *options: str) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = self._start_tba("search", "--config", self._run.file, *options)
         return process
 
     def rows(self) -> list[tuple[str, float, str | None, dict[str, float], int]]:
@@ -128,9 +128,11 @@ def test_each_misdeed_is_a_row_with_its_error_beside_the_rewards_of_its_group_an
     assert "reward worker replaced" in log
 
 
-def test_workers_and_what_a_reward_started_end_with_a_searcher_that_is_killed(searching, tmp_path):
-    here = searching(name="hostile_task:HostilePrompts")
-    searcher = here.search()
+# One searcher here, and two under a supervisor, which is then what is killed.
+@pytest.mark.parametrize("options", [(), ("--cpu", "2")])
+def test_workers_and_what_a_reward_started_end_with_the_process_that_is_killed(searching, tmp_path, options):
+    here = searching(name="hostile_task:Starter")
+    searcher = here.search(*options)
     pids = tmp_path / "misdeeds/pids"
     wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     wait_until(here.rows)

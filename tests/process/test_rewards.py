@@ -83,6 +83,14 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(hostile):
     scorer.close()
 
 
+def test_a_worker_that_does_not_load_within_its_time_is_started_again(hostile, caplog):
+    scorer = make_scorer("SlowOnce", reward_workers=1, load_seconds=3.0)
+    assert [scored.error for scored in score_all(scorer, ["good", "raises"])] == [None, MISDEEDS["raises"]]
+    assert (hostile / "slow").exists()
+    assert "reward worker did not start" in caplog.text
+    scorer.close()
+
+
 def test_without_workers_the_searcher_scores_at_once(hostile):
     scorer = make_scorer("HostileTask", reward_workers=0)
     prompt = load_task(TaskSection()).prompts()[0]

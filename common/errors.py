@@ -6,6 +6,7 @@
     │   └── LockTaken        exit 78  another process has what can be had once
     ├── UsageError           exit 2   the command line asks for something that cannot be
     ├── DeviceBusy                    a GPU has not enough free memory
+    ├── AddressInUse                  another program listens at an address
     ├── WireError                     a message is malformed
     │   ├── VersionMismatch           the peer speaks another protocol version
     │   └── Oversize                  a frame or a field is over its limit
@@ -62,6 +63,10 @@ class UsageError(TbaError):
 
 class DeviceBusy(TbaError):
     """A GPU has not enough free memory for an engine. Passes by itself, so that systemd tries again."""
+
+
+class AddressInUse(TbaError):
+    """Another program listens at an address. Passes by itself, as when an old process ends, so systemd tries again."""
 
 
 class WireError(TbaError):

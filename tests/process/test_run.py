@@ -215,9 +215,10 @@ def test_a_second_run_neither_joins_nor_harms_the_first(small_run, start_tba, tb
     start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 2)
     other = tba("run", run.file, "--set", f"run.dir={run.directory}-other", "--set", "run.name=other")
-    assert (other.returncode, "is in use: a buffer serves run test" in other.stderr) == (78, True)
+    assert (other.returncode, "is in use: a buffer serves run test" in other.stderr) == (1, True)
+    assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
     same = tba("run", run.file, "--resume")
-    assert (same.returncode, "is being run already" in same.stderr) == (78, True)
+    assert (same.returncode, "is in use: a buffer serves run test" in same.stderr) == (1, True)
     trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=60)
     assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
 

@@ -48,7 +48,11 @@ class MissingExtra(ConfigError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed: install tba with the extra {extra}, see docs/install.md")
+        # Where tba is installed, pip takes this for its extra alone, and fetches no other package of that name.
+        command = f"pip install 'tba[{extra}]'"
+        super().__init__(
+            f"{module} is not installed: install tba with the extra {extra}, by {command}; see docs/install.md"
+        )
 
 
 class LockTaken(ConfigError):

@@ -100,7 +100,7 @@ def test_a_missing_extra_is_one_sentence(tmp_path):
     code = hidden + "import importlib.util as u; f = u.find_spec; "
     code += "u.find_spec = lambda name, *a: None if name == 'torch' else f(name, *a); import tba.cli; tba.cli.main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    refused(result, 78, "torch is not installed: install tba with the extra train")
+    refused(result, 78, "torch is not installed: install tba with the extra train, by pip install 'tba[train]'")
 
 
 def test_config_show_names_the_origin_of_each_value(tba, run_config):

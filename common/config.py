@@ -5,6 +5,7 @@ documentation: `docs/configuration.md` and the comments of `tba config show` are
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -20,6 +21,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # One value, several to choose from, or the ends of a range.
 Explored = float | tuple[float, ...] | dict[Literal["min", "max"], float]
+
+
+TASKS = ("arithmetic", "gsm8k")
+_OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Section(BaseModel):
@@ -53,7 +58,7 @@ class ModelSection(Section):
 class TaskSection(Section):
     """What is asked, and how answers are scored."""
 
-    name: Annotated[str, Field(pattern=r"^(arithmetic|gsm8k|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "arithmetic"
+    name: str = "arithmetic"
     """The task: arithmetic, gsm8k, or your own as `package.module:factory` on PYTHONPATH, see docs/rewards.md."""
     train: str = ""
     """gsm8k: a local jsonl file with `question` and `answer`, or a hub id such as openai/gsm8k."""
@@ -71,6 +76,20 @@ class TaskSection(Section):
     """Memory of one reward worker, in MiB."""
     load_seconds: PositiveFloat = 600.0
     """A reward worker that has not loaded the task in so many seconds is started again."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name not in TASKS and not _OWN_TASK.fullmatch(name):
+            raise ValueError(
+                f"no task has this name; they are {', '.join(TASKS)}, and your own as `package.module:factory`"
+            )
+        return name
+
+    @property
+    def is_own(self) -> bool:
+        """It comes from a module of the user."""
+        return self.name not in TASKS
 
 
 class RewardModelSection(Section):

@@ -318,7 +318,8 @@ def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
     if as_json:
         return print_json({**answer.model_dump(), "explanation": explain(answer)})
     terminal = console()
-    terminal.print(f"run {answer.run_name}: {explain(answer)}", highlight=False)
+    address = resolved.config.buffer.address
+    terminal.print(f"run {answer.run_name} at {address}: {explain(answer)}", highlight=False, soft_wrap=True)
     terminal.print(clients_table(answer))
     return None
 

@@ -107,10 +107,11 @@ def show(
 ) -> None:
     """One trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
     settings = _config(config, sets, buffer)
-    from tba.buffer.show import describe
+    from tba.buffer.show import describe, recorded_model
     from tba.buffer.texts import decoder_of
 
-    known = describe(settings.database, trajectory, decoder_of(settings.model.path))
+    model = settings.model.path or recorded_model(settings.database, trajectory)
+    known = describe(settings.database, trajectory, decoder_of(model))
     if as_json:
         return print_json(known)
     return _print_trajectory(known)
@@ -323,7 +324,8 @@ def _print_trajectory(known: dict[str, Any]) -> None:
     texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
     trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
     runs = known.pop("version_runs") or []
-    fields = {name.replace("_", " "): value for name, value in known.items()}
+    known.pop("received_at_text")
+    fields = {name.replace("_", " "): _readable(name, value) for name, value in known.items()}
     for name, value in known["reward_parts"].items():
         fields[f"reward part {name}"] = value
     fields["metadata"] = json.dumps(known["metadata"])
@@ -338,9 +340,19 @@ def _print_trajectory(known: dict[str, Any]) -> None:
     _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
     typer.echo()
     if trained_by:
-        print_table(["step", "slot", "staleness", "trained_at"], trained_by)
+        steps = [{name: _readable(name, value) for name, value in step.items()} for step in trained_by]
+        print_table(["step", "slot", "staleness", "trained_at"], steps)
     else:
         typer.echo("no step has trained on it")
+
+
+def _readable(name: str, value: Any) -> Any:
+    """Unix seconds as a time in UTC, everything else as it is."""
+    from datetime import UTC, datetime
+
+    if not name.endswith("_at") or value is None:
+        return value
+    return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
 
 
 def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:

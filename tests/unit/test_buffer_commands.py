@@ -192,6 +192,19 @@ def test_show_decodes_tokens_with_the_model_of_the_run(tba_buffer, harness, traj
     assert tba_buffer(*arguments).json["response_text"] == "85"
 
 
+def test_show_decodes_with_the_model_that_the_server_recorded_and_prints_times_for_people(
+    tba_buffer, harness, trajectory, example_model
+):
+    buffer = harness()
+    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
+    buffer.fill(1, 0)
+    buffer.put([trajectory(lease=0, tokens=[4, 5])], first_sequence=0)
+    shown = tba_buffer("show", 1, "-b", buffer.store.path).output
+    assert "response:\n12\n" in shown
+    assert "1970-01-01 00:16:40.000 UTC" in shown
+    assert "at text" not in shown
+
+
 def test_show_of_a_trajectory_that_nobody_trained_on_says_so(tba_buffer, filled):
     assert "no step has trained on it" in tba_buffer("show", 7, "-b", filled).output
 

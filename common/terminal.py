@@ -89,13 +89,15 @@ def print_json_rows(rows: Iterable[dict[str, Any]]) -> None:
     typer.echo("[]" if separator == "[" else "]")
 
 
-def print_csv(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """CSV with a line of headings, written as the rows come."""
+def print_csv(headings: Sequence[str] | None, rows: Iterable[Sequence[Any]]) -> None:
+    """CSV with a line of headings, unless that was written before; written as the rows come."""
     import csv
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(headings)
+    if headings is not None:
+        writer.writerow(headings)
     writer.writerows(rows)
+    sys.stdout.flush()
 
 
 def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:

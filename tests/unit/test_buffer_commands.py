@@ -1,5 +1,6 @@
 """`tba buffer query`, `show`, `tail`, `stats`, `migrate`: what they print, and one sentence for each mistake."""
 
+import csv
 import itertools
 import json
 import sqlite3
@@ -273,6 +274,15 @@ def test_stats_count(tba_buffer, filled):
     (numbers,) = tba_buffer("stats", "--json", "-b", filled).json
     assert (numbers["trajectories"], numbers["with_error"], numbers["steps_trained"]) == (7, 1, 1)
     assert "mean reward" in tba_buffer("stats", "-b", filled).output
+
+
+def test_the_other_tables_are_csv_too(tba_buffer, filled):
+    (numbers,) = csv.DictReader(tba_buffer("stats", "--csv", "-b", filled).output.splitlines())
+    assert (numbers["trajectories"], numbers["with_error"]) == ("7", "1")
+    tail = list(csv.DictReader(tba_buffer("tail", "-n", 2, "--csv", "-b", filled).output.splitlines()))
+    assert [(row["id"], row["error"]) for row in tail] == [("6", ""), ("7", "reward: no number")]
+    checks = list(csv.DictReader(tba_buffer("check", "--csv", "-b", filled).output.splitlines()))
+    assert {row["result"] for row in checks} == {"ok"}
 
 
 def test_stats_count_as_trained_on_only_what_was_reported(tba_buffer, harness):

@@ -17,7 +17,7 @@ from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
 from tba.searcher.model_rewards import make_model_scorer
-from tba.searcher.node_cache import make_directory
+from tba.searcher.node_cache import clear, make_directory
 from tba.searcher.prefetch import weights_directory
 from tba.searcher.references import References
 from tba.searcher.rewards import Rewards
@@ -42,6 +42,7 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     name = f"{socket.gethostname()}-{label}"  # the same after a restart, so that the buffer knows who came back
     client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
     with contextlib.ExitStack() as ending:
+        ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
         # Before the engine: its threads and memory are no concern of the workers, and the model's memory is one of its.
         rewards = make_rewards(config, task, device)
@@ -63,6 +64,12 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
         )
         ending.callback(searcher.close)
         searcher.run(stop)
+
+
+def _clear_weights(config: Config, client: BufferClient) -> None:
+    """Of a finished run the last searcher of the node leaves no weights behind; those before it hold theirs."""
+    if client.state is not None and client.state.finished:
+        clear(weights_directory(config))
 
 
 def make_engine(config: Config, *, device: str, name: str) -> Engine:

@@ -12,7 +12,7 @@ import typer
 
 import tba
 from tba.buffer.commands import app as buffer_app
-from tba.common.errors import EXIT_FAILED, ConfigError, TbaError, UsageError
+from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TbaError, UsageError
 from tba.common.terminal import (
     Assignments,
     ConfigFile,
@@ -231,7 +231,19 @@ def run(
             terminal.print(f"stopped; go on with: {again}", soft_wrap=True, highlight=False)
         elif resolved.config.eval.at_end:
             _evaluate_at_end(resolved, _pass_on(config, sets), stop)
+        if finished:
+            _clear_weights(resolved)
         terminal.print(f"everything is in {directory}", soft_wrap=True)
+    if stop.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _clear_weights(resolved: "Resolved") -> None:
+    """Of a finished run, no searcher will ask for what this node has of its weights."""
+    from tba.searcher.node_cache import clear
+    from tba.searcher.prefetch import weights_directory
+
+    clear(weights_directory(resolved.config))
 
 
 def _evaluate_at_end(resolved: "Resolved", arguments: Sequence[str], stop: Callable[[], bool]) -> None:

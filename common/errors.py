@@ -23,13 +23,15 @@
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
 
-Exit codes follow sysexits where one fits: systemd is told not to restart on 78.
+Exit codes follow sysexits where one fits: systemd is told not to restart on 78. A run that Ctrl-C has stopped before
+its end is 130, as shells have it, so that what is chained to it does not go on; the roles drain and exit 0.
 """
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_CONFIG = 78
+EXIT_INTERRUPTED = 130
 
 
 class TbaError(Exception):

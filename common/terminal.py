@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tba.common.config_layers import Resolved
+    from tba.common.process import StopSignal
 
 ConfigFile = Annotated[
     Path | None,
@@ -45,7 +46,7 @@ def not_both(first: bool, second: bool, *names: str) -> None:
         raise UsageError(f"{' and '.join(names)} exclude each other")
 
 
-def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> Callable[[], bool]:
+def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> "StopSignal":
     """What every long-running command does first. Returns the stop signal.
 
     A command that does not drain ends at the first signal, as programs do.
@@ -55,7 +56,7 @@ def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: s
 
     die_with_parent()
     configure(role, level=level, gpu=gpu)
-    return StopSignal() if drains else lambda: False
+    return StopSignal(listens=drains)
 
 
 def need(module: str, extra: str) -> None:

@@ -218,9 +218,10 @@ def run(
     stop = start_process("", level="WARNING")
     from tba.common.durable import exclusive_lock
     from tba.deploy.display import Display
-    from tba.deploy.launcher import Launcher, check_start
+    from tba.deploy.launcher import Launcher, check_start, check_task
 
     check_start(resolved.config, resume=resume)
+    check_task(resolved.config.task, _pass_on(config, sets))
     directory = resolved.config.run.dir
     with exclusive_lock(directory / "launcher.lock", f"{directory} is being run already by another `tba run`"):
         terminal = console()
@@ -351,20 +352,25 @@ def config_show(config: ConfigFile = None, sets: Assignments = None, as_json: Js
 
 @config_app.command("check")
 def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
-    """Exit 0 if the configuration is valid, 78 with one sentence if it is not."""
+    """Exit 0 if the configuration is valid and a task of one's own loads, 78 with one sentence if not."""
     resolved = resolve(config, sets)
     if not resolved.config.model.path:
         raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
+    if resolved.config.task.is_own:
+        from tba.searcher.tasks import load_task
+
+        load_task(resolved.config.task)
     typer.echo(f"ok: run {resolved.config.run.name} in {resolved.config.run.dir}")
 
 
 @app.command()
 def doctor(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
-    """Check this machine: packages, GPUs, disk, address, model."""
+    """Check this machine: packages, GPUs, disk, address, model, task."""
     resolved = resolve(config, sets)
     from tba.deploy.doctor import examine
+    from tba.searcher.tasks import load_task
 
-    findings = examine(resolved.config)
+    findings = examine(resolved.config, load_task)
     if as_json:
         print_json(findings)
     else:

@@ -2,18 +2,21 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
-from tba.common.config import Config
+from tba.common.config import Config, TaskSection
 from tba.common.cores import Core, share_cores, threads_of, usable_cores
 from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
 from tba.common.errors import (
     AddressInUse,
     BufferUnavailable,
     Refused,
+    TaskError,
     TbaError,
     UsageError,
 )
@@ -181,6 +184,22 @@ def check_start(config: Config, *, resume: bool) -> None:
     if resume and not config.database.exists():
         raise UsageError(f"{config.run.dir} holds no run to resume: leave --resume away, or name its run.dir")
     _check_address(config.buffer.address)
+
+
+def check_task(task: TaskSection, arguments: Sequence[str]) -> None:
+    """Load a task of the user's own as the children will, in one of them. Raises TaskError with its sentence."""
+    if not task.is_own:
+        return
+    result = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "tba", "config", "check", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        said = result.stderr.strip().splitlines() or [f"exit code {result.returncode} of the check of task.name"]
+        raise TaskError(said[-1].removeprefix("error: "))
 
 
 def _check_address(address: str) -> None:

@@ -124,6 +124,23 @@ def test_doctor_reports_every_check(tba, make_config, example_model):
     assert result.returncode == 0
 
 
+@pytest.mark.parametrize("command", [("config", "check", "--config"), ("doctor", "--config"), ("run",)])
+def test_a_task_of_ones_own_that_does_not_load_is_told_before_anything_starts(
+    tba, make_config, example_model, tmp_path, command
+):
+    run = make_config(
+        model={"path": str(example_model)},
+        task={"name": "my_task:Missing"},
+        search={"gpus": "cpu"},
+        train={"gpu": "cpu"},
+    )
+    (tmp_path / "my_task.py").write_text("")
+    result = tba(*command, run.file)
+    assert result.returncode == (1 if command[0] == "doctor" else 78)
+    assert "my_task:Missing cannot be loaded: AttributeError" in result.stderr + result.stdout
+    assert not run.directory.exists()
+
+
 def test_status_without_a_buffer_says_what_to_start(tba, run_config):
     refused(tba("status", "--config", run_config.file), 1, "is `tba buffer serve` running?")
 

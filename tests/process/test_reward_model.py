@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.errors import ConfigError
 from tba.searcher.model_rewards import ModelScorer
 from tba.searcher.reward_model import RewardModel
 from tba.searcher.rewards import Rewards
@@ -115,8 +114,3 @@ def test_a_pair_that_wants_more_memory_than_there_is_fails_and_the_others_do_not
     errors = [scored.error for scored in collect(rewards)]
     assert errors == [None, "reward: model: out of memory on cpu with 8006 tokens", None]
     assert rewards._model._worker.pid == pid
-
-
-def test_a_classifier_with_two_labels_ends_the_start_with_a_sentence(tmp_path, rewards):
-    with pytest.raises(ConfigError, match="has 2 labels"):
-        rewards(path=str(make_classifier(tmp_path / "two", num_labels=2)))

@@ -12,7 +12,7 @@ import typer
 
 import tba
 from tba.buffer.commands import app as buffer_app
-from tba.common.errors import EXIT_FAILED, ConfigError, TbaError, UsageError
+from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TbaError, UsageError
 from tba.common.terminal import (
     Assignments,
     ConfigFile,
@@ -218,9 +218,10 @@ def run(
     stop = start_process("", level="WARNING")
     from tba.common.durable import exclusive_lock
     from tba.deploy.display import Display
-    from tba.deploy.launcher import Launcher, check_start
+    from tba.deploy.launcher import Launcher, check_start, check_task
 
     check_start(resolved.config, resume=resume)
+    check_task(resolved.config.task, _pass_on(config, sets))
     directory = resolved.config.run.dir
     with exclusive_lock(directory / "launcher.lock", f"{directory} is being run already by another `tba run`"):
         terminal = console()
@@ -231,7 +232,19 @@ def run(
             terminal.print(f"stopped; go on with: {again}", soft_wrap=True, highlight=False)
         elif resolved.config.eval.at_end:
             _evaluate_at_end(resolved, _pass_on(config, sets), stop)
+        if finished:
+            _clear_weights(resolved)
         terminal.print(f"everything is in {directory}", soft_wrap=True)
+    if stop.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _clear_weights(resolved: "Resolved") -> None:
+    """Of a finished run, no searcher will ask for what this node has of its weights."""
+    from tba.searcher.node_cache import clear
+    from tba.searcher.prefetch import weights_directory
+
+    clear(weights_directory(resolved.config))
 
 
 def _evaluate_at_end(resolved: "Resolved", arguments: Sequence[str], stop: Callable[[], bool]) -> None:
@@ -318,7 +331,8 @@ def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
     if as_json:
         return print_json({**answer.model_dump(), "explanation": explain(answer)})
     terminal = console()
-    terminal.print(f"run {answer.run_name}: {explain(answer)}", highlight=False)
+    address = resolved.config.buffer.address
+    terminal.print(f"run {answer.run_name} at {address}: {explain(answer)}", highlight=False, soft_wrap=True)
     terminal.print(clients_table(answer))
     return None
 
@@ -338,20 +352,25 @@ def config_show(config: ConfigFile = None, sets: Assignments = None, as_json: Js
 
 @config_app.command("check")
 def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
-    """Exit 0 if the configuration is valid, 78 with one sentence if it is not."""
+    """Exit 0 if the configuration is valid and a task of one's own loads, 78 with one sentence if not."""
     resolved = resolve(config, sets)
     if not resolved.config.model.path:
         raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
+    if resolved.config.task.is_own:
+        from tba.searcher.tasks import load_task
+
+        load_task(resolved.config.task)
     typer.echo(f"ok: run {resolved.config.run.name} in {resolved.config.run.dir}")
 
 
 @app.command()
 def doctor(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
-    """Check this machine: packages, GPUs, disk, address, model."""
+    """Check this machine: packages, GPUs, disk, address, model, task."""
     resolved = resolve(config, sets)
     from tba.deploy.doctor import examine
+    from tba.searcher.tasks import load_task
 
-    findings = examine(resolved.config)
+    findings = examine(resolved.config, load_task)
     if as_json:
         print_json(findings)
     else:

@@ -28,6 +28,7 @@ from tba.common.terminal import (
 
 if TYPE_CHECKING:
     from tba.common.config import Config
+    from tba.common.config_layers import Resolved
 
 app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve it, ask it, move it.")
 
@@ -50,14 +51,23 @@ def serve(config: ConfigFile = None, sets: Assignments = None, buffer: Database 
 
 
 @app.command()
-def stats(config: ConfigFile = None, sets: Assignments = None, buffer: Database = None, as_json: Json = False) -> None:
+def stats(
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    buffer: Database = None,
+    as_json: Json = False,
+    as_csv: Csv = False,
+) -> None:
     """Counts, sizes and rewards, read from the database file; works while the server runs."""
+    not_both(as_json, as_csv, "--json", "--csv")
     path = _config(config, sets, buffer).database
     from tba.buffer.stats import read_stats
 
     runs = read_stats(path)
     if as_json:
         return print_json(runs)
+    if as_csv:
+        return print_csv(list(runs[0]) if runs else [], [list(numbers.values()) for numbers in runs])
     for numbers in runs:
         _print_fields({name.replace("_", " "): value for name, value in numbers.items()})
     return None
@@ -107,10 +117,11 @@ def show(
 ) -> None:
     """One trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
     settings = _config(config, sets, buffer)
-    from tba.buffer.show import describe
+    from tba.buffer.show import describe, recorded_model
     from tba.buffer.texts import decoder_of
 
-    known = describe(settings.database, trajectory, decoder_of(settings.model.path))
+    model = settings.model.path or recorded_model(settings.database, trajectory)
+    known = describe(settings.database, trajectory, decoder_of(model))
     if as_json:
         return print_json(known)
     return _print_trajectory(known)
@@ -124,13 +135,17 @@ def tail(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the newest to begin with.")] = 10,
     following: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, for machines.")] = False,
+    as_csv: Csv = False,
 ) -> None:
     """The newest trajectories, one per line, and with --follow each new one as it is committed."""
+    not_both(as_json, as_csv, "--json", "--csv")
     path = _config(config, sets, buffer).database
-    from tba.buffer.show import follow, newest
+    from tba.buffer.show import TAIL_COLUMNS, follow, newest
 
-    write = print_json if as_json else _print_line
+    write = print_json if as_json else _print_csv_line if as_csv else _print_line
     rows = newest(path, max(1, lines))
+    if as_csv:
+        print_csv(TAIL_COLUMNS, ())
     for row in rows[len(rows) - min(lines, len(rows)) :]:
         write(row)
     if not following:
@@ -206,10 +221,18 @@ def compact(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Drop the tokens of what has left sampling; rewards, texts and history stay. Needs the server stopped."""
-    settings = _config(config, sets, buffer)
+    """Drop the tokens of what has left sampling; rewards, texts and history stay. Needs the server stopped.
+
+    What can be sampled follows from the configuration: without one, that which the run recorded.
+    """
+    resolved = _resolved(config, sets, buffer)
+    settings = resolved.config
     from tba.buffer.compact import compact as run_compact
+    from tba.buffer.origin import recorded_config
     from tba.common.clock import SystemClock
+
+    if not resolved.origins.keys() - {"buffer.database"}:
+        settings = recorded_config(settings.database)
 
     done = run_compact(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
     if as_json:
@@ -224,14 +247,18 @@ def check(
     buffer: Database = None,
     quick: Annotated[bool, typer.Option("--quick", help="Do not compare indexes with their tables.")] = False,
     as_json: Json = False,
+    as_csv: Csv = False,
 ) -> None:
     """Examine the database, also while the server runs. Exit 1 if something is wrong."""
+    not_both(as_json, as_csv, "--json", "--csv")
     path = _config(config, sets, buffer).database
     from tba.buffer.check import check as run_check
 
     findings = run_check(path, quick=quick)
     if as_json:
         print_json(findings)
+    elif as_csv:
+        print_csv(["check", "result", "detail"], (list(finding.values()) for finding in findings))
     else:
         print_table(["check", "result", "detail"], findings)
     if any(finding["result"] == "fail" for finding in findings):
@@ -276,8 +303,12 @@ def migrate(config: ConfigFile = None, sets: Assignments = None, buffer: Databas
 # ---------------------------------------------------------------- helpers
 
 
+def _resolved(file: Path | None, sets: Sequence[str] | None, buffer: Path | None) -> "Resolved":
+    return resolve(file, sets, {"buffer.database": None if buffer is None else str(buffer)})
+
+
 def _config(file: Path | None, sets: Sequence[str] | None, buffer: Path | None) -> "Config":
-    return resolve(file, sets, {"buffer.database": None if buffer is None else str(buffer)}).config
+    return _resolved(file, sets, buffer).config
 
 
 def _print_fields(fields: dict[str, Any]) -> None:
@@ -307,6 +338,10 @@ def _csv_value(value: Any) -> Any:
     return value.hex() if isinstance(value, bytes) else value
 
 
+def _print_csv_line(row: dict[str, Any]) -> None:
+    print_csv(None, [list(row.values())])
+
+
 def _print_line(row: dict[str, Any]) -> None:
     said = printable(row["error"] or row["text"] or "")
     tokens = f"{row['response_tokens']} tokens"
@@ -323,7 +358,8 @@ def _print_trajectory(known: dict[str, Any]) -> None:
     texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
     trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
     runs = known.pop("version_runs") or []
-    fields = {name.replace("_", " "): value for name, value in known.items()}
+    known.pop("received_at_text")
+    fields = {name.replace("_", " "): _readable(name, value) for name, value in known.items()}
     for name, value in known["reward_parts"].items():
         fields[f"reward part {name}"] = value
     fields["metadata"] = json.dumps(known["metadata"])
@@ -338,9 +374,19 @@ def _print_trajectory(known: dict[str, Any]) -> None:
     _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
     typer.echo()
     if trained_by:
-        print_table(["step", "slot", "staleness", "trained_at"], trained_by)
+        steps = [{name: _readable(name, value) for name, value in step.items()} for step in trained_by]
+        print_table(["step", "slot", "staleness", "trained_at"], steps)
     else:
         typer.echo("no step has trained on it")
+
+
+def _readable(name: str, value: Any) -> Any:
+    """Unix seconds as a time in UTC, everything else as it is."""
+    from datetime import UTC, datetime
+
+    if not name.endswith("_at") or value is None:
+        return value
+    return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
 
 
 def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:

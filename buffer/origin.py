@@ -1,9 +1,11 @@
-"""What an offline run trains from: written down with its first start, and the same for all its starts."""
+"""What a database records of how its runs were started, and of an offline run what it trains from."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from tba.buffer.reader import open_reader
 from tba.common.config import Config
@@ -42,6 +44,25 @@ def recorded_origin(database: Path) -> tuple[str, Origin | None] | None:
         return None
     origin = json.loads(row[1]).get(_KEY)
     return row[0], None if origin is None else Origin(**origin)
+
+
+def recorded_config(database: Path) -> Config:
+    """The configuration that the only run in a database was last started with.
+
+    Raises UsageError if there is no file, no run or more than one, or if another release wrote it.
+    """
+    with open_reader(database, any_schema=True) as connection:
+        names = [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
+        if len(names) != 1:
+            raise UsageError(f"{database} has the runs {', '.join(names) or 'none'}: name one with --config")
+        ((text,),) = connection.execute("SELECT config FROM starts ORDER BY id DESC LIMIT 1").fetchall()
+    sections = {name: section for name, section in json.loads(text).items() if name in Config.model_fields}
+    run = {**sections.get("run", {}), "name": names[0]}
+    buffer = {**sections.get("buffer", {}), "database": str(database)}
+    try:
+        return Config.model_validate({**sections, "run": run, "buffer": buffer})
+    except ValidationError as error:
+        raise UsageError(f"{database} records a configuration of another release: name one with --config") from error
 
 
 def earlier_origin(config: Config) -> Origin | None:

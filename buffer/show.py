@@ -49,6 +49,17 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
     return {**row, **_tokens(arrays, decode), "trained_by": steps, "reference_logprobs": references}
 
 
+def recorded_model(path: Path, trajectory: int) -> str:
+    """`model.path` of the run of a trajectory, as its server recorded it; empty if it is not known."""
+    sql = (
+        "SELECT json_extract(s.config, '$.model.path') AS model FROM starts s JOIN trajectory_rows t ON t.run = s.run "
+        "WHERE t.id = ? ORDER BY s.id DESC LIMIT 1"
+    )
+    with open_reader(path) as connection:
+        row = _row(connection, sql, trajectory)
+    return (row["model"] or "") if row else ""
+
+
 def payload(connection: sqlite3.Connection, trajectory: int) -> dict[str, Any] | None:
     """The arrays of a trajectory by kind; None if it was compacted."""
     names = ", ".join(kind.name for kind in ARRAY_KINDS)

@@ -35,10 +35,7 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
 
 def _run_stats(connection: sqlite3.Connection, path: Path, run: int, name: str) -> dict[str, Any]:
     numbers = {label: connection.execute(query, (run,)).fetchone()[0] for label, query in _QUERIES.items()}
-    return {"run": name, **numbers, "file_mib": _file_bytes(path) / 2**20}
-
-
-def _file_bytes(path: Path) -> int:
-    """The database with its log, which may hold all of a young one."""
+    # The write-ahead log beside the file may hold all of a young database.
     log = path.with_name(path.name + "-wal")
-    return path.stat().st_size + (log.stat().st_size if log.exists() else 0)
+    log_bytes = log.stat().st_size if log.exists() else 0
+    return {"run": name, **numbers, "file_mib": path.stat().st_size / 2**20, "wal_mib": log_bytes / 2**20}

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tba.common.codec import MAX_FRAME_BYTES
-from tba.common.errors import ConfigError
+from tba.common.errors import AddressInUse, ConfigError, TbaError
 
 # Messages, not bytes. Replies are small, and what waits in a client is held there anyway until it is answered; but of
 # requests the server takes few from each peer: those that it does not read have to wait in the senders.
@@ -37,7 +37,7 @@ class ServerChannel:
     """The listening side: receives multiparts of many peers and answers each.
 
     `setting` is the configuration key that names the address; `unsent` is how many answers may wait for a peer.
-    Raises ConfigError if the address cannot be bound.
+    Raises AddressInUse if another program listens there, ConfigError if it cannot be bound at all.
     """
 
     def __init__(self, address: str, *, setting: str = "buffer.address", unsent: int = _HIGH_WATER_MARK) -> None:
@@ -51,7 +51,7 @@ class ServerChannel:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(_bind_sentence(setting, address, error)) from error
+            raise _bind_error(setting, address, error) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
@@ -173,7 +173,9 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
 
 
-def _bind_sentence(setting: str, address: str, error: zmq.ZMQError) -> str:
+def _bind_error(setting: str, address: str, error: zmq.ZMQError) -> TbaError:
     if error.errno == zmq.EADDRINUSE:
-        return f"{setting} {address} is in use: another program listens there; stop it or choose another port"
-    return f"{setting} {address!r} cannot be bound: {error}"
+        return AddressInUse(
+            f"{setting} {address} is in use: another program listens there; stop it or choose another port"
+        )
+    return ConfigError(f"{setting} {address!r} cannot be bound: {error}")

@@ -6,6 +6,7 @@
     │   └── LockTaken        exit 78  another process has what can be had once
     ├── UsageError           exit 2   the command line asks for something that cannot be
     ├── DeviceBusy                    a GPU has not enough free memory
+    ├── AddressInUse                  another program listens at an address
     ├── WireError                     a message is malformed
     │   ├── VersionMismatch           the peer speaks another protocol version
     │   └── Oversize                  a frame or a field is over its limit
@@ -22,13 +23,15 @@
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
 
-Exit codes follow sysexits where one fits: systemd is told not to restart on 78.
+Exit codes follow sysexits where one fits: systemd is told not to restart on 78. A run that Ctrl-C has stopped before
+its end is 130, as shells have it, so that what is chained to it does not go on; the roles drain and exit 0.
 """
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_CONFIG = 78
+EXIT_INTERRUPTED = 130
 
 
 class TbaError(Exception):
@@ -47,7 +50,11 @@ class MissingExtra(ConfigError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed: install tba with the extra {extra}, see docs/install.md")
+        # Where tba is installed, pip takes this for its extra alone, and fetches no other package of that name.
+        command = f"pip install 'tba[{extra}]'"
+        super().__init__(
+            f"{module} is not installed: install tba with the extra {extra}, by {command}; see docs/install.md"
+        )
 
 
 class LockTaken(ConfigError):
@@ -62,6 +69,10 @@ class UsageError(TbaError):
 
 class DeviceBusy(TbaError):
     """A GPU has not enough free memory for an engine. Passes by itself, so that systemd tries again."""
+
+
+class AddressInUse(TbaError):
+    """Another program listens at an address. Passes by itself, as when an old process ends, so systemd tries again."""
 
 
 class WireError(TbaError):

@@ -9,21 +9,21 @@ from tba.common.errors import ConfigError, MissingExtra
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 
 
-def model_directory(path: str) -> Path:
+def model_directory(path: str, *, setting: str = "model.path") -> Path:
     """The local directory of a model: itself, or the hub's cache. Raises ConfigError if there is none."""
     if not path:
-        raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
+        raise ConfigError(f"{setting} is not set: name a Hugging Face model directory or a hub id")
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise ConfigError(f"model.path {path} has no config.json: it is not a Hugging Face model directory")
+            raise ConfigError(f"{setting} {path} has no config.json: it is not a Hugging Face model directory")
         return local
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model.path {path} does not exist")
-    return _from_hub(path)
+        raise ConfigError(f"{setting} {path} does not exist")
+    return _from_hub(path, setting)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, setting: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -33,7 +33,7 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.path {name!r} is neither a directory nor a model the hub gives: {reason}") from error
+        raise ConfigError(f"{setting} {name!r} is neither a directory nor a model the hub gives: {reason}") from error
 
 
 def weight_files(directory: Path) -> list[Path]:

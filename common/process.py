@@ -19,13 +19,16 @@ PARENT_VARIABLE = "TBA_PARENT_PID"
 class StopSignal:
     """True after SIGTERM or SIGINT: finish what is under way and exit 0. A second signal exits at once.
 
-    A second one within a second is the same request: systemd and a supervisor both send theirs.
+    A second one within a second is the same request: systemd and a supervisor both send theirs. One that does not
+    `listen` leaves the signals as they are and is never true.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, listens: bool = True) -> None:
         self._stopped_at: float | None = None
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        self.interrupted = False  # the first signal was that of Ctrl-C
+        if listens:
+            signal.signal(signal.SIGTERM, self._on_signal)
+            signal.signal(signal.SIGINT, self._on_signal)
 
     def __call__(self) -> bool:
         return self._stopped_at is not None
@@ -34,6 +37,7 @@ class StopSignal:
         now = time.monotonic()
         if self._stopped_at is None:
             self._stopped_at = now
+            self.interrupted = number == signal.SIGINT
         elif now - self._stopped_at > _SAME_REQUEST_SECONDS:
             os._exit(128 + number)
         notify_systemd("STOPPING=1")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tba.common.config_layers import Resolved
+    from tba.common.process import StopSignal
 
 ConfigFile = Annotated[
     Path | None,
@@ -45,7 +46,7 @@ def not_both(first: bool, second: bool, *names: str) -> None:
         raise UsageError(f"{' and '.join(names)} exclude each other")
 
 
-def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> Callable[[], bool]:
+def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> "StopSignal":
     """What every long-running command does first. Returns the stop signal.
 
     A command that does not drain ends at the first signal, as programs do.
@@ -55,7 +56,7 @@ def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: s
 
     die_with_parent()
     configure(role, level=level, gpu=gpu)
-    return StopSignal() if drains else lambda: False
+    return StopSignal(listens=drains)
 
 
 def need(module: str, extra: str) -> None:
@@ -89,13 +90,15 @@ def print_json_rows(rows: Iterable[dict[str, Any]]) -> None:
     typer.echo("[]" if separator == "[" else "]")
 
 
-def print_csv(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """CSV with a line of headings, written as the rows come."""
+def print_csv(headings: Sequence[str] | None, rows: Iterable[Sequence[Any]]) -> None:
+    """CSV with a line of headings, unless that was written before; written as the rows come."""
     import csv
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(headings)
+    if headings is not None:
+        writer.writerow(headings)
     writer.writerows(rows)
+    sys.stdout.flush()
 
 
 def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:

@@ -89,7 +89,7 @@ def explain(status: Status) -> str:
     if status.finished:
         return f"finished after {status.step} steps"
     if trainer is None:
-        return "no trainer has connected"
+        return "no trainer is connected" if status.step else "no trainer has connected yet"
     if trainer.activity == "gone":
         return f"the trainer left after step {status.step}"
     if status.trainer_waits_for:
@@ -112,11 +112,20 @@ def summary_line(status: Status, steps: int, remaining: float | None) -> str:
     """Everything that matters in one line, for logs and pipes."""
     trainer = client_of(status, "trainer")
     metrics = trainer.metrics if trainer else {}
-    versions = ",".join(_version(client) for client in searchers(status)) or "none"
     parts = [f"step {status.step}/{steps}"]
     parts += [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
-    parts += [f"{status.puts_per_second:.0f} trajectories/s", f"searchers at {versions}", f"left {duration(remaining)}"]
+    parts += [f"{status.puts_per_second:.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
     return "  ".join(parts) if status.step and not status.trainer_waits_for else f"{parts[0]}  {explain(status)}"
+
+
+def _searchers_at(status: Status) -> str:
+    clients = searchers(status)
+    serving = [_version(client) for client in clients if client.weights_version is not None]
+    if not clients:
+        return "no searcher is connected"
+    without = f"{len(clients) - len(serving)} searchers without weights yet"
+    parts = [f"searchers at {','.join(serving)}"] if serving else []
+    return ", ".join(parts if len(serving) == len(clients) else [*parts, without])
 
 
 _SPOOL_SHOWN_BYTES = 1 << 20  # less is on its way at any time

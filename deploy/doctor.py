@@ -5,10 +5,11 @@ import platform
 import shutil
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tba.common.config import Config
+from tba.common.config import Config, TaskSection
 from tba.common.devices import CPU, choose_gpus, list_gpus
 from tba.common.errors import TbaError
 
@@ -16,8 +17,8 @@ Finding = dict[str, str]
 _LOW_DISK_GIB = 10
 
 
-def examine(config: Config) -> list[Finding]:
-    """All checks; `result` is ok, warn or fail."""
+def examine(config: Config, load_task: Callable[[TaskSection], object]) -> list[Finding]:
+    """All checks; `result` is ok, warn or fail. `load_task` raises TbaError for a task that does not load."""
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
         ("python", _python),
         ("packages", _packages),
@@ -26,7 +27,7 @@ def examine(config: Config) -> list[Finding]:
         ("disk", _disk),
         ("buffer address", _address),
         ("model", _model),
-        ("task data", _task_data),
+        ("task", partial(_task, load_task)),
     ]
     findings = []
     for name, check in checks:
@@ -96,7 +97,12 @@ def _model(config: Config) -> tuple[str, str]:
     return "warn", f"{path} is no directory here: it will be taken from the hub"
 
 
-def _task_data(config: Config) -> tuple[str, str]:
+def _task(load_task: Callable[[TaskSection], object], config: Config) -> tuple[str, str]:
+    if config.task.is_own:
+        try:
+            load_task(config.task)
+        except TbaError as error:
+            return "fail", str(error)
     for path in (config.task.train, config.task.test):
         if path.endswith((".json", ".jsonl")) and not Path(path).is_file():
             return "fail", f"{path} does not exist"

@@ -2,17 +2,21 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 
+from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
-from tba.common.config import Config
+from tba.common.config import Config, TaskSection
 from tba.common.cores import Core, share_cores, threads_of, usable_cores
 from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
 from tba.common.errors import (
+    AddressInUse,
     BufferUnavailable,
-    ConfigError,
     Refused,
+    TaskError,
     TbaError,
     UsageError,
 )
@@ -47,12 +51,10 @@ class Launcher:
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
         """Run until the trainer has made its last step (True) or `stop()` (False). No child outlives this call.
 
-        Raises ConfigError if somebody else serves the address, TbaError with the end of its log if a child
-        fails for good.
+        Raises TbaError with the end of its log if a child fails for good.
         """
         client = BufferClient(self._config.buffer.address, role="monitor", name="launcher")
         try:
-            self._refuse_foreign_buffer(client)
             with self._supervisor:
                 try:
                     return self._work(client, stop, display)
@@ -70,14 +72,6 @@ class Launcher:
             if stop():
                 display.say("stopping: the trainer saves a checkpoint")
         return status is not None and status.finished and not stop()
-
-    def _refuse_foreign_buffer(self, client: BufferClient) -> None:
-        """Our searchers would join it and put their trajectories into somebody else's run."""
-        if (status := ask_status(client, deadline_seconds=0.5)) is not None:
-            raise ConfigError(
-                f"buffer.address {self._config.buffer.address} is in use: a buffer serves run {status.run_name} there; "
-                "stop it or choose another port"
-            )
 
     def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
         asked_at = 0.0
@@ -174,7 +168,10 @@ class Fleet:
 
 
 def check_start(config: Config, *, resume: bool) -> None:
-    """Refuse what would fail later. Raises UsageError if a new run would overwrite an old one, or none is there."""
+    """Refuse what would fail later, and leave nothing behind.
+
+    Raises UsageError if a new run would overwrite an old one, or none is there; AddressInUse.
+    """
     if config.search.gpus != CPU:
         searcher_groups(config)  # names missing and busy GPUs
     if config.train.gpu != CPU:
@@ -186,6 +183,42 @@ def check_start(config: Config, *, resume: bool) -> None:
         )
     if resume and not config.database.exists():
         raise UsageError(f"{config.run.dir} holds no run to resume: leave --resume away, or name its run.dir")
+    _check_address(config.buffer.address)
+
+
+def check_task(task: TaskSection, arguments: Sequence[str]) -> None:
+    """Load a task of the user's own as the children will, in one of them. Raises TaskError with its sentence."""
+    if not task.is_own:
+        return
+    result = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "tba", "config", "check", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        said = result.stderr.strip().splitlines() or [f"exit code {result.returncode} of the check of task.name"]
+        raise TaskError(said[-1].removeprefix("error: "))
+
+
+def _check_address(address: str) -> None:
+    """Raise AddressInUse unless our buffer can be served there.
+
+    Searchers would join another one, and put their trajectories into somebody else's run.
+    """
+    client = BufferClient(address, role="monitor", name="launcher")
+    try:
+        status = ask_status(client, deadline_seconds=0.5)
+    finally:
+        client.close()
+    if status is not None:
+        raise AddressInUse(
+            f"buffer.address {address} is in use: a buffer serves run {status.run_name} there; stop it or choose "
+            "another port"
+        )
+    if address.startswith("tcp://"):  # to bind a socket file would take it from whoever serves there
+        ServerChannel(address).close()
 
 
 def searcher_groups(config: Config) -> list[list[str]]:

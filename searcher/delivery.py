@@ -57,6 +57,7 @@ class Delivery:
         self._said = ""
         self._disk_trouble = ""
         self.damaged = 0  # puts that could not be read back from the disk
+        self.undeleted = 0  # segments that the disk does not give back
         self.away = False  # the buffer has not answered for AWAY_SECONDS
 
     def open(self) -> None:
@@ -113,6 +114,7 @@ class Delivery:
             "unacknowledged_groups": float(self.groups),
             "spool_bytes": float(self.bytes),
             "spool_damaged": float(self.damaged),
+            "spool_undeleted": float(self.undeleted),
         }
 
     def put(self, trajectories: Sequence[Trajectory], lease: int) -> None:
@@ -133,8 +135,8 @@ class Delivery:
         """A reply to a put."""
         put = self._posted.pop(reply.header.id)
         self._posted_bytes -= put.size
-        if put.place is not None and self._spool is not None:
-            self._spool.acknowledge(put.place)
+        if put.place is not None:
+            self._acknowledge(put.place)
 
     def turn(self) -> None:
         """Go on. After each `poll` of the client."""
@@ -194,9 +196,17 @@ class Delivery:
         if (record := self._spool.read(put.place)) is not None:
             return record.frames
         self.damaged += 1
-        self._spool.acknowledge(put.place)
+        self._acknowledge(put.place)
         log.error("a spooled put is damaged, its segment is kept", directory=self._spool.directory, puts=self.damaged)
         return None
+
+    def _acknowledge(self, place: Place) -> None:
+        assert self._spool is not None
+        try:
+            self._spool.acknowledge(place)
+        except StorageError as error:  # the buffer has it, so that only disk space is lost
+            self.undeleted += 1
+            log.error("acknowledged puts stay on the disk", reason=str(error), segments=self.undeleted)
 
     def _say(self) -> None:
         """Log when something begins or ends, not while it lasts."""

@@ -1,5 +1,6 @@
 """Greedy accuracy on the held-out prompts, for one model or for the snapshots of a run."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,18 +78,21 @@ class Evaluator:
 def evaluate_snapshots(config: Config, paths: Sequence[Path], *, device: str) -> Iterator[Evaluation]:
     """Evaluate published snapshots, each verified first, with one engine. Of a delta the complete weights are made."""
     task, tokenizer = load_task(config.task), load_tokenizer(config.model.path)
-    engine = make_engine(config, device=device, name="eval")
-    try:
+    directory = weights_directory(config)
+    with contextlib.ExitStack() as ending:
+        # Before the engine in the stack, so after it at the end: it may read again what it serves.
+        serving = ending.enter_context(contextlib.ExitStack())
+        engine = make_engine(config, device=device, name="eval")
+        ending.callback(engine.close)
         evaluator = Evaluator(engine, task, tokenizer, config.search.max_tokens)
-        copies = HostCopy(weights_directory(config), "path", SystemClock())
+        copies = HostCopy(directory, "path", SystemClock())
         for path in paths:
             snapshot, held = copies.prepare(_ref(path))
-            try:
-                yield evaluator.evaluate(snapshot)
-            finally:
-                held.release()
-    finally:
-        engine.close()
+            before = serving.pop_all()
+            serving.callback(held.release)
+            with before:
+                result = evaluator.evaluate(snapshot)
+            yield result
 
 
 def _ref(path: Path) -> WeightsRef:

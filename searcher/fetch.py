@@ -4,6 +4,7 @@ A file is asked for in chunks, several at a time, and written from front to back
 its beginning, so a fetch that was cut off, or whose process died, goes on at the end of what is there.
 """
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Fetcher:
         Raises SnapshotError if the trainer does not have it, SnapshotOutdated if a newer one is wanted while the
         trainer is away.
         """
+        _own(target)
         with target.open("ab") as file:
             if size is not None and file.tell() > size:  # not of this file
                 file.truncate(0)
@@ -93,6 +95,13 @@ class Fetcher:
 
     def monotonic(self) -> float:
         return self._clock.monotonic()
+
+
+def _own(target: Path) -> None:
+    """What has another name is somebody else's too, such as a file of the snapshot before: it is not written to."""
+    with contextlib.suppress(FileNotFoundError):
+        if target.stat().st_nlink > 1:
+            target.unlink()
 
 
 class _Download:

@@ -15,7 +15,8 @@ from tba.common.trajectory import STOP_EOS, STOP_ERROR, Int32, Trajectory
 from tba.common.wire import Visit
 from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.exploration import Exploration
-from tba.searcher.rewards import Scored, Scorer
+from tba.searcher.rewards import Rewards
+from tba.searcher.scores import Scored
 from tba.searcher.tasks.scoring import failed, storable
 from tba.searcher.tasks.task import Prompt, Task
 
@@ -59,14 +60,14 @@ class GroupBuilder:
         self,
         engine: Engine,
         task: Task,
-        scorer: Scorer,
+        rewards: Rewards,
         tokenizer: Tokenizer,
         exploration: Exploration,
         *,
         samples: int,
     ) -> None:
         self._engine = engine
-        self._scorer = scorer
+        self._rewards = rewards
         self._tokenizer = tokenizer
         self._exploration = exploration
         self._samples = samples
@@ -100,7 +101,7 @@ class GroupBuilder:
             group.done.append(self._trajectory(group, sampling, generation, undecoded))
             return group if group.complete else None
         self._unscored[generation.id] = group, sampling, generation
-        self._scorer.submit(generation.id, group.prompt, text, generation.stop_reason == STOP_EOS)
+        self._rewards.submit(generation.id, group.prompt, text, generation.stop_reason == STOP_EOS)
         return None
 
     def scored(self, scored: Scored) -> Group | None:

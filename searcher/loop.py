@@ -26,7 +26,7 @@ from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Group, GroupBuilder, Tokenizer
 from tba.searcher.prefetch import Prefetcher
 from tba.searcher.references import References
-from tba.searcher.rewards import Scorer
+from tba.searcher.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.unleased import UnleasedPrompts
 from tba.searcher.weights import WeightsFollower
@@ -61,7 +61,7 @@ class Searcher:
         *,
         engine: Engine,
         task: Task,
-        scorer: Scorer,
+        rewards: Rewards,
         references: References,
         tokenizer: Tokenizer,
         exploration: Exploration,
@@ -71,13 +71,13 @@ class Searcher:
         self._config = config
         self._engine = engine
         self._task = task
-        self._scorer = scorer
+        self._rewards = rewards
         self._references = references
         self._client = client
         self._clock = clock
         self._weights = WeightsFollower(engine, clock, Prefetcher(config, clock))
         self._groups = GroupBuilder(
-            engine, task, scorer, tokenizer, exploration, samples=config.search.samples_per_prompt
+            engine, task, rewards, tokenizer, exploration, samples=config.search.samples_per_prompt
         )
         self._delivery = Delivery(
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
@@ -106,7 +106,7 @@ class Searcher:
                 self._hand_over(self._groups.finish(generation))
             self._take_scores(0.0 if generating else _SCORE_WAIT_SECONDS)
             self._deliver(self._references.done())
-            self._take_replies(0.0 if generating or self._scorer.waiting else _IDLE_SECONDS)
+            self._take_replies(0.0 if generating or self._rewards.waiting else _IDLE_SECONDS)
             self._heartbeat()
         self._leave()
 
@@ -140,7 +140,7 @@ class Searcher:
         notify_systemd("READY=1")
 
     def _take_scores(self, timeout_seconds: float) -> None:
-        for scored in self._scorer.wait(timeout_seconds if self._scorer.waiting else 0.0):
+        for scored in self._rewards.wait(timeout_seconds if self._rewards.waiting else 0.0):
             self._hand_over(self._groups.scored(scored))
 
     def _ask_for_prompts(self) -> None:
@@ -211,7 +211,7 @@ class Searcher:
 
     @property
     def _unscored(self) -> int:
-        return self._scorer.waiting + self._references.waiting
+        return self._rewards.waiting + self._references.waiting
 
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
@@ -252,10 +252,10 @@ class Searcher:
             "in_flight": float(self._engine.in_flight),
             **self._delivery.metrics,
             "errors": float(self._groups.errors),
-            "rewards_waiting": float(self._scorer.waiting),
-            "reward_seconds": self._scorer.latency_seconds,
-            "reward_errors": float(self._scorer.errors),
-            "reward_timeouts": float(self._scorer.timeouts),
+            "rewards_waiting": float(self._rewards.waiting),
+            "reward_seconds": self._rewards.latency_seconds,
+            "reward_errors": float(self._rewards.errors),
+            "reward_timeouts": float(self._rewards.timeouts),
             "references_waiting": float(self._references.waiting),
             "reference_errors": float(self._references.errors),
             "weights_load_seconds": self._weights.last_load_seconds,
@@ -272,8 +272,8 @@ class Searcher:
             self._deliver(self._references.done())
             self._take_replies(_IDLE_SECONDS)
         self._deliver(self._references.close())
-        if self._scorer.waiting:
-            log.warning("responses dropped: their rewards did not come in time", responses=self._scorer.waiting)
+        if self._rewards.waiting:
+            log.warning("responses dropped: their rewards did not come in time", responses=self._rewards.waiting)
         self._delivery.close()
         try:
             self._client.call(wire.Goodbye(), wire.Done, deadline_seconds=1.0)

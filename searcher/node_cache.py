@@ -51,13 +51,7 @@ class NodeCache:
         self._wanted = wanted
         self._tell = tell
         self._proved: set[str] = set()  # names this process has made or checked
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mine = directory.stat().st_uid == os.getuid()
-        except OSError as error:
-            raise ConfigError(f"search.weights_dir {directory} cannot be made: {error.strerror}") from error
-        if not mine:
-            raise ConfigError(f"search.weights_dir {directory} belongs to another user: set another one")
+        make_directory(directory)
 
     def find(self, name: str, check: Callable[[Path], None]) -> Held | None:
         """A snapshot that is there, held; None if it is not, or fails its check (then it is deleted)."""
@@ -128,6 +122,7 @@ class NodeCache:
     def _lock_part(self, name: str) -> Held | None:
         """The directory where a snapshot is made, locked; None if somebody else has just finished it."""
         part = self.directory / f".{name}.part"
+        make_directory(self.directory)  # it goes with a run that finished, and may be back with more steps
         part.mkdir(exist_ok=True)
         try:
             descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
@@ -149,6 +144,27 @@ class NodeCache:
             return held
         held.release()
         return None
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of a cache. Raises ConfigError if it cannot be used."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mine = directory.stat().st_uid == os.getuid()
+    except OSError as error:
+        raise ConfigError(f"search.weights_dir {directory} cannot be made: {error.strerror}") from error
+    if not mine:
+        raise ConfigError(f"search.weights_dir {directory} belongs to another user: set another one")
+
+
+def clear(directory: Path) -> None:
+    """Delete all that no process holds, and the directory if nothing is left of it."""
+    for path in [*directory.glob("v*-*"), *directory.glob(".v*.part")]:
+        _delete(path)
+    for rest in directory.glob(".deleted-*"):
+        shutil.rmtree(rest, ignore_errors=True)
+    with contextlib.suppress(OSError):  # somebody else still serves from here
+        directory.rmdir()
 
 
 def _made_at(path: Path) -> float:

@@ -11,13 +11,14 @@ import os
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba.common.clock import Clock
 from tba.common.config import Config
-from tba.common.errors import ConfigError, SnapshotError, SnapshotOutdated
+from tba.common.errors import ConfigError, EngineError, SnapshotError, SnapshotOutdated
 from tba.common.log import get_logger
 from tba.common.snapshot import Snapshot
 from tba.common.wire import WeightsRef
@@ -51,7 +52,7 @@ class Prefetcher:
         self._swapping = False  # a result was taken and is not yet swapped in
         self._wanted: tuple[WeightsRef, bool] | None = None
         self._busy_with: WeightsRef | None = None
-        self._result: Prepared | None = None
+        self._results: deque[Prepared] = deque()  # at most one snapshot, and after it one error
         self._closing = False
         self._failure: Exception | None = None
         self.waits_for = ""  # what the thread waits for, for people
@@ -63,7 +64,7 @@ class Prefetcher:
         with self._changed:
             if self._failure is not None:
                 raise SnapshotError(f"weights are prepared no more: {self._failure}") from self._failure
-            ready = self._result is not None and self._result.ref == ref  # since the last `take`
+            ready = any(result.ref == ref for result in self._results)  # since the last `take`
             if ready or ref == self._busy_with:
                 self._wanted = None
             elif self._wanted is None or self._wanted[0] != ref:
@@ -71,9 +72,9 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def take(self) -> Prepared | None:
-        """The result, once, if there is one. `swapped` is to follow."""
+        """The oldest result, once, if there is one. `swapped` is to follow."""
         with self._changed:
-            result, self._result = self._result, None
+            result = self._results.popleft() if self._results else None
             self._swapping = result is not None
             return result
 
@@ -86,7 +87,7 @@ class Prefetcher:
     def wait(self, timeout_seconds: float) -> bool:
         """Until there is a result to take; False after the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._result is not None, timeout_seconds)
+            return self._changed.wait_for(lambda: bool(self._results), timeout_seconds)
 
     def close(self) -> None:
         """End the thread, after what it does now if that is not waiting."""
@@ -94,8 +95,9 @@ class Prefetcher:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout=5.0)
-        if (left := self.take()) is not None and left.held is not None:
-            left.held.release()
+        while (left := self.take()) is not None:
+            if left.held is not None:
+                left.held.release()
 
     # ------------------------------------------------------------ prefetch thread
 
@@ -106,13 +108,18 @@ class Prefetcher:
                 with self._changed:
                     self._busy_with = None
                     self.waits_for = ""
-                    replaced, self._result = self._result, result or self._result
+                    if result is not None:
+                        self._put(result)
                     self._changed.notify_all()
-                if result is not None and replaced is not None and replaced.held is not None:
-                    replaced.held.release()
         except Exception as error:  # kept, and raised again in the searcher's thread
             log.exception("prefetch failed")
             self._failure = error
+
+    def _put(self, result: Prepared) -> None:
+        """The newest error counts; a snapshot that is not taken yet is still worth a swap (`_prepare` lets none by)."""
+        if self._results and self._results[-1].error is not None:
+            self._results.pop()
+        self._results.append(result)
 
     def _next(self) -> tuple[WeightsRef, bool] | None:
         with self._changed:
@@ -126,23 +133,30 @@ class Prefetcher:
     def _prepare(self, ref: WeightsRef, anew: bool) -> Prepared | None:
         started = time.perf_counter()
         try:
-            snapshot, held = self._copies.prepare(ref, anew=anew)
+            return self._prepared(ref, anew, started)
         except SnapshotOutdated:
             return None
+        except EngineError:  # nothing that another snapshot would mend
+            raise
         except SnapshotError as error:
             return Prepared(ref, None, None, error, time.perf_counter() - started)
+        except Exception as error:  # what nobody foresaw, such as a manifest that lies: it is told, and tried again
+            log.exception("weights not prepared", version=ref.version)
+            told = SnapshotError(f"v{ref.version}: {type(error).__name__}: {error}")
+            return Prepared(ref, None, None, told, time.perf_counter() - started)
+
+    def _prepared(self, ref: WeightsRef, anew: bool, started: float) -> Prepared | None:
+        """The snapshot, ready for the engine; None if this is closing. Raises whatever is wrong with it."""
+        snapshot, held = self._copies.prepare(ref, anew=anew)
         try:
             # An engine readies one snapshot at a time, and a swap would have to wait for it.
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or not (self._swapping or self._result))
+                self._changed.wait_for(lambda: self._closing or not (self._swapping or self._results))
             if self._closing:  # the engine is about to go, or has failed
                 held.release()
                 return None
             if self.make_ready is not None:
                 snapshot = self.make_ready(snapshot, anew)
-        except SnapshotError as error:
-            held.release()
-            return Prepared(ref, None, None, error, time.perf_counter() - started)
         except BaseException:
             held.release()
             raise

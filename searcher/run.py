@@ -16,9 +16,13 @@ from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
 from tba.searcher.loop import Searcher
+from tba.searcher.model_rewards import make_model_scorer
+from tba.searcher.node_cache import clear, make_directory
+from tba.searcher.prefetch import weights_directory
 from tba.searcher.references import References
-from tba.searcher.rewards import Scorer
+from tba.searcher.rewards import Rewards
 from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Task
 
 log = get_logger(__name__)
 
@@ -33,13 +37,16 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
     task = load_task(config.task)
     tokenizer = load_tokenizer(config.model.path)
+    make_directory(weights_directory(config))  # one that cannot be used is told before the minutes an engine takes
     clock = SystemClock()
     name = f"{socket.gethostname()}-{label}"  # the same after a restart, so that the buffer knows who came back
     client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
     with contextlib.ExitStack() as ending:
+        ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
-        scorer = Scorer(task, config.task)  # before the engine: its threads and memory are no concern of the workers
-        ending.callback(scorer.close)
+        # Before the engine: its threads and memory are no concern of the workers, and the model's memory is one of its.
+        rewards = make_rewards(config, task, device)
+        ending.callback(rewards.close)
         engine = make_engine(config, device=device, name=name)
         ending.callback(engine.close)
         references = make_references(config, device)  # after the engine, which must find the memory of a GPU free
@@ -48,7 +55,7 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
             config,
             engine=engine,
             task=task,
-            scorer=scorer,
+            rewards=rewards,
             references=references,
             tokenizer=tokenizer,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
@@ -57,6 +64,12 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
         )
         ending.callback(searcher.close)
         searcher.run(stop)
+
+
+def _clear_weights(config: Config, client: BufferClient) -> None:
+    """Of a finished run the last searcher of the node leaves no weights behind; those before it hold theirs."""
+    if client.state is not None and client.state.finished:
+        clear(weights_directory(config))
 
 
 def make_engine(config: Config, *, device: str, name: str) -> Engine:
@@ -77,6 +90,17 @@ def make_engine(config: Config, *, device: str, name: str) -> Engine:
         seed=seed,
         canary_tolerance=config.canary_tolerance,
     )
+
+
+def make_rewards(config: Config, task: Task, device: str) -> Rewards:
+    """The workers of the task, and the reward model if there is one. Raises ConfigError, TaskError."""
+    model = make_model_scorer(config, device)
+    try:
+        return Rewards(task, config.task, model)
+    except BaseException:
+        if model is not None:
+            model.close()
+        raise
 
 
 def make_references(config: Config, device: str) -> References:

@@ -206,18 +206,21 @@ class Spool:
     def acknowledge(self, place: Place) -> None:
         """The put of this record is in the database: a segment without any other goes, the current one if it is full.
 
-        That is now and not at the next append, which a full spool would never see.
+        That is now and not at the next append, which a full spool would never see. Raises StorageError if the disk does
+        not give it back; then nothing is lost, and what is left there is delivered twice with the effect of once.
         """
         segment = self._segments[place.segment]
         segment.unacknowledged -= 1
         if segment.unacknowledged:
             return
-        if place.segment != self._current or self._file is None:
-            self._path(place.segment).unlink(missing_ok=True)
-            del self._segments[place.segment]
-        elif segment.bytes >= self._segment_bytes:
-            os.ftruncate(self._file, 0)
-            segment.bytes = 0
+        path = self._path(place.segment)
+        with _storage_errors(path):
+            if place.segment != self._current or self._file is None:
+                del self._segments[place.segment]
+                path.unlink(missing_ok=True)
+            elif segment.bytes >= self._segment_bytes:
+                segment.bytes = 0  # it is written over, also where it cannot be cut off
+                os.ftruncate(self._file, 0)
 
     def close(self) -> None:
         """Leave what is not acknowledged to the next searcher; if that is nothing, leave no directory."""

@@ -83,12 +83,31 @@ class HostilePrompts(HostileTask):
         return Reward(1.0, {})
 
 
+class Starter(HostilePrompts):
+    """Nothing but the misdeed that starts a program: its worker stays."""
+
+    def prompts(self):
+        return [Prompt("starts", "1+1=", "")]
+
+
 class HeldBack(HostileTask):
     """Loads in the process that starts the workers, and in no other."""
 
     def __init__(self):
         if "tba.searcher.reward_worker" in sys.modules or "reward_worker" in sys.argv[0]:
             raise OSError("no licence server")
+
+
+class SlowOnce(HostileTask):
+    """The first worker that loads it takes for ever."""
+
+    def __init__(self):
+        if "reward_worker" in sys.argv[0]:
+            try:
+                Path(os.environ["HOSTILE_FOLDER"], "slow").touch(exist_ok=False)
+            except FileExistsError:
+                return
+            time.sleep(3600)
 
 
 class Unsteady(HostileTask):

@@ -100,7 +100,7 @@ def test_a_missing_extra_is_one_sentence(tmp_path):
     code = hidden + "import importlib.util as u; f = u.find_spec; "
     code += "u.find_spec = lambda name, *a: None if name == 'torch' else f(name, *a); import tba.cli; tba.cli.main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    refused(result, 78, "torch is not installed: install tba with the extra train")
+    refused(result, 78, "torch is not installed: install tba with the extra train, by pip install 'tba[train]'")
 
 
 def test_config_show_names_the_origin_of_each_value(tba, run_config):
@@ -122,6 +122,23 @@ def test_doctor_reports_every_check(tba, make_config, example_model):
     findings = {row["check"]: row["result"] for row in json.loads(result.stdout)}
     assert findings["model"] == findings["gpus"] == findings["python"] == "ok"
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize("command", [("config", "check", "--config"), ("doctor", "--config"), ("run",)])
+def test_a_task_of_ones_own_that_does_not_load_is_told_before_anything_starts(
+    tba, make_config, example_model, tmp_path, command
+):
+    run = make_config(
+        model={"path": str(example_model)},
+        task={"name": "my_task:Missing"},
+        search={"gpus": "cpu"},
+        train={"gpu": "cpu"},
+    )
+    (tmp_path / "my_task.py").write_text("")
+    result = tba(*command, run.file)
+    assert result.returncode == (1 if command[0] == "doctor" else 78)
+    assert "my_task:Missing cannot be loaded: AttributeError" in result.stderr + result.stdout
+    assert not run.directory.exists()
 
 
 def test_status_without_a_buffer_says_what_to_start(tba, run_config):

@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -216,5 +217,19 @@ def test_what_the_disk_does_not_take_waits_in_memory_and_generation_with_it(cour
     assert in_order(run_config) == {one.client.sender: list(range(40 * ROWS))}
 
 
-def refuse(*_: object) -> int:
+def test_what_the_disk_does_not_delete_stays_there_and_delivery_goes_on(courier, run_config, monkeypatch, caplog):
+    one = courier(limit_mib=0.05)  # segments of a few puts
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for _ in range(10):
+        one.put(5, tokens=200)
+        one.turn_until(lambda: one.delivery.is_done)
+    assert one.delivery.undeleted > 0
+    assert "acknowledged puts stay on the disk" in caplog.text
+    assert one.delivery.pause == ""
+    monkeypatch.undo()
+    assert in_order(run_config) == {one.client.sender: list(range(one.made))}
+
+
+def refuse(*_: object, **__: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,7 +1,9 @@
 """Rewards that misbehave under a real `tba search`: the rows say so, the searcher goes on, and nothing outlives it."""
 
+import contextlib
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import time
@@ -13,6 +15,7 @@ import pytest
 
 from tba.common.errors import EXIT_CONFIG
 from tba.common.guard import session_of
+from tba.tests.classifiers import make_classifier
 
 from .announcer import Announcer
 
@@ -38,8 +41,8 @@ class Searching:
         self.announcer.announce(0)
         self.log = folder / "tba1.log"
 
-    def search(self) -> subprocess.Popen[bytes]:
-        process: subprocess.Popen[bytes] = self._start_tba("search", "--config", self._run.file)
+    def search(self, *options: str) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = self._start_tba("search", "--config", self._run.file, *options)
         return process
 
     def rows(self) -> list[tuple[str, float, str | None, dict[str, float], int]]:
@@ -51,20 +54,29 @@ class Searching:
             found = database.execute(f"{sql} ORDER BY t.id").fetchall()
         return [(key, reward, error, json.loads(parts), visit) for key, reward, error, parts, visit in found]
 
+    def rows_with(self, part: str) -> list[Any]:
+        """The rows that have this part of the reward."""
+        return [row for row in self.rows() if part in row[3]]
+
+    def errors(self) -> set[str]:
+        """The errors of all rows."""
+        return {row[2] for row in self.rows() if row[2]}
+
 
 @pytest.fixture
 def searching(make_config, start_tba, example_model, tmp_path, monkeypatch):
-    """Makes one; keyword arguments are keys of the task's section."""
+    """Makes one; keyword arguments are keys of the task's section, or the section of the reward model."""
     folder = tmp_path / "misdeeds"
     folder.mkdir()
     monkeypatch.setenv("HOSTILE_FOLDER", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (FOLDER, EXAMPLES))), prepend=os.pathsep)
     made: list[Searching] = []
 
-    def make(**task: Any) -> Searching:
+    def make(reward_model: dict[str, Any] | None = None, **task: Any) -> Searching:
         run = make_config(
             model={"path": str(example_model), "dtype": "float32"},
             train={"prompts_per_step": 1},
+            reward_model=reward_model or {},
             task={"reward_workers": 2, "reward_seconds": 3.0, "reward_memory_mib": 256} | task,
             search={
                 "engine": "transformers",
@@ -116,9 +128,11 @@ def test_each_misdeed_is_a_row_with_its_error_beside_the_rewards_of_its_group_an
     assert "reward worker replaced" in log
 
 
-def test_workers_and_what_a_reward_started_end_with_a_searcher_that_is_killed(searching, tmp_path):
-    here = searching(name="hostile_task:HostilePrompts")
-    searcher = here.search()
+# One searcher here, and two under a supervisor, which is then what is killed.
+@pytest.mark.parametrize("options", [(), ("--cpu", "2")])
+def test_workers_and_what_a_reward_started_end_with_the_process_that_is_killed(searching, tmp_path, options):
+    here = searching(name="hostile_task:Starter")
+    searcher = here.search(*options)
     pids = tmp_path / "misdeeds/pids"
     wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     wait_until(here.rows)
@@ -146,3 +160,46 @@ def test_a_task_that_does_not_load_in_a_worker_is_a_sentence_and_an_exit_code(se
     assert (
         "in a reward worker: task.name hostile_task:HeldBack cannot be loaded: OSError: no licence server" in sentence
     )
+
+
+def test_a_reward_model_that_hangs_and_dies_is_rows_with_errors_and_the_search_goes_on(searching, tmp_path):
+    classifier = make_classifier(tmp_path / "classifier")
+    here = searching({"path": str(classifier), "weight": 0.5, "time_limit_seconds": 2.0})
+    searcher = here.search()
+    wait_until(lambda: here.rows_with("reward_model"))
+    first = model_worker_of(searcher.pid)
+    os.kill(first, signal.SIGSTOP)
+    wait_until(lambda: "reward: model: timed out after 2 s" in here.errors())
+    wait_until(lambda: model_worker_of(searcher.pid) not in (None, first))
+    before = len(here.rows_with("reward_model"))
+    wait_until(lambda: len(here.rows_with("reward_model")) > before)
+    second = model_worker_of(searcher.pid)
+    os.kill(second, signal.SIGKILL)
+    # It may have been idle; then nothing is lost, and in any case there is another.
+    wait_until(lambda: model_worker_of(searcher.pid) not in (None, second))
+    before = len(here.rows_with("reward_model"))
+    wait_until(lambda: len(here.rows_with("reward_model")) > before + 10 * SAMPLES)
+    searcher.terminate()
+    assert searcher.wait(60) == 0
+    for _, reward, error, parts, _ in here.rows():
+        assert (error is None) == ("reward_model" in parts)
+        own = parts.get("correct", 0.0)
+        assert reward == (pytest.approx(own + 0.5 * parts["reward_model"]) if error is None else 0.0)
+    assert {sentence.partition(":")[0] for sentence in here.errors()} == {"reward"}
+    assert here.log.read_text().count("reward model replaced") == 2
+
+
+def test_a_reward_model_that_cannot_be_one_ends_the_searcher_before_its_engine_starts(searching, example_model):
+    here = searching({"path": str(example_model)})
+    assert here.search().wait(60) == EXIT_CONFIG
+    assert "has 2 labels: a reward needs a classifier with one" in here.log.read_text()
+
+
+def model_worker_of(searcher: int) -> int | None:
+    """The process of its reward model."""
+    children = Path(f"/proc/{searcher}/task/{searcher}/children").read_text().split()
+    for pid in children:
+        with contextlib.suppress(OSError):
+            if "tba.searcher.reward_model_worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                return int(pid)
+    return None

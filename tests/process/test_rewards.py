@@ -10,7 +10,7 @@ import pytest
 
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError
-from tba.searcher.rewards import Scorer
+from tba.searcher.rewards import Rewards
 from tba.searcher.tasks import load_task
 
 MISDEEDS = {
@@ -47,7 +47,7 @@ def scorer(hostile):
 
 def make_scorer(name, **keys):
     config = TaskSection(name=f"hostile_task:{name}", **keys)
-    return Scorer(load_task(config), config)
+    return Rewards(load_task(config), config)
 
 
 def score_all(scorer, texts):
@@ -83,6 +83,14 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(hostile):
     scorer.close()
 
 
+def test_a_worker_that_does_not_load_within_its_time_is_started_again(hostile, caplog):
+    scorer = make_scorer("SlowOnce", reward_workers=1, load_seconds=3.0)
+    assert [scored.error for scored in score_all(scorer, ["good", "raises"])] == [None, MISDEEDS["raises"]]
+    assert (hostile / "slow").exists()
+    assert "reward worker did not start" in caplog.text
+    scorer.close()
+
+
 def test_without_workers_the_searcher_scores_at_once(hostile):
     scorer = make_scorer("HostileTask", reward_workers=0)
     prompt = load_task(TaskSection()).prompts()[0]
@@ -95,7 +103,7 @@ def test_without_workers_the_searcher_scores_at_once(hostile):
 
 def test_workers_load_their_task_while_nobody_asks_for_answers_as_while_an_engine_starts(hostile):
     scorer = make_scorer("HostileTask")
-    for worker in scorer._workers:
-        assert select.select([worker.channel], [], [], 60)[0]
-        assert worker.channel.recv(64, socket.MSG_PEEK) == msgpack.packb("ready")
+    for channel in scorer._task.channels:
+        assert select.select([channel], [], [], 60)[0]
+        assert channel.recv(64, socket.MSG_PEEK) == msgpack.packb("ready")
     scorer.close()

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tba.common.errors import EXIT_INTERRUPTED
+
 STEPS = 12
 SAMPLES = 4
 PROMPTS = 96
@@ -148,8 +150,7 @@ def test_weights_go_through_the_socket_as_deltas_where_no_file_system_is_shared(
     deltas = {manifest["version"] for manifest in manifests if manifest["base"] is not None}
     used = {version for (version,) in query(run, "SELECT DISTINCT policy_version FROM trajectories")}
     assert deltas & used
-    # What the searchers fetched is in their node's directory, and what they made of it.
-    assert list((tmp_path / "weights/test").glob("v*/delta.safetensors"))
+    assert not (tmp_path / "weights/test").exists(), "a finished run leaves no weights on the node"
     evaluated = tba("eval", "--config", run.file, "--all", "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     assert len(json.loads(evaluated.stdout)) == len(manifests)
@@ -215,9 +216,10 @@ def test_a_second_run_neither_joins_nor_harms_the_first(small_run, start_tba, tb
     start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 2)
     other = tba("run", run.file, "--set", f"run.dir={run.directory}-other", "--set", "run.name=other")
-    assert (other.returncode, "is in use: a buffer serves run test" in other.stderr) == (78, True)
+    assert (other.returncode, "is in use: a buffer serves run test" in other.stderr) == (1, True)
+    assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
     same = tba("run", run.file, "--resume")
-    assert (same.returncode, "is being run already" in same.stderr) == (78, True)
+    assert (same.returncode, "is in use: a buffer serves run test" in same.stderr) == (1, True)
     trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=60)
     assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
 
@@ -228,7 +230,7 @@ def test_ctrl_c_ends_every_child_and_the_run_goes_on_with_resume(small_run, star
     wait_until(lambda: steps_trained(run) >= 4)
     children = psutil.Process(launcher.pid).children(recursive=True)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(60) == 0, log_of(tmp_path)
+    assert launcher.wait(60) == EXIT_INTERRUPTED, log_of(tmp_path)
     assert [child for child in children if child.is_running()] == []
     made = steps_trained(run)
     assert 4 <= made < LONG

@@ -1,5 +1,6 @@
 """`tba buffer query`, `show`, `tail`, `stats`, `migrate`: what they print, and one sentence for each mistake."""
 
+import csv
 import itertools
 import json
 import sqlite3
@@ -192,6 +193,19 @@ def test_show_decodes_tokens_with_the_model_of_the_run(tba_buffer, harness, traj
     assert tba_buffer(*arguments).json["response_text"] == "85"
 
 
+def test_show_decodes_with_the_model_that_the_server_recorded_and_prints_times_for_people(
+    tba_buffer, harness, trajectory, example_model
+):
+    buffer = harness()
+    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
+    buffer.fill(1, 0)
+    buffer.put([trajectory(lease=0, tokens=[4, 5])], first_sequence=0)
+    shown = tba_buffer("show", 1, "-b", buffer.store.path).output
+    assert "response:\n12\n" in shown
+    assert "1970-01-01 00:16:40.000 UTC" in shown
+    assert "at text" not in shown
+
+
 def test_show_of_a_trajectory_that_nobody_trained_on_says_so(tba_buffer, filled):
     assert "no step has trained on it" in tba_buffer("show", 7, "-b", filled).output
 
@@ -262,6 +276,15 @@ def test_stats_count(tba_buffer, filled):
     assert "mean reward" in tba_buffer("stats", "-b", filled).output
 
 
+def test_the_other_tables_are_csv_too(tba_buffer, filled):
+    (numbers,) = csv.DictReader(tba_buffer("stats", "--csv", "-b", filled).output.splitlines())
+    assert (numbers["trajectories"], numbers["with_error"]) == ("7", "1")
+    tail = list(csv.DictReader(tba_buffer("tail", "-n", 2, "--csv", "-b", filled).output.splitlines()))
+    assert [(row["id"], row["error"]) for row in tail] == [("6", ""), ("7", "reward: no number")]
+    checks = list(csv.DictReader(tba_buffer("check", "--csv", "-b", filled).output.splitlines()))
+    assert {row["result"] for row in checks} == {"ok"}
+
+
 def test_stats_count_as_trained_on_only_what_was_reported(tba_buffer, harness):
     buffer = harness()
     buffer.fill(2, 2)
@@ -270,4 +293,5 @@ def test_stats_count_as_trained_on_only_what_was_reported(tba_buffer, harness):
     buffer.report(0)
     (numbers,) = tba_buffer("stats", "--json", "-b", buffer.store.path).json
     assert (numbers["steps_trained"], numbers["trajectories_trained_on"], numbers["mean_staleness"]) == (1, 1, 0)
-    assert numbers["file_mib"] == buffer.store.database_bytes() / 2**20
+    assert numbers["file_mib"] + numbers["wal_mib"] == buffer.store.database_bytes() / 2**20
+    assert numbers["wal_mib"] > 0

@@ -6,6 +6,8 @@ import pytest
 
 from tba.buffer import check as checks
 from tba.buffer.backup import backup
+from tba.buffer.store import Store
+from tba.common.config import Config
 from tba.common.errors import Refused, StorageError
 
 TEST_RUN = ["--set", "run.name=test"]
@@ -111,6 +113,23 @@ def test_compact_needs_the_server_stopped(harness, tba_buffer):
     refused = tba_buffer("compact", "-b", buffer.store.path, *TEST_RUN)
     assert refused.exit_code == 78
     assert "another buffer server has" in refused.said
+
+
+def test_compact_without_a_configuration_takes_the_one_that_the_run_recorded(capped, tba_buffer):
+    store = Store(capped, durability="process")
+    store.open_run(
+        "test", seed=0, config=Config.model_validate({"buffer": {"prompt_cap": 2}}).model_dump(mode="json"), software={}
+    )
+    store.close()
+    done = tba_buffer("compact", "-b", capped, "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
+
+
+def test_compact_without_a_configuration_does_not_choose_between_runs(capped, tba_buffer):
+    store = Store(capped, durability="process")
+    store.open_run("second", seed=0, config={}, software={})
+    store.close()
+    assert "has the runs test, second: name one" in tba_buffer("compact", "-b", capped).said
 
 
 def test_compact_of_another_run_names_those_that_there_are(capped, tba_buffer):

@@ -85,6 +85,7 @@ def test_a_staleness_limit_that_publishing_cannot_meet_is_refused():
 
 def test_gsm8k_without_data_is_refused():
     assert "task.train" in refusal(assignments=["task.name=gsm8k"])
+    assert "they are arithmetic, gsm8k, and your own" in refusal(assignments=["task.name=arithmetik"])
 
 
 def test_every_field_is_documented():

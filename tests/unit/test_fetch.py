@@ -172,3 +172,13 @@ def test_what_only_waits_gives_way_to_a_newer_snapshot(trainer, prefetcher):
     prefetcher.want(newer, anew=False)
     assert prefetcher.wait(20)
     assert prefetcher.take().ref == newer
+
+
+def test_a_file_with_another_name_is_not_written_to(trainer, fetcher, tmp_path):
+    ref = trainer.full()
+    linked, served = tmp_path / "part", tmp_path / "served"
+    served.write_bytes(b"of another snapshot")
+    linked.hardlink_to(served)
+    fetcher.fetch(ref.version, WEIGHTS, linked, size=len(trainer.truth[0]))
+    assert linked.read_bytes() == trainer.truth[0]
+    assert served.read_bytes() == b"of another snapshot"

@@ -123,7 +123,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     from tba.searcher.exploration import Exploration
     from tba.searcher.loop import Searcher
     from tba.searcher.references import References
-    from tba.searcher.rewards import Scorer
+    from tba.searcher.rewards import Rewards
     from tba.searcher.run import load_tokenizer
     from tba.searcher.tasks import load_task
 
@@ -146,7 +146,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         task = load_task(config.task)
         searcher = Searcher(
             buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
-            engine=watched, task=task, scorer=Scorer(task, config.task), references=References(None),
+            engine=watched, task=task, rewards=Rewards(task, config.task), references=References(None),
             tokenizer=load_tokenizer(str(model)),
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
             client=client, clock=clock,

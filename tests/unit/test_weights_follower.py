@@ -1,11 +1,15 @@
 """Following the trainer with a real engine: swaps what is ready, and goes on with the old weights else."""
 
+import json
+
 import numpy as np
 import pytest
 
 from tba.common import delta
 from tba.common.clock import ManualClock
 from tba.common.config import Config
+from tba.common.durable import sha256_of
+from tba.common.snapshot import MANIFEST
 from tba.searcher.engine_transformers import TransformersEngine
 from tba.searcher.prefetch import Prefetcher
 from tba.searcher.weights import WeightsFollower
@@ -125,6 +129,42 @@ def test_what_became_ready_between_taking_and_wanting_is_not_prepared_again(lab,
     assert follower.prefetcher._wanted is None
     assert follower.settle(newest)
     assert len(follower.engine.given) == 1
+
+
+def test_an_error_does_not_take_the_place_of_a_snapshot_that_is_ready(lab, follower):
+    first, second = lab.publish(0), lab.publish(1)
+    follower.weights.follow(first)
+    assert follower.prefetcher.wait(20)
+    flip_a_byte(lab.config.snapshots / "v00000001" / delta.FILE)
+    follower.prefetcher.want(second, anew=False)
+    with follower.prefetcher._changed:
+        assert follower.prefetcher._changed.wait_for(lambda: len(follower.prefetcher._results) == 2, 20)
+    assert follower.weights.follow(second)
+    assert follower.weights.current == first
+    assert not follower.weights.follow(second)
+    assert follower.weights.refusals == 1
+
+
+def test_what_nobody_foresaw_is_reported_and_tried_again(lab, follower):
+    newest = lab.publish(0)
+    mute = newest.model_copy(update={"path": "/nowhere/v00000000", "address": "tcp://no such machine:9"})
+    assert not follower.settle(mute)
+    assert "ConfigError" in follower.weights.trouble
+    follower.clock.advance(60)
+    assert not follower.settle(mute)
+    assert follower.weights.refusals == 2
+    assert follower.settle(newest)
+
+
+def test_a_malformed_canary_is_refused(lab, follower):
+    newest = lab.publish(0)
+    manifest = lab.config.snapshots / "v00000000" / MANIFEST
+    fields = json.loads(manifest.read_text())
+    fields["canary"] = {"sequences": [5], "logprobs": [0.5]}
+    manifest.write_text(json.dumps(fields))
+    lying = newest.model_copy(update={"manifest_sha256": sha256_of(manifest)})
+    assert not follower.settle(lying)
+    assert "v0: TypeError" in follower.weights.trouble
 
 
 def test_what_is_ready_only_at_the_end_is_not_handed_to_the_engine(lab, follower):

@@ -1,0 +1,96 @@
+"""A sequence classifier as a reward: what it scores, and which files it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tba.common.config import RewardModelSection
+from tba.common.errors import ConfigError
+from tba.searcher.reward_model import RewardModel
+from tba.tests.classifiers import make_classifier, without_head
+
+PAIRS = [("1+2=", "3"), ("12+34=", "46"), ("1+1=", "2" * 90), ("9+8=", ""), ("7+70=", "77+1")]
+# Marks that the example's tokenizer knows.
+TEMPLATE = "{% for turn in messages %}{{ '+' if turn.role == 'user' else '=' }}{{ turn.content }}{% endfor %}"
+
+
+def load(directory: Path, **keys) -> RewardModel:
+    return RewardModel(directory, RewardModelSection(path=str(directory), **keys), "cpu")
+
+
+def score(model: RewardModel, pairs) -> list[float]:
+    encoded = [model.encode(*pair) for pair in pairs]
+    found = {}
+    for part in model.cut(encoded):
+        scores = model.score([encoded[n] for n in part], lambda start, stop: None)
+        found |= dict(zip(part, scores, strict=True))
+    return [found[n] for n in range(len(pairs))]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("llama", {}), ("llama", {"pad_token_id": None}), ("bert", {})])
+def test_the_score_of_a_pair_does_not_depend_on_the_batch_that_it_is_in(tmp_path, kind, changes):
+    model = load(make_classifier(tmp_path / "model", kind, **changes))
+    together, alone = score(model, PAIRS), [score(model, [pair])[0] for pair in PAIRS]
+    assert len({round(value, 3) for value in alone}) == len(PAIRS)
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert score(model, PAIRS[::-1])[::-1] == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_score_is_the_logit_that_the_head_gives_at_the_last_token(tmp_path):
+    model = load(make_classifier(tmp_path / "model"))
+    ids = torch.tensor([model.encode("1+2=", "3")])
+    head = load_file(tmp_path / "model/model.safetensors")["score.weight"]
+    with torch.inference_mode():
+        hidden = model._model.model(ids).last_hidden_state
+    assert score(model, [("1+2=", "3")]) == pytest.approx((hidden[0, -1] @ head.T).tolist(), abs=1e-5)
+
+
+def test_batches_are_cut_longest_first_by_tokens_with_their_padding(tmp_path):
+    model = load(make_classifier(tmp_path / "model"), batch_tokens=20)
+    assert list(model.cut([[1] * 3, [1] * 10, [1] * 9, [1] * 30, [1] * 2])) == [[3], [1, 2], [0, 4]]
+
+
+def test_a_chat_template_renders_the_prompt_and_the_response_as_two_turns(tmp_path):
+    directory = make_classifier(tmp_path / "model", chat_template=TEMPLATE)
+    chat, plain = load(directory, template="chat"), load(directory)
+    assert chat.encode("1", "2") == plain.encode("+1", "=2")
+
+
+def test_a_pair_that_is_too_long_is_refused_and_not_cut(tmp_path):
+    directory = make_classifier(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"129 tokens; it takes 1 to 128 \(reward_model.max_length\)"):
+        load(directory).encode("1" * 100, "2" * 29)
+    with pytest.raises(ValueError, match="it takes 1 to 8"):
+        load(directory, max_length=8).encode("1" * 5, "2" * 5)
+
+
+def test_a_lack_of_memory_halves_the_batch_and_fails_only_what_does_not_fit_alone(tmp_path, monkeypatch):
+    model = load(make_classifier(tmp_path / "model"))
+    whole, passes, forward = score(model, PAIRS), [], model._forward
+
+    def short_of_memory(pairs):
+        if sum(map(len, pairs)) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(pairs)
+
+    monkeypatch.setattr(model, "_forward", short_of_memory)
+    scores = model.score([model.encode(*pair) for pair in PAIRS], lambda *place: passes.append(place))
+    assert scores[2] == "out of memory on cpu with 94 tokens"
+    assert [*scores[:2], *scores[3:]] == pytest.approx([*whole[:2], *whole[3:]], abs=1e-5)
+    assert passes[0] == (0, 5)
+
+
+def test_files_that_are_no_reward_model_are_refused_with_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="has 3 labels: a reward needs a classifier with one"):
+        load(make_classifier(tmp_path / "three", num_labels=3))
+    with pytest.raises(ConfigError, match="is no classifier: it has no score.weight"):
+        load(without_head(tmp_path / "headless"))
+    directory = make_classifier(tmp_path / "pickled")
+    with pytest.raises(ConfigError, match='has no chat template: set reward_model.template = "concatenation"'):
+        load(directory, template="chat")
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(directory)

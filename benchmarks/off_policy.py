@@ -2,14 +2,14 @@
 
     python -m benchmarks.off_policy [--workers 2] [--seeds 5]
 
-The batch of step s was sampled with the weights of step max(0, s - D), for D = 0, 4, 16 and 64: all of it, exactly, by a
-queue of D batches. The model is examples/arithmetic/model, the task its additions and subtractions; `Learner` makes the
-updates, as in a run. What is measured is the policy itself and not its data: the expected reward on the held-out
+The batch of step s was sampled with the weights of step max(0, s - D), for D = 0, 4, 16 and 64: all of it, exactly, by
+a queue of D batches. The model is examples/arithmetic/model, the task its additions and subtractions; `Learner` makes
+the updates, as in a run. What is measured is the policy itself and not its data: the expected reward on the held-out
 problems at temperature 1, which is the probability of the right answer and its end token, so it has no sampling noise.
 
 Each objective has two learning rates: the best of three on fresh data, with which it runs at every staleness, and the
-best of three at the highest staleness, with which it runs there once more. Best is by the final reward of one run with a
-seed that is not used again. Everything else is the same for all.
+best of three at the highest staleness, with which it runs there once more. Best is by the final reward of one run with
+a seed that is not used again. Everything else is the same for all.
 
 Results go to docs/images/off_policy.jsonl as they come, and what is there already is not run again; the plot and the
 tables are made of that file.
@@ -193,6 +193,8 @@ def complete(settings: Iterable[Setting], workers: int) -> dict[Setting, list[fl
     """Run what is not in the file yet, and give everything that is."""
     done = load()
     missing = [setting for setting in settings if setting not in done]
+    if not missing:
+        return done
     with multiprocessing.get_context("spawn").Pool(workers) as pool, RESULTS.open("a", encoding="utf-8") as file:
         for number, result in enumerate(pool.imap_unordered(run, missing), start=1):
             file.write(json.dumps(result) + "\n")
@@ -222,10 +224,7 @@ def columns(curves: dict[Setting, list[float]], objective: str) -> list[tuple[in
 def experiment(curves: dict[Setting, list[float]], seeds: int) -> list[Setting]:
     """Seed after seed, so that a file cut short holds whole seeds."""
     settings = [
-        Setting(name, *column, seed)
-        for seed in range(seeds)
-        for name in OBJECTIVES
-        for column in columns(curves, name)
+        Setting(name, *column, seed) for seed in range(seeds) for name in OBJECTIVES for column in columns(curves, name)
     ]
     return list(dict.fromkeys(settings))
 
@@ -233,26 +232,20 @@ def experiment(curves: dict[Setting, list[float]], seeds: int) -> list[Setting]:
 # ---------------------------------------------------------------- what is shown
 
 
-def of_seeds(curves: dict[Setting, list[float]], objective: str, staleness: int, rate: float) -> np.ndarray:
+def of_seeds(curves: dict[Setting, list[float]], seeds: int, objective: str, staleness: int, rate: float) -> np.ndarray:
     """[seeds, measurements]."""
-    wanted = (objective, staleness, rate)
-    chosen = [
-        curve
-        for setting, curve in sorted(curves.items(), key=lambda item: item[0].seed)
-        if (setting.objective, setting.staleness, setting.rate) == wanted and setting.seed != SWEEP_SEED
-    ]
-    return np.array(chosen)
+    return np.array([curves[Setting(objective, staleness, rate, seed)] for seed in range(seeds)])
 
 
-def report(curves: dict[Setting, list[float]]) -> None:
+def report(curves: dict[Setting, list[float]], seeds: int) -> None:
     """Final reward, mean and standard deviation over seeds, and in brackets the mean over the whole curve."""
     start = next(iter(curves.values()))[0]
     rows = []
     for name in OBJECTIVES:
         settings = columns(curves, name)
-        cells = [cell(of_seeds(curves, name, staleness, rate)) for staleness, rate in settings]
+        cells = [cell(of_seeds(curves, seeds, name, staleness, rate)) for staleness, rate in settings]
         rows.append((name, f"{settings[0][1]:.0e}", *cells, f"{settings[-1][1]:.0e}"))
-    title = f"expected reward after {STEPS} steps (mean over the steps); {start:.3f} before the first"
+    title = f"expected reward after {STEPS} steps (mean over the steps); {start:.3f} before the first; {seeds} seeds"
     at = [f"D = {staleness}" for staleness in STALENESS]
     print_table(title, ["objective", "rate", *at, f"D = {OLDEST}, own rate", "own rate"], rows)
 
@@ -264,7 +257,7 @@ def cell(curve_SM: np.ndarray) -> str:
     return f"{final.mean():.3f} ± {spread:.3f} ({curve_SM.mean():.3f})"
 
 
-def draw(curves: dict[Setting, list[float]]) -> None:
+def draw(curves: dict[Setting, list[float]], seeds: int) -> None:
     """One panel per column of the table, one line per objective, a band of one standard deviation over seeds."""
     import matplotlib as mpl
 
@@ -276,7 +269,7 @@ def draw(curves: dict[Setting, list[float]]) -> None:
     steps = np.arange(0, STEPS + 1, MEASURE_EVERY)
     for column, (axis, title) in enumerate(zip(axes, titles, strict=True)):
         for name in OBJECTIVES:
-            values = of_seeds(curves, name, *columns(curves, name)[column])
+            values = of_seeds(curves, seeds, name, *columns(curves, name)[column])
             mean, spread = values.mean(axis=0), values.std(axis=0)
             axis.plot(steps, mean, label=name)
             axis.fill_between(steps, mean - spread, mean + spread, alpha=0.15)
@@ -297,8 +290,8 @@ def main() -> None:
     torch.set_num_threads(1)
     curves = complete(sweep(), options.workers)
     curves = complete(experiment(curves, options.seeds), options.workers)
-    report(curves)
-    draw(curves)
+    report(curves, options.seeds)
+    draw(curves, options.seeds)
 
 
 if __name__ == "__main__":

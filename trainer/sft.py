@@ -42,7 +42,7 @@ _METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to train on, how long, and where to. `steps` or else `epochs` says how long; a batch has `batch_size` rows."""
+    """What to train on, how long (`steps`, or else `epochs`), and where to. A batch has `batch_size` rows."""
 
     data: Sequence[Path]
     out: Path

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.durable import sha256_of
 from tba.common.errors import TaskError, UsageError
 from tba.common.model_files import eos_ids
-from tba.trainer.sft import Plan, sft
+from tba.trainer.sft import Job, Plan, sft
 from tba.trainer.sft_data import Encoder, read_rows
 
 from .tb_lab import tiny_model
@@ -53,10 +54,12 @@ def write(path: Path, *lines: str) -> Path:
 
 def make(base, plan, *, resume=False, stop_after=None, **train) -> list[dict[str, float]]:
     """Run it; gives what each step told."""
-    config = Config.model_validate({
-        "model": {"path": str(base), "dtype": "float32"},
-        "train": {"gpu": "cpu", **SETTINGS, **train},
-    })
+    config = Config.model_validate(
+        {
+            "model": {"path": str(base), "dtype": "float32"},
+            "train": {"gpu": "cpu", **SETTINGS, **train},
+        }
+    )
     told: list[dict[str, float]] = []
     finished = sft(
         config,
@@ -107,9 +110,6 @@ def test_a_resumed_training_gives_the_same_files_bit_for_bit(base, pairs, tmp_pa
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(base, pairs, tmp_path):
     config = Config.model_validate({"model": {"path": str(base)}, "train": {"gpu": "cpu", **SETTINGS}})
     plan = Plan([pairs], tmp_path / "out", epochs=2, batch_size=4)
-    from tba.common.clock import SystemClock
-    from tba.trainer.sft import Job
-
     job = Job(config, plan, resume=False, device=torch.device("cpu"), clock=SystemClock())
     order = [row.id for step in range(job.steps) for row in job.rows_of(step)]
     job.close()

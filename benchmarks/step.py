@@ -208,37 +208,40 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--memory-only", action="store_true")
+    parser.add_argument("--only", choices=("time", "memory"))
     parser.add_argument("--peak", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak:
         print(json.dumps(activations_mib(options.peak, options)))
         return
-    if not options.memory_only:
+    if options.only != "memory":
         report_time(options)
-    report_memory(options)
+    if options.only != "time":
+        report_memory(options)
 
 
 def report_time(options: argparse.Namespace) -> None:
-    """Medians of rounds in which the ways take turns."""
-    seconds = {way: [] for way in options.ways}
+    """Medians of rounds in which the ways take turns. CPU seconds are those of all threads, waiting ones included."""
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in options.ways}
     prepared = {way: prepare(way, options) for way in options.ways}
     for _ in range(options.rounds):
         for way, (model, run) in prepared.items():
             model.zero_grad()
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), time.process_time()
             run()
-            seconds[way].append(time.perf_counter() - started)
-    batch = make_batch(options.prompts, options.samples, options.vocabulary)
-    tokens = sum(row.tokens for row in batch.rows)
-    medians = {way: float(np.median(values)) for way, values in seconds.items()}
+            seconds[way].append((time.perf_counter() - started, time.process_time() - cpu))
+    tokens = sum(row.tokens for row in make_batch(options.prompts, options.samples, options.vocabulary).rows)
+    medians = {way: np.median(values, axis=0) for way, values in seconds.items()}
+    first = medians[options.ways[0]]
     rows = [
-        (way, f"{value:.2f}", f"{tokens / value:,.0f}", f"{value / medians[options.ways[0]]:.2f}")
-        for way, value in medians.items()
+        (way, *(f"{value:.2f}" for pair in zip(median, median / first, strict=True) for value in pair))
+        for way, median in medians.items()
     ]
-    title = f"loss and gradient of {len(batch.rows)} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
-    print_table(title, ["way", "seconds", "tokens/s", f"x {options.ways[0]}"], rows)
+    rows_in_all = options.prompts * options.samples
+    title = f"loss and gradient of {rows_in_all} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
+    name = options.ways[0]
+    print_table(title, ["way", "seconds", f"x {name}", "CPU seconds", f"x {name}"], rows)
 
 
 def report_memory(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-ch
 BUILD := build/typecheck
 DEMO := runs/demo
 
-.PHONY: demo test check format docs bench bench-swap bench-peers clean
+.PHONY: demo test check format docs bench bench-step bench-off-policy bench-swap bench-peers clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -45,6 +45,14 @@ docs: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks
+
+# The trainer's step beside TRL's and the paper's.
+bench-step: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.step
+
+# Objectives on data of a fixed age: 160 short trainings, of which the file of results spares those that are in it.
+bench-off-policy: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.off_policy
 
 # What a swap of weights costs a searcher on vLLM.
 bench-swap: $(VENV)/installed-vllm

@@ -25,6 +25,7 @@ from tba.common.terminal import (
     print_table,
     resolve,
     start_process,
+    training_progress,
 )
 
 if TYPE_CHECKING:
@@ -157,6 +158,48 @@ def train(
     if travel is None:
         return run_trainer()
     return _train_offline(resolved, travel, run_trainer, replay=replay)
+
+
+@app.command()
+def sft(
+    data: Annotated[list[Path], typer.Argument(help="jsonl files: prompt and response, or chat messages.")],
+    out: Annotated[Path, typer.Option(help="The model directory to make.")],
+    config: ConfigFile = None,
+    sets: Assignments = None,
+    model: Annotated[str | None, typer.Option(help="The model to start from, instead of model.path.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="jsonl file to measure the loss on.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data; 1 by default.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of epochs.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of an optimiser step.")] = 64,
+    learning_rate: Annotated[float | None, typer.Option(help="Instead of train.learning_rate.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The GPU to train on.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU instead.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model on prompts with given responses: the warm start of a run."""
+    not_both(cpu, gpu is not None, "--cpu", "--gpu")
+    not_both(epochs is not None, steps is not None, "--epochs", "--steps")
+    overrides = {"train.gpu": "cpu" if cpu else gpu, "model.path": model, "train.learning_rate": learning_rate}
+    resolved = resolve(config, sets, overrides)
+    from tba.common.devices import CPU, choose_gpus, list_gpus, pin
+
+    device = CPU
+    if resolved.config.train.gpu != CPU:
+        pin(choose_gpus(resolved.config.train.gpu, list_gpus()))
+        device = "cuda"
+    stop = start_process("sft", level="WARNING" if as_json or sys.stderr.isatty() else "INFO")
+    need("torch", "train")
+    from tba.trainer.sft import Plan
+    from tba.trainer.sft import sft as run_sft
+
+    plan = Plan(data, out, held_out, epochs or 1, steps, batch_size)
+    with training_progress("sft", as_json=as_json) as tell:
+        finished = run_sft(resolved.config, plan, resume=resume, device=device, stop=stop, tell=tell)
+    if not as_json:
+        typer.echo(f"the model is in {out}" if finished else "stopped; the same command with --resume goes on")
 
 
 def _time_travel(

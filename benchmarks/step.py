@@ -13,7 +13,9 @@ mean 200 and at most 1,024 tokens, prompts have 40 to 120.
 - paper: as in TBA's released trainer, all K rows of a prompt padded side by side, logits of the whole rectangle,
   log-softmax, one backward per prompt.
 
-Memory is the growth of the process's peak resident set in a process of its own per way.
+Memory is measured apart, at two sizes of vocabulary, on one prompt with four responses: how far the peak resident set
+of a process of its own goes above what is resident before the step, gradients allocated. Embedding and head are frozen
+there, so that their gradients, [vocabulary x hidden] numbers in every way, are not counted as activations.
 """
 
 import argparse
@@ -40,6 +42,7 @@ from tba.trainer.step import Learner
 
 LONGEST, PAD = 1024, 0
 WAYS = ("bare", "tba", "TRL", "paper")
+VOCABULARIES = (32_000, 152_000)
 
 
 def make_model(vocabulary: int) -> LlamaForCausalLM:
@@ -82,8 +85,7 @@ def make_batch(prompts: int, samples: int, vocabulary: int) -> TrainBatch:
 
 def tba_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
     objective = choose(ObjectiveSection(), longest_response=LONGEST)
-    learner = Learner(model, model, TrainSection(micro_batch_tokens=16384), objective, autocast=False)
-    model.requires_grad_(True)
+    learner = Learner(model, None, TrainSection(micro_batch_tokens=16384), objective, autocast=False)
     return lambda: learner.accumulate(batch, batch.reference_BK, 0.01)
 
 
@@ -129,7 +131,7 @@ def trl_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
         "old_per_token_logps": padded([row.sampling_logprobs for row in rows], "right").float(),
         "advantages": standardised(batch.reward_BK).flatten().float(),
     }
-    trainer.current_gradient_accumulation_steps = len(rows) // 8
+    trainer.current_gradient_accumulation_steps = max(len(rows) // 8, 1)
     total = torch.tensor(sum(len(row.response_ids) for row in rows))
     model.train()
 
@@ -165,30 +167,36 @@ def padded(rows: list[np.ndarray], side: str) -> Tensor:
     return whole if whole.is_floating_point() else whole.long()
 
 
-def prepare(way: str, options: argparse.Namespace) -> Callable[[], None]:
-    """A function that adds the gradient of the whole batch to the parameters."""
+def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[], None]]:
+    """A model, and a function that adds the gradient of the whole batch to its parameters."""
     model = make_model(options.vocabulary)
     batch = make_batch(options.prompts, options.samples, options.vocabulary)
-    run = {"bare": bare_way, "tba": tba_way, "TRL": trl_way, "paper": paper_way}[way](model, batch)
-
-    def once() -> None:
-        model.zero_grad()
-        run()
-
-    return once
+    return model, {"bare": bare_way, "tba": tba_way, "TRL": trl_way, "paper": paper_way}[way](model, batch)
 
 
-def high_water_mib() -> float:
-    """Peak resident set of this program: getrusage would give the parent's, if that was larger."""
+def resident_mib(field: str) -> float:
+    """VmRSS, or VmHWM, its peak: getrusage would give the parent's, if that was larger."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
-def peak_mib(way: str, options: argparse.Namespace) -> float:
-    """Growth of the peak resident set, in a process of its own."""
-    settings = ["--prompts", options.prompts, "--samples", options.samples, "--vocabulary", options.vocabulary]
-    command = [sys.executable, "-m", "benchmarks.step", "--peak", way, "--threads", options.threads, *settings]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+def activations_mib(way: str, options: argparse.Namespace) -> float:
+    """Peak of one step above what is resident before it."""
+    model, run = prepare(way, options)
+    model.get_input_embeddings().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts again from here
+    before = resident_mib("VmRSS")
+    run()
+    return resident_mib("VmHWM") - before
+
+
+def in_child(way: str, vocabulary: int, options: argparse.Namespace) -> float:
+    """`activations_mib` in a process of its own."""
+    settings = ["--prompts", 1, "--samples", 4, "--vocabulary", vocabulary, "--threads", options.threads]
+    command = [sys.executable, "-m", "benchmarks.step", "--peak", way, *map(str, settings)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return float(json.loads(result.stdout.splitlines()[-1]))
 
 
@@ -200,40 +208,47 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--only", choices=("time", "memory"))
     parser.add_argument("--peak", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak:
-        once = prepare(options.peak, options)
-        before = high_water_mib()
-        once()
-        print(json.dumps(high_water_mib() - before))
+        print(json.dumps(activations_mib(options.peak, options)))
         return
-    seconds = {way: [] for way in options.ways}
-    runs = {way: prepare(way, options) for way in options.ways}
+    if options.only != "memory":
+        report_time(options)
+    if options.only != "time":
+        report_memory(options)
+
+
+def report_time(options: argparse.Namespace) -> None:
+    """Medians of rounds in which the ways take turns. CPU seconds are those of all threads, waiting ones included."""
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in options.ways}
+    prepared = {way: prepare(way, options) for way in options.ways}
     for _ in range(options.rounds):
-        for way, once in runs.items():
-            started = time.perf_counter()
-            once()
-            seconds[way].append(time.perf_counter() - started)
-    report(options, {way: float(np.median(values)) for way, values in seconds.items()})
-
-
-def report(options: argparse.Namespace, seconds: dict[str, float]) -> None:
-    batch = make_batch(options.prompts, options.samples, options.vocabulary)
-    tokens = sum(row.tokens for row in batch.rows)
+        for way, (model, run) in prepared.items():
+            model.zero_grad()
+            started, cpu = time.perf_counter(), time.process_time()
+            run()
+            seconds[way].append((time.perf_counter() - started, time.process_time() - cpu))
+    tokens = sum(row.tokens for row in make_batch(options.prompts, options.samples, options.vocabulary).rows)
+    medians = {way: np.median(values, axis=0) for way, values in seconds.items()}
+    first = medians[options.ways[0]]
     rows = [
-        (
-            way,
-            f"{value:.2f}",
-            f"{tokens / value:,.0f}",
-            f"{value / seconds[options.ways[0]]:.2f}",
-            f"{peak_mib(way, options):,.0f}",
-        )
-        for way, value in seconds.items()
+        (way, *(f"{value:.2f}" for pair in zip(median, median / first, strict=True) for value in pair))
+        for way, median in medians.items()
     ]
-    title = f"loss and gradient of {len(batch.rows)} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
-    print_table(title, ["way", "seconds", "tokens/s", f"x {options.ways[0]}", "peak MiB"], rows)
+    rows_in_all = options.prompts * options.samples
+    title = f"loss and gradient of {rows_in_all} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
+    name = options.ways[0]
+    print_table(title, ["way", "seconds", f"x {name}", "CPU seconds", f"x {name}"], rows)
+
+
+def report_memory(options: argparse.Namespace) -> None:
+    rows = [(way, *(f"{in_child(way, size, options):,.0f}" for size in VOCABULARIES)) for way in options.ways]
+    tokens = sum(row.tokens for row in make_batch(1, 4, VOCABULARIES[0]).rows)
+    headings = ["way", *(f"MiB at {size:,}" for size in VOCABULARIES)]
+    print_table(f"peak activation memory, 4 rows, {tokens:,} tokens, embedding and head frozen", headings, rows)
 
 
 if __name__ == "__main__":

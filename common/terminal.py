@@ -157,3 +157,35 @@ def byte_progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int,
     with Progress(*columns, console=errors, disable=quiet or not errors.is_terminal, transient=True) as progress:
         task = progress.add_task(doing, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def training_progress(doing: str, *, as_json: bool) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Hears the numbers of each step, `step` and `steps` among them.
+
+    A bar with rate and remaining time on standard error if that is a terminal, JSON lines for machines, else log lines.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    errors = Console(stderr=True)
+    if as_json:
+        yield print_json
+        return
+    if not errors.is_terminal:
+        from tba.common.log import get_logger
+
+        yield lambda numbers: get_logger(__name__).info("step", **numbers)
+        return
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=errors) as progress:
+        task = progress.add_task(doing, total=None, numbers="")
+
+        def show(numbers: dict[str, float]) -> None:
+            shown = {"loss": ".4f", "held_out_loss": ".4f", "tokens_per_second": ",.0f"}
+            text = "  ".join(
+                f"{name.replace('_', ' ')} {numbers[name]:{form}}" for name, form in shown.items() if name in numbers
+            )
+            progress.update(task, completed=numbers["step"], total=numbers["steps"], numbers=text)
+
+        yield show

@@ -47,12 +47,15 @@ class _Sums:
 
 
 class Learner:
-    """The policy, its frozen reference, the objective and the optimiser. `steps_done` counts updates."""
+    """The policy, its frozen reference, the objective and the optimiser. `steps_done` counts updates.
+
+    `reference` may be None for an objective that needs none.
+    """
 
     def __init__(
         self,
         policy: PreTrainedModel,
-        reference: PreTrainedModel,
+        reference: PreTrainedModel | None,
         config: TrainSection,
         objective: Objective,
         *,
@@ -64,7 +67,7 @@ class Learner:
         self._config = config
         self._objective = objective
         self._scorer = Scorer(policy, autocast=autocast)
-        self._reference = Scorer(reference.requires_grad_(False), autocast=autocast)
+        self._reference = Scorer(reference.requires_grad_(False), autocast=autocast) if reference is not None else None
         self._learning_rate = learning_rate_schedule(config)
         if config.gradient_checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -167,6 +170,7 @@ class Learner:
         computed: dict[int, float] = {}
         groups = [[index] for index in range(len(unknown))]
         for part in cut(groups, lambda row: unknown[row].tokens, self._config.micro_batch_tokens):
+            assert self._reference is not None
             rows = [unknown[index] for index in part]
             sequence_N = sequence_logprobs(self._reference.score(rows).logprob_R, rows)
             computed |= dict(zip((row.id for row in rows), sequence_N.tolist(), strict=True))

@@ -1,0 +1,18 @@
+"""`tba sft` as a user runs it."""
+
+import json
+
+
+def test_sft_makes_a_model_and_says_what_happens_as_json_lines(tba, example_model, tmp_path):
+    data, out = tmp_path / "pairs.jsonl", tmp_path / "warm"
+    data.write_text("".join(json.dumps({"prompt": f"{a}+11=", "answer": str(a + 11)}) + "\n" for a in range(10, 20)))
+    command = ["sft", str(data), "--out", str(out), "--model", str(example_model), "--cpu", "--batch-size", "4"]
+    result = tba(*command, "--epochs", "2", "--held-out", str(data), "--json")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss_before"]
+    assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    again = tba(*command)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr

@@ -18,6 +18,7 @@
     │   ├── SnapshotOutdated          a newer one is wanted by now
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
+    ├── RankLost             exit 69  another process of the same trainer has ended
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
@@ -28,6 +29,7 @@ Exit codes follow sysexits where one fits: systemd is told not to restart on 78.
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_LOST = 69
 EXIT_CONFIG = 78
 
 
@@ -124,6 +126,12 @@ class CanaryMismatch(SnapshotError):
 
 class CheckpointError(TbaError):
     """No usable checkpoint."""
+
+
+class RankLost(TbaError):
+    """Another process of the same trainer has ended: this one is not the culprit."""
+
+    exit_code = EXIT_LOST
 
 
 class EngineError(TbaError):

@@ -30,14 +30,16 @@ def objective(name: str = "tb", **keys: Any) -> Objective:
     return choose(ObjectiveSection(name=name, **keys), longest_response=LONGEST_RESPONSE)
 
 
-def tiny_model(*, vocabulary: int = VOCABULARY, hidden: int = 16, seed: int = 0, tie: bool = False) -> Any:
+def tiny_model(
+    *, vocabulary: int = VOCABULARY, hidden: int = 16, seed: int = 0, tie: bool = False, layers: int = 1
+) -> Any:
     """A random Llama of a few thousand parameters."""
     torch.manual_seed(seed)
     shape = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,

@@ -1,0 +1,92 @@
+"""Learners over several ranks, for tests: `python -m` runs one rank, `scenario` names what it trains.
+
+    python rank_lab.py DIRECTORY SCENARIO...      with RANK, WORLD_SIZE and TBA_RENDEZVOUS set
+
+Rank 0 leaves DIRECTORY/SCENARIO.pt: the metrics of each step, and the weights that would be published.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tba.common.config import LoraSection, TrainSection
+from tba.trainer.adapters import add_adapters, merged
+from tba.trainer.model import weights_of
+from tba.trainer.ranks import ALONE, Ranks, join
+from tba.trainer.step import Learner
+
+from .tb_lab import objective, random_batch, tiny_model
+
+STEPS = 2
+_FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
+# Keyword arguments of `make_learner`, and how many prompts a batch has.
+SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 5),
+    "all": ({"sharding": "all"}, 5),
+    "small_parts": ({"micro_batch_tokens": 1, "sharding": "all"}, 5),
+    "small_parts_whole": ({"micro_batch_tokens": 1, "sharding": "optimizer"}, 5),
+    "one_prompt": ({}, 1),
+    "clipped": ({"max_grad_norm": 1e-3}, 3),
+    "tied": ({"tie": True}, 4),
+    "recomputed": ({"gradient_checkpointing": True, "micro_batch_tokens": 60, "sharding": "all"}, 5),
+    "learned_z": ({"name": "tb_learned_z"}, 3),
+    "grpo": ({"name": "grpo", "micro_batch_tokens": 40}, 4),
+    "lora": ({"lora": LoraSection(rank=2), "sharding": "all"}, 4),
+    "lora_recomputed": ({"lora": LoraSection(rank=2), "gradient_checkpointing": True}, 4),
+    "half": ({"autocast": True, "double": False}, 4),
+    "lora_half": ({"autocast": True, "double": False, "lora": LoraSection(rank=2)}, 4),
+}
+
+
+def make_learner(
+    ranks: Ranks = ALONE,
+    *,
+    name: str = "tb",
+    tie: bool = False,
+    double: bool = True,
+    autocast: bool = False,
+    lora: LoraSection | None = None,
+    **keys: Any,
+) -> Learner:
+    """A learner of two layers; its reference is another random model, or the model without its adapters."""
+    policy, reference = (tiny_model(seed=seed, tie=tie, layers=2) for seed in (0, 1))
+    if lora is not None:
+        reference = None
+        add_adapters(policy, lora)
+        with torch.no_grad():
+            for name_, parameter in policy.named_parameters():
+                if "lora_B" in name_:
+                    parameter.normal_(std=0.1)
+    if double:
+        policy, reference = policy.double(), reference and reference.double()
+    config = TrainSection.model_validate(_FLAT | keys)
+    return Learner(policy, reference, config, objective(name), autocast=autocast, ranks=ranks)
+
+
+def run(scenario: str, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """Train a scenario: {"metrics": one dict per step, "weights": by name}."""
+    keys, prompts = SCENARIOS[scenario]
+    torch.manual_seed(0)
+    learner = make_learner(ranks, **keys)
+    metrics = [learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(STEPS)]
+    weights = {name: tensor.clone() for name, tensor in merged(learner.policy, weights_of(learner.policy))}
+    return {"metrics": metrics, "weights": weights}
+
+
+def main() -> None:
+    directory, names = Path(sys.argv[1]), sys.argv[2:]
+    torch.use_deterministic_algorithms(True)
+    ranks = join(torch.device("cpu"))
+    for name in names:
+        result = run(name, ranks)
+        if ranks.rank == 0:
+            torch.save(result, directory / f"{name}.pt")
+    ranks.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -3,6 +3,7 @@
 Shape suffixes: N rows, T tokens of the longest, R response tokens of all rows, H hidden size, V vocabulary.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,15 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     _remove_dropout(model)
     _check_head(model)
     return model
+
+
+def structure_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy on the CPU that has no weights, to be called with others' weights in their place."""
+    hollow = {id(parameter): nn.Parameter(parameter.to("meta"), False) for parameter in model.parameters()}
+    copied: PreTrainedModel = copy.deepcopy(model, hollow)
+    for buffer in copied.buffers():
+        buffer.data = buffer.data.cpu()
+    return copied
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ what it returns or raises is the same on all of them.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,7 @@ class Learner:
         assert (reference is None) == has_adapters(policy)
         self.policy = policy
         self.steps_done = 0
+        self.adapter: dict[str, Any] | None = None  # what a checkpoint of adapters has to agree with
         self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         self._config = config
         self._objective = objective

@@ -1,5 +1,6 @@
 """Several real processes that train one model over gloo make the steps that one process makes."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from tba.tests.unit import rank_lab
 
 from .conftest import clean_environment
 
+RESUMED = ("all", "tied", "learned_z", "lora")
+
 
 def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
     """Run scenarios in so many processes; their results are in the directory."""
@@ -23,9 +26,7 @@ def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), RENDEZVOUS_VARIABLE: str(directory / "meeting")}
         environment = clean_environment() | place | {"GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, "-m", "tba.tests.unit.rank_lab", str(directory), *scenarios]
-        processes.append(
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-        )
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE))
     try:
         for process in processes:
             _, errors = process.communicate(timeout=200)
@@ -36,17 +37,45 @@ def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
             process.wait()
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
-    """The result of a scenario over so many ranks; all scenarios of a number of ranks run in one start."""
+class Trained:
+    """Results of scenarios by number of ranks; all scenarios of a number of ranks run in one start."""
 
-    @cache
-    def directory_of(ranks: int) -> Path:
-        directory = tmp_path_factory.mktemp(f"ranks{ranks}")
-        train_over(ranks, directory, list(rank_lab.SCENARIOS) if ranks == 2 else ["plain", "one_prompt", "lora"])
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.directory = cache(self._directory)
+        self.result = cache(self._result)
+
+    def _directory(self, ranks: int) -> Path:
+        """Where these ranks left their files."""
+        directory = self.root / f"ranks{ranks}"
+        directory.mkdir()
+        if ranks > 1:
+            scenarios = list(rank_lab.SCENARIOS) if ranks == 2 else ["plain", "one_prompt", "lora"]
+            train_over(ranks, directory, scenarios)
         return directory
 
-    return lambda scenario, ranks: torch.load(directory_of(ranks) / f"{scenario}.pt")
+    def _result(self, scenario: str, ranks: int) -> dict[str, Any]:
+        directory = self.directory(ranks)
+        if ranks == 1:
+            return rank_lab.run(scenario, directory)
+        result: dict[str, Any] = torch.load(directory / f"{scenario}.pt")
+        return result
+
+    def resumed(self, ranks: int, after: int) -> Callable[[str], dict[str, Any]]:
+        """Two steps more by so many ranks, from where `after` ranks stopped."""
+        directory = self.root / f"{after}to{ranks}"
+        for scenario in RESUMED:
+            self.result(scenario, after)
+            shutil.copytree(self.directory(after) / f"{scenario}.after", directory / scenario)
+        if ranks == 1:
+            return lambda scenario: rank_lab.run(scenario, directory)
+        train_over(ranks, directory, list(RESUMED))
+        return lambda scenario: torch.load(directory / f"{scenario}.pt")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("ranks"))
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], *, tolerance: float) -> None:
@@ -59,20 +88,32 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, tolerance: f
         assert torch.allclose(found["weights"][name], weight, atol=tolerance, rtol=0), name
 
 
+def tolerance_of(scenario: str) -> float:
+    """Models are float64; the head that predicts log Z is float32 in any model."""
+    return 1e-6 if scenario == "learned_z" else 1e-9
+
+
 @pytest.mark.parametrize("scenario", [name for name in rank_lab.SCENARIOS if "half" not in name])
 def test_two_ranks_make_the_steps_of_one(trained, scenario):
-    # The head that predicts log Z is float32 in any model.
-    tolerance = 1e-6 if scenario == "learned_z" else 1e-9
-    assert_same(trained(scenario, 2), rank_lab.run(scenario), tolerance=tolerance)
+    assert_same(trained.result(scenario, 2), trained.result(scenario, 1), tolerance=tolerance_of(scenario))
 
 
 @pytest.mark.parametrize("scenario", ["plain", "one_prompt", "lora"])
 def test_so_do_three_ranks_some_of_which_have_nothing_to_do(trained, scenario):
-    assert_same(trained(scenario, 3), rank_lab.run(scenario), tolerance=1e-9)
+    assert_same(trained.result(scenario, 3), trained.result(scenario, 1), tolerance=1e-9)
 
 
 @pytest.mark.parametrize("scenario", ["half", "lora_half"])
 def test_two_ranks_in_bfloat16_are_as_near_as_bfloat16_is(trained, scenario):
-    found, expected = trained(scenario, 2), rank_lab.run(scenario)
-    assert found["metrics"][0]["loss"] == pytest.approx(expected["metrics"][0]["loss"], rel=0.02)
-    assert found["metrics"][0]["grad_norm"] == pytest.approx(expected["metrics"][0]["grad_norm"], rel=0.05)
+    found, expected = (trained.result(scenario, ranks)["metrics"][0] for ranks in (2, 1))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=0.02)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+
+
+def test_one_process_goes_on_from_two_and_two_from_one(trained):
+    straight = trained.resumed(1, after=1)
+    one, two = trained.resumed(1, after=2), trained.resumed(2, after=1)
+    for scenario in RESUMED:
+        expected = straight(scenario)
+        assert_same(one(scenario), expected, tolerance=tolerance_of(scenario))
+        assert_same(two(scenario), expected, tolerance=tolerance_of(scenario))

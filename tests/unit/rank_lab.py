@@ -2,7 +2,8 @@
 
     python rank_lab.py DIRECTORY SCENARIO...      with RANK, WORLD_SIZE and TBA_RENDEZVOUS set
 
-Rank 0 leaves DIRECTORY/SCENARIO.pt: the metrics of each step, and the weights that would be published.
+Rank 0 leaves DIRECTORY/SCENARIO.pt: the metrics of each step, and the weights that would be published. A checkpoint
+that is there under DIRECTORY/SCENARIO is gone on from; one is left under DIRECTORY/SCENARIO.after.
 """
 
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from tba.common.config import LoraSection, TrainSection
+from tba.trainer import checkpoint
 from tba.trainer.adapters import add_adapters, merged
 from tba.trainer.model import weights_of
 from tba.trainer.ranks import ALONE, Ranks, join
@@ -20,7 +22,6 @@ from tba.trainer.step import Learner
 
 from .tb_lab import objective, random_batch, tiny_model
 
-STEPS = 2
 _FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
 # Keyword arguments of `make_learner`, and how many prompts a batch has.
 SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
@@ -66,13 +67,21 @@ def make_learner(
     return Learner(policy, reference, config, objective(name), autocast=autocast, ranks=ranks)
 
 
-def run(scenario: str, ranks: Ranks = ALONE) -> dict[str, Any]:
+def run(scenario: str, directory: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     """Train a scenario: {"metrics": one dict per step, "weights": by name}."""
     keys, prompts = SCENARIOS[scenario]
     torch.manual_seed(0)
     learner = make_learner(ranks, **keys)
-    metrics = [learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(STEPS)]
+    found = checkpoint.newest(directory / scenario)
+    if found is not None:
+        checkpoint.restore(found, learner)
+    first = learner.steps_done
+    metrics = [learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(first, first + 2)]
     weights = {name: tensor.clone() for name, tensor in merged(learner.policy, weights_of(learner.policy))}
+    if ranks.rank == 0:
+        checkpoint.save(directory / f"{scenario}.after", learner, run="r", keep=1)
+    else:
+        list(checkpoint.tensors_of(learner))
     return {"metrics": metrics, "weights": weights}
 
 
@@ -81,7 +90,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     ranks = join(torch.device("cpu"))
     for name in names:
-        result = run(name, ranks)
+        result = run(name, directory, ranks)
         if ranks.rank == 0:
             torch.save(result, directory / f"{name}.pt")
     ranks.close()

@@ -20,7 +20,6 @@ from tba.common.process import RENDEZVOUS_VARIABLE
 from tba.deploy.supervisor import HOPELESS, Child, Supervisor
 
 _TEND_SECONDS = 0.1
-_NEVER_SECONDS = 1e9
 # A rank that has lost another may be heard before the one that was lost.
 _OTHERS_SECONDS = 10.0
 
@@ -30,21 +29,18 @@ def train_together(config: Config, arguments: Sequence[str], count: int, stop: C
 
     Raises TbaError, with the exit code of the rank that failed first, if one does: the others are then ended.
     """
-    # A rank cannot start again by itself: the others have lost it.
-    pause = {"restart_delay_seconds": _NEVER_SECONDS, "restart_delay_max_seconds": _NEVER_SECONDS}
-    never_again = config.launch.model_copy(update=pause)
     with tempfile.TemporaryDirectory(prefix="tba-ranks-") as meeting:
         ranks = _children(config, arguments, count, Path(meeting) / "ranks")
-        with Supervisor(ranks, never_again) as supervisor:
-            while not (stop() or all(child.ended for child in ranks) or any(child.last_code for child in ranks)):
+        with Supervisor(ranks, config.launch) as supervisor:
+            while not (stop() or all(child.ended for child in ranks) or any(child.exit_code for child in ranks)):
                 supervisor.tend()
                 time.sleep(_TEND_SECONDS)
             if stop():
                 supervisor.stop(ranks, drain_seconds=config.launch.drain_seconds)
-                if code := ranks[0].exit_code:
-                    raise _failure(ranks[0], code, count)
+                if ranks[0].exit_code:
+                    raise _failure(ranks[0], count)
             elif (culprit := _culprit(supervisor, ranks)) is not None:
-                raise _failure(culprit, culprit.last_code or 0, count)
+                raise _failure(culprit, count)
 
 
 def _children(config: Config, arguments: Sequence[str], count: int, meeting: Path) -> list[Child]:
@@ -63,7 +59,9 @@ def _children(config: Config, arguments: Sequence[str], count: int, meeting: Pat
         if on_cpu and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(threads_of(share, shared_by=shares.count(share)))
         name = f"rank{rank}"
-        children.append(Child(name, name, arguments, None, environment=environment, cores=share if on_cpu else None))
+        cores = share if on_cpu else None
+        # Once: a rank cannot start again by itself, for the others have lost it.
+        children.append(Child(name, name, arguments, None, once=True, environment=environment, cores=cores))
     return children
 
 
@@ -71,15 +69,16 @@ def _culprit(supervisor: Supervisor, ranks: Sequence[Child]) -> Child | None:
     """The rank that failed by itself, or the first that failed; None if none did."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while True:
-        failed = [child for child in ranks if child.last_code]
-        own = [child for child in failed if child.last_code != EXIT_LOST]
+        failed = [child for child in ranks if child.exit_code]
+        own = [child for child in failed if child.exit_code != EXIT_LOST]
         if own or not failed or time.monotonic() > deadline:
             return (own or failed or [None])[0]
         supervisor.tend()
         time.sleep(_TEND_SECONDS)
 
 
-def _failure(child: Child, code: int, count: int) -> TbaError:
+def _failure(child: Child, count: int) -> TbaError:
+    code = child.exit_code or 0
     said = next((line for line in reversed(child.log_tail().splitlines()) if line.startswith("error: ")), "")
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     reason = f": {said.removeprefix('error: ')}" if said else ""

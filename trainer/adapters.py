@@ -94,7 +94,7 @@ def fingerprint(directory: Path) -> str:
     """Of the weight files of a model directory: adapters belong to one base."""
     digest = xxhash.xxh3_128()
     for path in sorted(directory.glob("*.safetensors")):
-        digest.update(path.name)
+        digest.update(path.name.encode())
         with path.open("rb") as file:
             while chunk := file.read(_HASH_CHUNK_BYTES):
                 digest.update(chunk)

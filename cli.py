@@ -153,7 +153,7 @@ def train(
         gpus = choose_gpus(resolved.config.train.gpu, list_gpus())
         pin(gpus)
         device, count = f"cuda:{rank or 0}", len(gpus)
-    stop = start_process("train")
+    stop = start_process("train", level="INFO" if os.environ.get("RANK", "0") == "0" else "ERROR")
     if count > 1 and rank is None:
         from tba.deploy.ranks import train_together
 

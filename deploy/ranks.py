@@ -80,9 +80,10 @@ def _culprit(supervisor: Supervisor, ranks: Sequence[Child]) -> Child | None:
 def _failure(child: Child, count: int) -> TbaError:
     code = child.exit_code or 0
     said = next((line for line in reversed(child.log_tail().splitlines()) if line.startswith("error: ")), "")
+    if code in HOPELESS:
+        error = TbaError(said.removeprefix("error: ") or f"{child.name} failed with exit code {code}")
+        error.exit_code = code
+        return error
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     reason = f": {said.removeprefix('error: ')}" if said else ""
-    error = TbaError(f"{child.name} of {count} {how}{reason}; the others were ended, go on with --resume")
-    if code in HOPELESS:
-        error.exit_code = code
-    return error
+    return TbaError(f"{child.name} of {count} {how}{reason}; the others were ended, go on with --resume")

@@ -18,7 +18,9 @@ def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tu
 
     Where there are neither, the second is the policy itself, else only its structure. Raises ConfigError.
     """
-    policy = load_model(files, device)
+    # FSDP takes each layer's part to the GPU itself: never is the whole model there.
+    place = device if ranks.size == 1 else torch.device("cpu")
+    policy = load_model(files, place)
     plain, reference, adapter = policy, None, None
     if config.lora.rank or ranks.size > 1:
         plain = structure_of(policy)
@@ -26,7 +28,7 @@ def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tu
         add_adapters(policy, config.lora)
         adapter = {**config.lora.model_dump(mode="json"), "base": fingerprint(files)}
     else:
-        reference = load_model(files, device)
+        reference = load_model(files, place)
     objective = choose(config.objective, longest_response=config.search.max_tokens)
     autocast = device.type == "cuda" and config.model.dtype == "bfloat16"
     learner = Learner(policy, reference, config.train, objective, autocast=autocast, ranks=ranks)

@@ -100,10 +100,19 @@ class Scorer(nn.Module):
     def __init__(self, model: PreTrainedModel, *, autocast: bool) -> None:
         super().__init__()
         self.model = model
-        self.device: torch.device = model.device
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self.overhead = _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
         self._autocast = autocast
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes; FSDP moves a model."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def overhead(self) -> int:
+        """What one forward pass more costs, in tokens."""
+        return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
 
     def score(self, rows: Sequence[Row], *, pooled: bool = False, passes: int = 0) -> Scores:
         """Rows in their order; `pooled` asks for the prompts' mean hidden states too.

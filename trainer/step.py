@@ -80,7 +80,6 @@ class Learner:
         self._reference = self._scorer
         if reference is not None:
             self._reference = Scorer(reference.requires_grad_(False), autocast=autocast)
-        self._keeps_whole = ranks.size > 1 and fits_whole(config.sharding, policy, autocast=autocast)
         self._learning_rate = learning_rate_schedule(config)
         if config.gradient_checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -88,6 +87,7 @@ class Learner:
         if ranks.size > 1:
             for scorer in {self._scorer, self._reference}:
                 shard(scorer, ranks, autocast=autocast)
+        self._keeps_whole = ranks.size > 1 and fits_whole(config.sharding, policy, autocast=autocast)
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.learning_rate,

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,14 @@ class Trained:
         self.result = cache(self._result)
 
     def _directory(self, ranks: int) -> Path:
-        """Where these ranks left their files."""
+        """Where these ranks left their files. Two go on from where one process stopped as well."""
         directory = self.root / f"ranks{ranks}"
         directory.mkdir()
-        if ranks > 1:
-            scenarios = list(rank_lab.SCENARIOS) if ranks == 2 else ["plain", "one_prompt", "lora"]
-            train_over(ranks, directory, scenarios)
+        if ranks == 2:
+            self.copy_checkpoints(directory, after=1)
+            train_over(2, directory, [*rank_lab.SCENARIOS, *(f"{name}/again" for name in RESUMED)])
+        elif ranks > 2:
+            train_over(ranks, directory, ["plain", "one_prompt", "lora"])
         return directory
 
     def _result(self, scenario: str, ranks: int) -> dict[str, Any]:
@@ -61,16 +62,11 @@ class Trained:
         result: dict[str, Any] = torch.load(directory / f"{scenario}.pt")
         return result
 
-    def resumed(self, ranks: int, after: int) -> Callable[[str], dict[str, Any]]:
-        """Two steps more by so many ranks, from where `after` ranks stopped."""
-        directory = self.root / f"{after}to{ranks}"
+    def copy_checkpoints(self, target: Path, *, after: int) -> None:
+        """What so many ranks left, where `NAME/again` goes on from it."""
         for scenario in RESUMED:
             self.result(scenario, after)
-            shutil.copytree(self.directory(after) / f"{scenario}.after", directory / scenario)
-        if ranks == 1:
-            return lambda scenario: rank_lab.run(scenario, directory)
-        train_over(ranks, directory, list(RESUMED))
-        return lambda scenario: torch.load(directory / f"{scenario}.pt")
+            shutil.copytree(self.directory(after) / f"{scenario}.after", target / scenario / "again")
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +106,17 @@ def test_two_ranks_in_bfloat16_are_as_near_as_bfloat16_is(trained, scenario):
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
 
 
-def test_one_process_goes_on_from_two_and_two_from_one(trained):
-    straight = trained.resumed(1, after=1)
-    one, two = trained.resumed(1, after=2), trained.resumed(2, after=1)
+def test_gradients_are_reduced_once_a_step_where_ranks_keep_them_whole(trained):
+    steps, sharded_groups, micro_batches = 2, 3, 3  # two layers and the rest; five prompts over two ranks
+    assert trained.result("small_parts_whole", 2)["reductions"] == steps * sharded_groups
+    assert trained.result("small_parts", 2)["reductions"] == steps * sharded_groups * micro_batches
+
+
+def test_one_process_goes_on_from_two_and_two_from_one(trained, tmp_path):
+    trained.copy_checkpoints(tmp_path / "one", after=1)
+    trained.copy_checkpoints(tmp_path / "two", after=2)
     for scenario in RESUMED:
-        expected = straight(scenario)
-        assert_same(one(scenario), expected, tolerance=tolerance_of(scenario))
-        assert_same(two(scenario), expected, tolerance=tolerance_of(scenario))
+        again, tolerance = f"{scenario}/again", tolerance_of(scenario)
+        straight = rank_lab.run(again, tmp_path / "one")
+        assert_same(rank_lab.run(again, tmp_path / "two"), straight, tolerance=tolerance)
+        assert_same(trained.result(again, 2), straight, tolerance=tolerance)

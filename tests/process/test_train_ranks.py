@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,10 @@ import pytest
 from tba.common import snapshot
 from tba.common.config import Config
 from tba.common.config_layers import resolve
+from tba.common.process import PARENT_VARIABLE
 from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
+
+from .conftest import clean_environment
 
 STEPS = 120
 
@@ -120,21 +125,20 @@ def test_a_rank_that_dies_ends_the_run_with_one_sentence_and_one_process_goes_on
     assert_same_training(run, straight)
 
 
-def test_a_stop_saves_and_two_processes_go_on_from_one_with_adapters(make_run):
+def test_two_processes_save_when_stopped_and_go_on_under_torchrun_with_adapters(make_run):
     straight, run = make_run("straight", rank=2), make_run("stopped", rank=2)
-    two = straight.start("--processes", "2")
+    one = straight.start()
     straight.feed()
-    assert two.wait(90) == 0
-    one = run.start()
+    assert one.wait(90) == 0
+    two = run.start("--processes", "2")
     run.feed()
-    run.wait_for_steps(20)
-    one.send_signal(signal.SIGTERM)
-    assert one.wait(30) == 0
-    both = run.start("--processes", "2", "--resume")
-    run.wait_for_steps(60)
-    both.send_signal(signal.SIGTERM)
-    assert both.wait(30) == 0
-    run.train("--processes", "2", "--resume")
+    run.wait_for_steps(30)
+    two.send_signal(signal.SIGTERM)
+    assert two.wait(30) == 0
+    assert len(run.metrics()) < STEPS
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tba"]
+    command = [*launcher, "train", "--config", run.file, "--cpu", "--resume"]
+    environment = {name: value for name, value in clean_environment().items() if name != PARENT_VARIABLE}
+    subprocess.run(command, env=environment, check=True, timeout=90)
     assert_same_training(run, straight)
-    newest = snapshot.read(snapshot.list_snapshots(run.config.snapshots)[-1])
-    assert newest.manifest.step == STEPS
+    assert snapshot.read(snapshot.list_snapshots(run.config.snapshots)[-1]).manifest.step == STEPS

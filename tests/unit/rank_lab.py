@@ -3,7 +3,8 @@
     python rank_lab.py DIRECTORY SCENARIO...      with RANK, WORLD_SIZE and TBA_RENDEZVOUS set
 
 Rank 0 leaves DIRECTORY/SCENARIO.pt: the metrics of each step, and the weights that would be published. A checkpoint
-that is there under DIRECTORY/SCENARIO is gone on from; one is left under DIRECTORY/SCENARIO.after.
+that is there under DIRECTORY/SCENARIO is gone on from; one is left under DIRECTORY/SCENARIO.after. NAME/again is the
+scenario NAME in a folder of its own, where there may be a checkpoint.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tba.common.config import LoraSection, TrainSection
 from tba.trainer import checkpoint
@@ -23,6 +25,7 @@ from tba.trainer.step import Learner
 from .tb_lab import objective, random_batch, tiny_model
 
 _FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
+REDUCTIONS: list[int] = []
 # Keyword arguments of `make_learner`, and how many prompts a batch has.
 SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "plain": ({}, 5),
@@ -68,24 +71,37 @@ def make_learner(
 
 
 def run(scenario: str, directory: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Train a scenario: {"metrics": one dict per step, "weights": by name}."""
-    keys, prompts = SCENARIOS[scenario]
+    """Train a scenario: {"metrics": one dict per step, "weights": by name, "reductions": of gradients}."""
+    keys, prompts = SCENARIOS[scenario.removesuffix("/again")]
     torch.manual_seed(0)
     learner = make_learner(ranks, **keys)
     found = checkpoint.newest(directory / scenario)
     if found is not None:
         checkpoint.restore(found, learner)
     first = learner.steps_done
+    REDUCTIONS.clear()
     metrics = [learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(first, first + 2)]
     weights = {name: tensor.clone() for name, tensor in merged(learner.policy, weights_of(learner.policy))}
     if ranks.rank == 0:
         checkpoint.save(directory / f"{scenario}.after", learner, run="r", keep=1)
     else:
         list(checkpoint.tensors_of(learner))
-    return {"metrics": metrics, "weights": weights}
+    return {"metrics": metrics, "weights": weights, "reductions": len(REDUCTIONS)}
+
+
+def count_reductions() -> None:
+    """Have each reduction of gradients on record; FSDP looks the function up when it calls it."""
+    reduce = dist.reduce_scatter_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        REDUCTIONS.append(1)
+        return reduce(*args, **kwargs)
+
+    dist.reduce_scatter_single = counted
 
 
 def main() -> None:
+    count_reductions()
     directory, names = Path(sys.argv[1]), sys.argv[2:]
     torch.use_deterministic_algorithms(True)
     ranks = join(torch.device("cpu"))

@@ -72,7 +72,7 @@ def _culprit(supervisor: Supervisor, ranks: Sequence[Child]) -> Child | None:
         failed = [child for child in ranks if child.exit_code]
         own = [child for child in failed if child.exit_code != EXIT_LOST]
         if own or not failed or time.monotonic() > deadline:
-            return (own or failed or [None])[0]
+            return next(iter(own or failed), None)
         supervisor.tend()
         time.sleep(_TEND_SECONDS)
 

@@ -87,7 +87,8 @@ def merged(model: PreTrainedModel, state: dict[str, Tensor]) -> Iterator[tuple[s
 
 def _merge(layer: Any) -> Tensor:
     low, high = whole(layer.lora_A[_NAME].weight), whole(layer.lora_B[_NAME].weight)
-    return whole(layer.base_layer.weight) + layer.scaling[_NAME] * (high @ low)
+    sum_: Tensor = whole(layer.base_layer.weight) + layer.scaling[_NAME] * (high @ low)
+    return sum_
 
 
 def fingerprint(directory: Path) -> str:

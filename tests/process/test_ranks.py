@@ -1,8 +1,7 @@
 """Several real processes that train one model over gloo make the steps that one process makes."""
 
+import multiprocessing
 import shutil
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,28 @@ from typing import Any
 import pytest
 import torch
 
-from tba.common.process import RENDEZVOUS_VARIABLE
 from tba.tests.unit import rank_lab
-
-from .conftest import clean_environment
 
 RESUMED = ("all", "tied", "learned_z", "lora")
 
 
 def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
     """Run scenarios in so many processes; their results are in the directory."""
-    processes = []
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), RENDEZVOUS_VARIABLE: str(directory / "meeting")}
-        environment = clean_environment() | place | {"GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "tba.tests.unit.rank_lab", str(directory), *scenarios]
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tba.tests.unit.rank_lab", "torch.distributed.fsdp", "peft"])
+    processes = [
+        context.Process(target=rank_lab.main, args=(rank, ranks, directory, scenarios)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=200)
-            assert process.returncode == 0, errors.decode()[-3000:]
+            process.join(200)
+            assert process.exitcode == 0
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
 
 
 class Trained:

@@ -1,6 +1,4 @@
-"""Learners over several ranks, for tests: `python -m` runs one rank, `scenario` names what it trains.
-
-    python rank_lab.py DIRECTORY SCENARIO...      with RANK, WORLD_SIZE and TBA_RENDEZVOUS set
+"""Learners over several ranks, for tests: `main` is one rank, a scenario names what it trains.
 
 Rank 0 leaves DIRECTORY/SCENARIO.pt: the metrics of each step, and the weights that would be published. A checkpoint
 that is there under DIRECTORY/SCENARIO is gone on from; one is left under DIRECTORY/SCENARIO.after. NAME/again is the
@@ -8,7 +6,6 @@ scenario NAME in a folder of its own, where there may be a checkpoint.
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tba.common.config import LoraSection, TrainSection
+from tba.common.process import RENDEZVOUS_VARIABLE
 from tba.trainer import checkpoint
 from tba.trainer.adapters import add_adapters, merged
 from tba.trainer.model import weights_of
@@ -100,18 +98,15 @@ def count_reductions() -> None:
     dist.reduce_scatter_single = counted
 
 
-def main() -> None:
+def main(rank: int, ranks: int, directory: Path, scenarios: list[str]) -> None:
+    """Run scenarios as one rank of so many, which meet by a file in the directory."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "meeting")
     count_reductions()
-    directory, names = Path(sys.argv[1]), sys.argv[2:]
     torch.use_deterministic_algorithms(True)
-    ranks = join(torch.device("cpu"))
-    for name in names:
-        result = run(name, directory, ranks)
-        if ranks.rank == 0:
+    group = join(torch.device("cpu"))
+    for name in scenarios:
+        result = run(name, directory, group)
+        if rank == 0:
             torch.save(result, directory / f"{name}.pt")
-    ranks.close()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    group.close()

@@ -63,5 +63,4 @@ def fits_whole(sharding: str, model: PreTrainedModel, *, autocast: bool) -> bool
         return True
     weights = sum(parameter.numel() for parameter in model.parameters()) * (2 if autocast else 4)
     gradients = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) * 4
-    half_of_it: int = torch.cuda.get_device_properties(model.device).total_memory // 2
-    return weights + gradients <= half_of_it
+    return bool(weights + gradients <= torch.cuda.get_device_properties(model.device).total_memory // 2)

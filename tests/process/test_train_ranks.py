@@ -59,7 +59,7 @@ class Run:
     def feed(self) -> None:
         """Put trajectories as soon as there are weights."""
         searcher = FakeSearcher(self.buffer.address, prompts=4)
-        searcher.wait_for_weights()
+        searcher.wait_for_weights(seconds=60)
         searcher.put_groups(8)
         searcher.close()
 

@@ -125,8 +125,11 @@ def _search_in_children(resolved: "Resolved", arguments: Sequence[str]) -> None:
 def train(
     config: ConfigFile = None,
     sets: Assignments = None,
-    gpu: Annotated[str | None, typer.Option(help="The trainer's GPU.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", "--gpus", help="The trainer's GPU; several (6,7 or 4-7) train together.")
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU instead.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes that train together on the CPU.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
@@ -143,14 +146,19 @@ def train(
     """Train on what the buffer holds, and publish weights; offline, on what it held."""
     not_both(cpu, gpu is not None, "--cpu", "--gpu")
     travel = _time_travel(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
-    resolved = resolve(config, sets, {"train.gpu": "cpu" if cpu else gpu})
+    resolved = resolve(config, sets, {"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
-    device = CPU
+    rank, device, count = os.environ.get("LOCAL_RANK"), CPU, resolved.config.train.processes
     if resolved.config.train.gpu != CPU:
-        pin(choose_gpus(resolved.config.train.gpu, list_gpus()))
-        device = "cuda"
-    stop = start_process("train")
+        gpus = choose_gpus(resolved.config.train.gpu, list_gpus())
+        pin(gpus)
+        device, count = f"cuda:{rank or 0}", len(gpus)
+    stop = start_process("train", level="INFO" if os.environ.get("RANK", "0") == "0" else "ERROR")
+    if count > 1 and rank is None:
+        from tba.deploy.ranks import train_together
+
+        return train_together(resolved.config, sys.argv[1:], count, stop)
     need("torch", "train")
     from tba.trainer.loop import train as run_trainer
 
@@ -188,7 +196,10 @@ def sft(
 
     device = CPU
     if resolved.config.train.gpu != CPU:
-        pin(choose_gpus(resolved.config.train.gpu, list_gpus()))
+        gpus = choose_gpus(resolved.config.train.gpu, list_gpus())
+        if len(gpus) > 1:
+            raise UsageError("tba sft trains on one GPU: name one with --gpu")
+        pin(gpus)
         device = "cuda"
     stop = start_process("sft", level="WARNING" if as_json or sys.stderr.isatty() else "INFO")
     need("torch", "train")

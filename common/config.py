@@ -15,7 +15,6 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-_ONE_GPU = r"^(cpu|\d+|GPU-\S+|MIG-\S+)$"
 _GPU_LIST = r"^(cpu|all|((\d+(-\d+)?|GPU-[^,\s]+|MIG-[^,\s]+)(,|$))+)$"
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -253,8 +252,14 @@ class SearchSection(Section):
 class TrainSection(Section):
     """The optimiser, the objective, and when to publish and save."""
 
-    gpu: Annotated[str, Field(pattern=_ONE_GPU)] = "0"
-    """The trainer's GPU, or `cpu`."""
+    gpu: Annotated[str, Field(pattern=_GPU_LIST)] = "0"
+    """The trainer's GPU, or several (`6,7`, `4-7`, UUIDs, `all`) that train together by FSDP2, or `cpu`."""
+    processes: Positive = 1
+    """Processes that train together when gpu is `cpu`: by FSDP2 as on GPUs, to try it."""
+    sharding: Literal["auto", "all", "optimizer"] = "auto"
+    """What several processes divide. all: weights, gradients and optimiser states; each layer is gathered for each pass
+    and its gradient reduced after it. optimizer: during a step each process keeps whole weights and gradients, gathered
+    and reduced once. auto is optimizer where that takes at most half of a GPU's memory."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""
     prompts_per_step: Positive = 7
@@ -362,6 +367,17 @@ class ObjectiveSection(Section):
         return self
 
 
+class LoraSection(Section):
+    """Low-rank adapters (PEFT): what trains instead of the whole model, which stays frozen and is the reference."""
+
+    rank: NonNegative = 0
+    """Rank of the adapters; 0 trains the whole model."""
+    alpha: PositiveFloat = 32.0
+    """An adapter adds alpha / rank x B A to its weight."""
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
+    """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; all are all but the output head."""
+
+
 class EvalSection(Section):
     """Held-out evaluation, greedy."""
 
@@ -398,6 +414,7 @@ class Config(Section):
     search: SearchSection = SearchSection()
     train: TrainSection = TrainSection()
     objective: ObjectiveSection = ObjectiveSection()
+    lora: LoraSection = LoraSection()
     eval: EvalSection = EvalSection()
     launch: LaunchSection = LaunchSection()
 

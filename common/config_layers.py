@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 
 from tba.common.config import Config, Section
 from tba.common.errors import ConfigError
-from tba.common.process import PARENT_VARIABLE
+from tba.common.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
-_OTHER_VARIABLES = {"TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", PARENT_VARIABLE}
+_OTHER_VARIABLES = {"TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", PARENT_VARIABLE, RENDEZVOUS_VARIABLE}
 DEFAULT_ORIGIN = "default"
 
 

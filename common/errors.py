@@ -19,6 +19,7 @@
     │   ├── SnapshotOutdated          a newer one is wanted by now
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
+    ├── RankLost             exit 69  another process of the same trainer has ended
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
@@ -30,6 +31,7 @@ its end is 130, as shells have it, so that what is chained to it does not go on;
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_LOST = 69
 EXIT_CONFIG = 78
 EXIT_INTERRUPTED = 130
 
@@ -135,6 +137,12 @@ class CanaryMismatch(SnapshotError):
 
 class CheckpointError(TbaError):
     """No usable checkpoint."""
+
+
+class RankLost(TbaError):
+    """Another process of the same trainer has ended: this one is not the culprit."""
+
+    exit_code = EXIT_LOST
 
 
 class EngineError(TbaError):

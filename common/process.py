@@ -14,6 +14,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_REQUEST_SECONDS = 1.0
 PARENT_VARIABLE = "TBA_PARENT_PID"
+# The file by which the processes of one trainer find each other.
+RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
 
 
 class StopSignal:

@@ -56,6 +56,7 @@ class Child:
     log_file: Path | None
     after_first: Sequence[str] = ()
     always: bool = False  # also start it again when it ended with exit code 0
+    once: bool = False  # never start it again
     environment: dict[str, str] = field(default_factory=dict)
     cores: Sequence[Core] | None = None  # None: those of the supervisor
     process: subprocess.Popen[bytes] | None = None
@@ -185,7 +186,7 @@ class Supervisor:
         self._forget_failures(child)
         code = child.last_code = self._bury(child)
         child.failures += code != 0
-        if code in HOPELESS or (code == 0 and not child.always):
+        if child.once or code in HOPELESS or (code == 0 and not child.always):
             child.exit_code = code
             log.info("child ended", child=child.name, exit_code=code)
             return

@@ -46,11 +46,12 @@ def _tokenized(directory: Path) -> list[list[int]]:
 
 @torch.no_grad()
 def make_canary(model: PreTrainedModel, weights: dict[str, Tensor], sequences: list[list[int]]) -> Canary:
-    """Log-probabilities, computed in float32, under `weights` in place of the model's own."""
+    """Log-probabilities, computed in float32 where `weights` are, which stand in place of the model's own."""
+    device = next(iter(weights.values())).device
     wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     logprobs = []
     for sequence in sequences:
-        tokens_1T = torch.tensor([sequence], device=model.device)
+        tokens_1T = torch.tensor([sequence], device=device)
         call = {"input_ids": tokens_1T, "use_cache": False}
         logits_TV = functional_call(model, wide, (), call).logits[0, :-1].float()
         logprob_T = logits_TV.log_softmax(dim=1).gather(1, tokens_1T[0, 1:, None])[:, 0]

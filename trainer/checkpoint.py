@@ -2,23 +2,24 @@
 
     step_00000040/
         manifest.json          step, run, sha256 and size of each file, and small things
-        model.safetensors      float32 weights, each tied tensor once
+        model.safetensors      float32 weights, each tied tensor once; with adapters only theirs
         optimizer.safetensors  AdamW's moments as `<parameter index>.<name>`, random states as `rng.<device>`, and the
                            weights of a learned log Z as `log_z.<name>`
 
-A directory that has its name is complete; one that does not hash to its manifest was damaged later, and is
-set aside. Learning rate and beta are functions of the step and need no state; the optimiser's settings are
-the configuration's, also after a resume.
+A directory that has its name is complete; one that does not hash to its manifest was damaged later, and is set aside.
+Files hold whole tensors, so another number of ranks can go on from them. Learning rate and beta are functions of the
+step and need no state; the optimiser's settings are the configuration's, also after a resume.
 """
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from tba.common.durable import publish_directory, sha256_of, temporary_directory
 from tba.common.errors import CheckpointError
 from tba.common.log import get_logger
 from tba.trainer.model import weights_of
+from tba.trainer.sharding import like, whole
 from tba.trainer.step import Learner
 
 log = get_logger(__name__)
@@ -49,6 +51,7 @@ class Checkpoint:
     step: int
     run: str
     unreported: dict[str, Any] | None  # a ReportStep that the buffer had not acknowledged
+    adapter: dict[str, Any] | None = None  # settings and base of the adapters, if it holds such
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -70,6 +73,7 @@ def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: 
             "run": run,
             "step": learner.steps_done,
             "unreported": unreported,
+            "adapter": learner.adapter,
             "files": {name: sha256_of(temporary / name) for name in (_MODEL, _OPTIMIZER)},
         }
         write_json(temporary / _MANIFEST, manifest)
@@ -82,10 +86,32 @@ def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: 
 
 
 def _write_tensors(directory: Path, learner: Learner) -> None:
-    weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(learner.policy).items()}
-    save_file(weights, directory / _MODEL)
-    tensors = _optimizer_tensors(learner) | _random_states(learner.policy.device) | _log_z_tensors(learner)
-    save_file(tensors, directory / _OPTIMIZER)
+    files: dict[str, dict[str, Tensor]] = {_MODEL: {}, _OPTIMIZER: {}}
+    for file, name, tensor in tensors_of(learner):
+        files[file][name] = tensor.cpu().contiguous()
+    files[_OPTIMIZER] |= _random_states(learner.policy.device) | _log_z_tensors(learner)
+    for name, tensors in files.items():
+        save_file(tensors, directory / name)
+
+
+def tensors_of(learner: Learner) -> Iterator[tuple[str, str, Tensor]]:
+    """(file, name, tensor) of what ranks have parts of, each put together as it is asked for.
+
+    Every rank has to go through all of it.
+    """
+    for name, tensor in _trained(learner).items():
+        yield _MODEL, name, whole(tensor)
+    for index, values in learner.optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            yield _OPTIMIZER, f"{index}.{name}", whole(value)
+
+
+def _trained(learner: Learner) -> dict[str, Tensor]:
+    """What of the model changes: all of it, or its adapters."""
+    weights = weights_of(learner.policy)
+    if learner.adapter is None:
+        return weights
+    return {name: tensor for name, tensor in weights.items() if ".lora_" in name}
 
 
 def newest(directory: Path) -> Checkpoint | None:
@@ -97,7 +123,7 @@ def newest(directory: Path) -> Checkpoint | None:
     found = list_checkpoints(directory)
     for path in reversed(found):
         try:
-            return _verify(path)
+            return read(path)
         except _Damaged as error:
             log.warning("checkpoint skipped", path=path, reason=str(error))
             _set_aside(path)
@@ -111,22 +137,28 @@ def newest(directory: Path) -> Checkpoint | None:
 
 def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     """Put a checkpoint into a new learner of the same model. Raises CheckpointError if it does not fit."""
-    weights = load_file(checkpoint.path / _MODEL)
-    expected = weights_of(learner.policy)
-    if {name: tensor.shape for name, tensor in weights.items()} != {n: t.shape for n, t in expected.items()}:
-        raise CheckpointError(f"{checkpoint.path} is of another model than model.path")
-    with torch.no_grad():
+    if checkpoint.adapter != learner.adapter:
+        raise CheckpointError(
+            f"{checkpoint.path} is of lora settings {checkpoint.adapter}, the configuration gives {learner.adapter}: "
+            "lora and the files under model.path must stay what they were"
+        )
+    expected = _trained(learner)
+    with safe_open(checkpoint.path / _MODEL, framework="pt") as weights, torch.no_grad():
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
+            raise CheckpointError(f"{checkpoint.path} is of another model than model.path")
         for name, tensor in expected.items():
-            tensor.copy_(weights[name])
+            tensor.copy_(like(tensor, weights.get_tensor(name)))
     tensors = load_file(checkpoint.path / _OPTIMIZER)
     _restore_log_z(checkpoint, tensors, learner)
     _restore_random_states(tensors, learner.policy.device)
     groups = learner.optimizer.state_dict()["param_groups"]
-    learner.optimizer.load_state_dict({"state": _optimizer_state(tensors), "param_groups": groups})
+    learner.optimizer.load_state_dict({"state": _optimizer_state(tensors, learner.optimizer), "param_groups": groups})
     learner.steps_done = checkpoint.step
 
 
-def _verify(path: Path) -> Checkpoint:
+def read(path: Path) -> Checkpoint:
+    """A checkpoint whose files have been checked. Raises CheckpointError."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -134,7 +166,7 @@ def _verify(path: Path) -> Checkpoint:
         for name, digest in manifest["files"].items():
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
-        return Checkpoint(path, manifest["step"], manifest["run"], manifest["unreported"])
+        return Checkpoint(path, manifest["step"], manifest["run"], manifest["unreported"], manifest.get("adapter"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
 
@@ -145,19 +177,16 @@ def _set_aside(path: Path) -> None:
     path.rename(aside)
 
 
-def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    state = learner.optimizer.state_dict()["state"]
-    return {
-        f"{index}.{name}": value.cpu().contiguous() for index, values in state.items() for name, value in values.items()
-    }
-
-
-def _optimizer_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+def _optimizer_state(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
-        index, _, name = key.partition(".")
-        if index.isdecimal():
-            state.setdefault(int(index), {})[name] = value
+        number, _, name = key.partition(".")
+        if number.isdecimal():
+            index = int(number)
+            # The count of steps is a scalar of each process, also where the parameter is divided over ranks.
+            mine = value if name == "step" else like(parameters[index], value)
+            state.setdefault(index, {})[name] = mine
     return state
 
 

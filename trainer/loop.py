@@ -5,6 +5,7 @@ published then are of step s + 1.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch, decode
+from tba.trainer.build import build
 from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.connection import Connection, Dial, network
+from tba.trainer.follow import END, PUBLISH, SAVE, STEP, follow, pack_batch
 from tba.trainer.metrics import MetricsLog
-from tba.trainer.model import load_model
-from tba.trainer.objectives.choose import choose
 from tba.trainer.publish import Publisher
-from tba.trainer.step import Learner
+from tba.trainer.ranks import ALONE, Ranks, join, until_lost
 
 log = get_logger(__name__)
 
@@ -45,16 +46,47 @@ def train(
     """Train until `train.steps`, or until `stop()`: then save a checkpoint and return.
 
     `dial` says who answers as the buffer, by default the server at `buffer.address`. `last_step` ends training
-    earlier than the schedules do. Raises ConfigError if another trainer works in the run's directory.
+    earlier than the schedules do. Raises ConfigError if another trainer works in the run's directory, RankLost if
+    another process of this trainer ends.
     """
+    prepare(config, device)
+    with until_lost():
+        ranks = join(torch.device(device))
+        if ranks.rank == 0:
+            _lead(config, torch.device(device), ranks, stop, resume=resume, dial=dial, last_step=last_step)
+        else:
+            _follow(config, torch.device(device), ranks)
+
+
+def _lead(
+    config: Config,
+    device: torch.device,
+    ranks: Ranks,
+    stop: Callable[[], bool],
+    *,
+    resume: bool,
+    dial: Dial | None,
+    last_step: int | None,
+) -> None:
+    """Train as rank 0, or alone."""
     with exclusive_lock(config.run.dir / "trainer.lock", f"another trainer works in {config.run.dir}: stop it first"):
         found = find_checkpoint(config, resume=resume)
-        prepare(config, device)
-        trainer = Trainer(config, found, torch.device(device), stop, dial=dial, last_step=last_step)
+        ranks.send(str(found.path) if found else "")
+        trainer = Trainer(config, found, device, stop, dial=dial, last_step=last_step, ranks=ranks)
         try:
             trainer.run()
         finally:
             trainer.close()
+
+
+def _follow(config: Config, device: torch.device, ranks: Ranks) -> None:
+    """Train as one of the others."""
+    path, _ = ranks.receive()
+    learner, _ = build(config, model_directory(config.model.path), device, ranks)
+    if path:
+        checkpoint.restore(checkpoint.read(Path(path)), learner)
+    follow(learner, ranks)
+    ranks.close()
 
 
 def find_checkpoint(config: Config, *, resume: bool) -> Checkpoint | None:
@@ -73,9 +105,11 @@ def find_checkpoint(config: Config, *, resume: bool) -> Checkpoint | None:
 
 
 def prepare(config: Config, device: str) -> None:
-    """The seed, the threads, and on a CPU only operations that repeat bit for bit."""
+    """The seed, the threads, the GPU of this process, and on a CPU only operations that repeat bit for bit."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError('train.gpu names a GPU, but torch sees none: set train.gpu = "cpu" or pass --cpu')
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
     transformers_logging.disable_progress_bar()
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(device == "cpu")
@@ -96,17 +130,15 @@ class Trainer:
         *,
         dial: Dial | None = None,
         last_step: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._config = config
         self._steps = config.train.steps if last_step is None else min(last_step, config.train.steps)
         self._stop = stop
         self._clock = clock or SystemClock()
         self._model_files = model_directory(config.model.path)
-        autocast = device.type == "cuda" and config.model.dtype == "bfloat16"
-        policy = load_model(self._model_files, device)
-        reference = load_model(self._model_files, device)
-        objective = choose(config.objective, longest_response=config.search.max_tokens)
-        self.learner = Learner(policy, reference, config.train, objective, autocast=autocast)
+        self.learner, self._plain = build(config, self._model_files, device, ranks)
         self._unreported: dict[str, Any] | None = None
         self._saved_step: int | None = None
         if found is not None:
@@ -129,6 +161,8 @@ class Trainer:
             self.finish()
         except BufferUnavailable:  # raised only when asked to stop while waiting for the buffer
             self.save()
+        self._ranks.send(END)
+        self._ranks.close()
         log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps)
 
     def close(self) -> None:
@@ -152,6 +186,7 @@ class Trainer:
             self._config,
             self.learner.policy,
             self._model_files,
+            plain=self._plain,
             next_version=welcome.next_version,
             stop=self._stop,
             dial=self._dial,
@@ -167,6 +202,7 @@ class Trainer:
     def publish(self) -> None:
         """Searchers are to serve what trains: also at the start, where a resume may be behind the newest."""
         assert self._publisher is not None
+        self._ranks.send(PUBLISH)
         self._connection.weights_version = self._publisher.publish(self.learner.steps_done)
 
     def _one_step(self) -> None:
@@ -204,6 +240,7 @@ class Trainer:
     def learn(self, batch: TrainBatch, seconds_wait: float = 0.0) -> None:
         """Make the update of a batch, and have it on record here and in the buffer."""
         started = self._clock.monotonic()
+        self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
         result = self.learner.step(batch, between=lambda: self._connection.heartbeat("training"))
         seconds = {"seconds_wait": seconds_wait, "seconds_step": self._clock.monotonic() - started}
         metrics = result.metrics | seconds
@@ -237,6 +274,7 @@ class Trainer:
         if self.learner.steps_done in (0, self._saved_step):
             return
         self._metrics.sync()
+        self._ranks.send(SAVE)
         path = checkpoint.save(
             self._config.checkpoints,
             self.learner,

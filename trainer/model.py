@@ -3,6 +3,7 @@
 Shape suffixes: N rows, T tokens of the longest, R response tokens of all rows, H hidden size, V vocabulary.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,16 @@ from tba.common.errors import ConfigError
 from tba.trainer.batch import PaddedRows, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
 from tba.trainer.selective import selective_logprobs
+
+# What a forward pass over nothing goes over: a token whose prediction nobody asks for.
+_NOTHING = Row(
+    id=-1,
+    prompt_ids=np.zeros(1, np.int32),
+    response_ids=np.zeros(0, np.int32),
+    sampling_logprobs=np.zeros(0, np.float32),
+    loss_mask=np.zeros(0, np.uint8),
+    on_policy=False,
+)
 
 # What one forward pass more costs, in tokens: below it, padding is cheaper than another pass. On a GPU a pass has to
 # be large to fill it.
@@ -40,6 +51,15 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     _remove_dropout(model)
     _check_head(model)
     return model
+
+
+def structure_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy on the CPU that has no weights, to be called with others' weights in their place."""
+    hollow = {id(parameter): nn.Parameter(parameter.to("meta"), False) for parameter in model.parameters()}
+    copied: PreTrainedModel = copy.deepcopy(model, hollow)
+    for buffer in copied.buffers():
+        buffer.data = buffer.data.cpu()
+    return copied
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
@@ -70,26 +90,44 @@ class Scores:
     prompt_NH: Tensor | None = None
 
 
-class Scorer:
+class Scorer(nn.Module):
     """Log-probabilities, at temperature 1, of response tokens under one model.
 
-    `autocast` computes in bfloat16 on float32 weights.
+    `autocast` computes in bfloat16 on float32 weights. It is a module so that FSDP can shard it: all that touches
+    weights happens inside its call.
     """
 
     def __init__(self, model: PreTrainedModel, *, autocast: bool) -> None:
+        super().__init__()
         self.model = model
-        self.device: torch.device = model.device
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self._autocast = autocast
 
-    def score(self, rows: Sequence[Row], *, pooled: bool = False) -> Scores:
+    @property
+    def device(self) -> torch.device:
+        """Where it computes; FSDP moves a model."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def overhead(self) -> int:
+        """What one forward pass more costs, in tokens."""
+        return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
+
+    def score(self, rows: Sequence[Row], *, pooled: bool = False, passes: int = 0) -> Scores:
         """Rows in their order; `pooled` asks for the prompts' mean hidden states too.
 
         They go through the model in passes of like length, so that little padding is computed. All passes are parts
-        of one graph: a loss on all rows together is exact.
+        of one graph: a loss on all rows together is exact. Where other ranks make more `passes`, some are over
+        nothing: FSDP's collectives need them, and no number comes of them.
         """
-        overhead = _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
-        passes = by_length([row.tokens for row in rows], overhead)
+        parts = by_length([row.tokens for row in rows], self.overhead)
+        idle = range(len(rows), len(rows) + max(passes - len(parts), 0))
+        logprob_R, prompt_NH = self([*rows, *(_NOTHING for _ in idle)], [*parts, *([n] for n in idle)], pooled)
+        return Scores(logprob_R, prompt_NH[: len(rows)] if pooled else None)
+
+    def forward(self, rows: Sequence[Row], passes: Sequence[Sequence[int]], pooled: bool) -> tuple[Tensor, Tensor]:
+        """`logprob_R` and `prompt_NH` of `Scores`; the latter has no rows unless it is asked for."""
         hidden: list[Tensor] = []
         pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -105,7 +143,7 @@ class Scorer:
             logprob_R = selective_logprobs(
                 self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order]), targets_R.to(self.device)
             )
-        return Scores(logprob_R, torch.cat(pools)[order] if pooled else None)
+        return logprob_R, torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0)
 
 
 def _mean_of_prompts(hidden_NTH: Tensor, rows: PaddedRows) -> Tensor:

@@ -23,6 +23,7 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, SnapshotError, TbaError
 from tba.common.log import get_logger
 from tba.common.wire import AnnounceSnapshot, Done
+from tba.trainer.adapters import merged
 from tba.trainer.canary import canary_sequences, make_canary
 from tba.trainer.connection import Client, Dial
 from tba.trainer.model import weights_of
@@ -36,7 +37,11 @@ _SPACE_POLL_SECONDS = 1.0
 
 
 class Publisher:
-    """Writes and announces snapshots of one model. `model_files` is the directory the model came from."""
+    """Writes and announces snapshots of one model. `model_files` is the directory the model came from.
+
+    A model that has adapters or is divided over ranks is put together on the host, tensor by tensor; `plain` is then
+    its structure as the files have it. The other ranks have to be told before `publish`.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class Publisher:
         model: PreTrainedModel,
         model_files: Path,
         *,
+        plain: PreTrainedModel | None = None,
         next_version: int,
         stop: Callable[[], bool],
         dial: Dial,
@@ -51,6 +57,7 @@ class Publisher:
         self._config = config
         self._dial = dial
         self._model = model
+        self._plain = model if plain is None else plain
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._directory = config.snapshots.resolve()
         self._next_version = max(next_version, _after_leftovers(self._directory))
@@ -60,7 +67,7 @@ class Publisher:
         if config.train.serve_snapshots:
             self._server = SnapshotServer(config.train.serve_snapshots, self._directory)
         address = self._server.address if self._server else ""
-        self._writer = SnapshotWriter(config, model, model_files, address=address)
+        self._writer = SnapshotWriter(config, self._plain, model_files, address=address)
         self.trouble = ""  # why a snapshot waits, for people; read by the training thread
         self._queue: queue.Queue[Publication] = queue.Queue(maxsize=1)
         self._closing = threading.Event()
@@ -78,8 +85,8 @@ class Publisher:
         """
         version = self._next_version
         self._next_version += 1
-        weights = _rounded(self._model, self._dtype)
-        canary = make_canary(self._model, weights, self._sequences)
+        weights = _rounded(self._model, self._dtype, on_host=self._plain is not self._model)
+        canary = make_canary(self._plain, weights, self._sequences)
         host = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
         del weights
         with self._changed:
@@ -194,10 +201,12 @@ class Publisher:
 
 
 @torch.no_grad()
-def _rounded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights_of(model).items()
-    }
+def _rounded(model: PreTrainedModel, dtype: torch.dtype, *, on_host: bool) -> dict[str, Tensor]:
+    rounded = {}
+    for name, tensor in merged(model, weights_of(model)):
+        narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        rounded[name] = narrow.cpu() if on_host else narrow
+    return rounded
 
 
 def _after_leftovers(directory: Path) -> int:

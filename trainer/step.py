@@ -3,12 +3,14 @@
 Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-batch, R response tokens.
 
 The groups of a prompt stay whole, and each micro-batch gives its share of the batch's loss: shares add up to the
-same loss and gradient however the batch is cut.
+same loss and gradient however the batch is cut, and however it is divided over ranks. Every rank makes every step;
+what it returns or raises is the same on all of them.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +19,17 @@ from transformers import PreTrainedModel
 
 from tba.common.config import TrainSection
 from tba.common.errors import TbaError
-from tba.trainer.batch import Row, TrainBatch, counted, cut
+from tba.trainer.adapters import has_adapters, without_adapters
+from tba.trainer.batch import Row, TrainBatch, counted
 from tba.trainer.log_z import LogZHead
-from tba.trainer.model import Scorer, sequence_logprobs
+from tba.trainer.model import Scorer, Scores, sequence_logprobs
 from tba.trainer.objectives.choose import Objective
 from tba.trainer.objectives.health import balance_metrics, off_policy_metrics
 from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.ranks import ALONE, Ranks
 from tba.trainer.schedule import beta_at, learning_rate_schedule
+from tba.trainer.sharding import fits_whole, keep_whole, shard, whole
+from tba.trainer.shares import Turn, turns_of
 
 _NAMED_IDS = 20  # trajectory ids that an error message lists
 
@@ -49,7 +55,8 @@ class _Sums:
 class Learner:
     """The policy, its frozen reference, the objective and the optimiser. `steps_done` counts updates.
 
-    `reference` may be None for an objective that needs none.
+    `reference` may be None with adapters, whose reference is the policy without them, and for an objective that
+    needs none.
     """
 
     def __init__(
@@ -60,20 +67,30 @@ class Learner:
         objective: Objective,
         *,
         autocast: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
+        assert reference is not None or has_adapters(policy) or not objective.needs_reference
         self.policy = policy
         self.steps_done = 0
+        self.adapter: dict[str, Any] | None = None  # what a checkpoint of adapters has to agree with
         self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         self._config = config
         self._objective = objective
+        self._ranks = ranks
         self._scorer = Scorer(policy, autocast=autocast)
-        self._reference = Scorer(reference.requires_grad_(False), autocast=autocast) if reference is not None else None
+        self._reference = self._scorer
+        if reference is not None:
+            self._reference = Scorer(reference.requires_grad_(False), autocast=autocast)
         self._learning_rate = learning_rate_schedule(config)
         if config.gradient_checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
             policy.train()
+        if ranks.size > 1:
+            for scorer in {self._scorer, self._reference}:
+                shard(scorer, ranks, autocast=autocast)
+        self._keeps_whole = ranks.size > 1 and fits_whole(config.sharding, policy, autocast=autocast)
         self.optimizer = torch.optim.AdamW(
-            policy.parameters(),
+            [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
             betas=config.adam_betas,
             weight_decay=config.weight_decay,
@@ -96,7 +113,7 @@ class Learner:
         beta = beta_at(self._config, self.steps_done)
         learning_rate = self._learning_rate(self.steps_done)
         sums = self.accumulate(batch, stored_BK, beta, between)
-        grad_norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
+        grad_norm = float(whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)))
         if self.log_z is not None:
             nn.utils.clip_grad_norm_(self.log_z.parameters(), self._config.max_grad_norm)
         self._check_finite(batch, sums, grad_norm)
@@ -122,23 +139,70 @@ class Learner:
     ) -> _Sums:
         """Forward and backward of the whole batch; gradients are in the parameters afterwards."""
         samples = batch.samples
-        sums = _Sums(torch.full_like(batch.reward_BK, math.nan), torch.full_like(batch.reward_BK, math.nan))
+        sums = _Sums(torch.zeros_like(batch.reward_BK), torch.zeros_like(batch.reward_BK))
         groups = [range(b * samples, (b + 1) * samples) for b in range(batch.prompts)]
-        for part in cut(groups, lambda row: batch.rows[row].tokens, self._config.micro_batch_tokens):
-            rows = [batch.rows[row] for b in part for row in groups[b]]
-            responses = self._responses(batch, part, rows, reference_BK)
-            loss = self._objective.loss(responses, beta)
-            torch.autograd.backward(loss)
-            sums.loss += loss.item()
-            sums.policy_BK[part] = responses.policy_bK.detach()
-            sums.sampled_BK[part] = responses.sampled_bK
-            sums.differences += _on_policy_differences(rows, responses.logprob_R.detach())
+        turns = self._turns(groups, batch.rows)
+        for turn in turns:
+            if self._keeps_whole:
+                keep_whole(self._scorer, last=turn is turns[-1])
+            rows = [batch.rows[row] for b in turn.groups for row in groups[b]]
+            scores = self._scorer.score(rows, pooled=self._objective.learns_log_z, passes=turn.passes)
+            if rows:
+                self._add_share(batch, turn.groups, rows, scores, reference_BK, beta, sums)
+            else:
+                torch.autograd.backward(scores.logprob_R.sum())  # no numbers; only what the other ranks wait for
             between()
-        return sums
+        return self._over_ranks(sums)
 
-    def _responses(self, batch: TrainBatch, part: list[int], rows: list[Row], reference_BK: Tensor) -> Responses:
-        """The forward pass of some groups of the batch, as the objective sees it."""
-        scores = self._scorer.score(rows, pooled=self._objective.learns_log_z)
+    def _add_share(
+        self,
+        batch: TrainBatch,
+        part: list[int],
+        rows: list[Row],
+        scores: Scores,
+        reference_BK: Tensor,
+        beta: float,
+        sums: _Sums,
+    ) -> None:
+        """Backward of some groups of the batch."""
+        responses = self._responses(batch, part, rows, scores, reference_BK)
+        loss = self._objective.loss(responses, beta)
+        torch.autograd.backward(loss)
+        sums.loss += loss.item()
+        sums.policy_BK[part] = responses.policy_bK.detach()
+        sums.sampled_BK[part] = responses.sampled_bK
+        sums.differences += _on_policy_differences(rows, responses.logprob_R.detach())
+
+    def _turns(self, groups: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Turn]:
+        return turns_of(
+            groups,
+            [row.tokens for row in rows],
+            limit=self._config.micro_batch_tokens,
+            overhead=self._scorer.overhead,
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+        )
+
+    def _over_ranks(self, sums: _Sums) -> _Sums:
+        """The sums of all ranks. FSDP has added up the policy's gradients; here go those that it does not know."""
+        if self._ranks.size == 1:
+            return sums
+        if self.log_z is not None:
+            for parameter in self.log_z.parameters():
+                mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self._ranks.sum(mine)
+        differences = torch.cat([torch.zeros(0), *sums.differences])
+        return _Sums(
+            policy_BK=self._ranks.sum(sums.policy_BK),
+            sampled_BK=self._ranks.sum(sums.sampled_BK),
+            loss=float(self._ranks.sum(torch.tensor(sums.loss, dtype=torch.float64))),
+            differences=[self._ranks.concat(differences)],
+        )
+
+    def _responses(
+        self, batch: TrainBatch, part: list[int], rows: list[Row], scores: Scores, reference_BK: Tensor
+    ) -> Responses:
+        """Some groups of the batch as the objective sees them."""
         log_z_b = None
         if self.log_z is not None and scores.prompt_NH is not None:
             # The rows of a group have the same prompt, and nothing in a prompt sees the response after it.
@@ -167,14 +231,15 @@ class Learner:
         needed = batch.rows if self._objective.needs_reference else []
         missing = {row.id: row for row in needed if math.isnan(known[row.id])}
         unknown = list(missing.values())
-        computed: dict[int, float] = {}
-        groups = [[index] for index in range(len(unknown))]
-        for part in cut(groups, lambda row: unknown[row].tokens, self._config.micro_batch_tokens):
-            assert self._reference is not None
-            rows = [unknown[index] for index in part]
-            sequence_N = sequence_logprobs(self._reference.score(rows).logprob_R, rows)
-            computed |= dict(zip((row.id for row in rows), sequence_N.tolist(), strict=True))
+        sequence_N = torch.zeros(len(unknown), dtype=torch.float64)
+        for turn in self._turns([[index] for index in range(len(unknown))], unknown):
+            rows = [unknown[index] for index in turn.groups]
+            with without_adapters(self._reference.model):
+                logprob_R = self._reference.score(rows, passes=turn.passes).logprob_R
+            if rows:
+                sequence_N[turn.groups] = sequence_logprobs(logprob_R, rows).cpu()
             between()
+        computed = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
         if broken := [id_ for id_, logprob in computed.items() if not math.isfinite(logprob)]:
             raise TbaError(f"step {batch.step}: the reference log-probability is not finite for {_ids(broken)}")
         known |= computed

@@ -30,14 +30,16 @@ def objective(name: str = "tb", **keys: Any) -> Objective:
     return choose(ObjectiveSection(name=name, **keys), longest_response=LONGEST_RESPONSE)
 
 
-def tiny_model(*, vocabulary: int = VOCABULARY, hidden: int = 16, seed: int = 0, tie: bool = False) -> Any:
+def tiny_model(
+    *, vocabulary: int = VOCABULARY, hidden: int = 16, seed: int = 0, tie: bool = False, layers: int = 1
+) -> Any:
     """A random Llama of a few thousand parameters."""
     torch.manual_seed(seed)
     shape = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
@@ -143,16 +145,16 @@ class FakeSearcher:
             deadline_seconds=10,
         )
 
-    def wait_for_weights(self) -> wire.WeightsRef:
+    def wait_for_weights(self, seconds: float = 10.0) -> wire.WeightsRef:
         """The newest snapshot, as soon as there is one."""
         heartbeat = wire.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
-        for _ in range(200):
+        for _ in range(int(seconds / 0.05)):
             self.client.call(heartbeat, wire.Done, deadline_seconds=10)
             assert self.client.state is not None
             if self.client.state.weights is not None:
                 return self.client.state.weights
             self.client.poll(0.05)
-        raise AssertionError("no snapshot was announced within 10 s")
+        raise AssertionError(f"no snapshot was announced within {seconds:g} s")
 
     def put_groups(self, samples: int, *, version: int = 0, seed: int = 0) -> None:
         """A group of random responses for every prompt."""

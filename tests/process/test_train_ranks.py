@@ -1,0 +1,144 @@
+"""`tba train` over several processes, with a real buffer: it trains as one process does, and fails as one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.common import snapshot
+from tba.common.config import Config
+from tba.common.config_layers import resolve
+from tba.common.process import PARENT_VARIABLE
+from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
+
+from .conftest import clean_environment
+
+STEPS = 120
+
+
+class Run:
+    """A run directory with a model, a buffer and trajectories for all steps."""
+
+    def __init__(self, root: Path, make_config_in: Callable[..., Any], start_tba: Callable[..., Any], **lora) -> None:
+        root.mkdir()
+        model = save_tiny_model(root / "model", layers=2)
+        train = {
+            "steps": STEPS,
+            "prompts_per_step": 3,
+            "samples_per_prompt": 3,
+            "learning_rate": 1e-4,
+            "warmup_steps": 0,
+            "decay_steps": 2,
+            "publish_every": 40,
+            "checkpoint_every": 10,
+            "micro_batch_tokens": 30,
+        }
+        sections = {"model": {"path": str(model), "dtype": "float32"}, "train": train, "lora": lora}
+        made = make_config_in(root, **sections)
+        self.config: Config = resolve(Path(made.file), overrides=None, assignments=[]).config
+        self.file = made.file
+        self.log = root / "train.log"
+        self._start = start_tba
+        self.buffer = BufferThread(self.config, address=made.address)
+
+    def start(self, *arguments: str) -> Any:
+        """`tba train` in the background."""
+        return self._start("train", "--config", self.file, "--cpu", *arguments)
+
+    def train(self, *arguments: str) -> None:
+        """`tba train` to its end."""
+        assert self.start(*arguments).wait(90) == 0
+
+    def feed(self) -> None:
+        """Put trajectories as soon as there are weights."""
+        searcher = FakeSearcher(self.buffer.address, prompts=4)
+        searcher.wait_for_weights(seconds=60)
+        searcher.put_groups(8)
+        searcher.close()
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl."""
+        path = self.config.run.dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(self.metrics()) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def make_run(tmp_path, make_config_in, start_tba) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(name: str, **lora: Any) -> Run:
+        made.append(Run(tmp_path / name, make_config_in, start_tba, **lora))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.buffer.stop()
+
+
+def assert_same_training(run: Run, straight: Run) -> None:
+    """The same steps, as near as float32 sums in another order are."""
+    found, expected = run.metrics(), straight.metrics()
+    assert [line["step"] for line in found] == list(range(STEPS))
+    for name in ("loss", "grad_norm", "kl", "reward_mean"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-3, abs=1e-5)
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """The ranks that a process has started: pid by rank."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        environment = dict(
+            entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry
+        )
+        if "RANK" in environment:
+            found[environment["RANK"]] = int(child)
+    return found
+
+
+def test_a_rank_that_dies_ends_the_run_with_one_sentence_and_one_process_goes_on(make_run, tmp_path):
+    straight, run = make_run("straight"), make_run("killed")
+    one = straight.start()
+    straight.feed()
+    assert one.wait(90) == 0
+    two = run.start("--processes", "2")
+    run.feed()
+    run.wait_for_steps(30)
+    os.kill(children_of(two.pid)["1"], signal.SIGKILL)
+    assert two.wait(30) == 1
+    said = (tmp_path / "tba1.log").read_text().splitlines()
+    assert said[-1] == "error: rank1 of 2 was ended by SIGKILL; the others were ended, go on with --resume"
+    assert not any("Traceback" in line for line in said)
+    run.train("--resume")
+    assert_same_training(run, straight)
+
+
+def test_two_processes_save_when_stopped_and_go_on_under_torchrun_with_adapters(make_run):
+    straight, run = make_run("straight", rank=2), make_run("stopped", rank=2)
+    one = straight.start()
+    straight.feed()
+    assert one.wait(90) == 0
+    two = run.start("--processes", "2")
+    run.feed()
+    run.wait_for_steps(30)
+    two.send_signal(signal.SIGTERM)
+    assert two.wait(30) == 0
+    assert len(run.metrics()) < STEPS
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tba"]
+    command = [*launcher, "train", "--config", run.file, "--cpu", "--resume"]
+    environment = {name: value for name, value in clean_environment().items() if name != PARENT_VARIABLE}
+    subprocess.run(command, env=environment, check=True, timeout=90)
+    assert_same_training(run, straight)
+    assert snapshot.read(snapshot.list_snapshots(run.config.snapshots)[-1]).manifest.step == STEPS

@@ -1,0 +1,75 @@
+"""What the ranks other than 0 do: they take part in what rank 0 begins, and know nothing of buffer, files and signals.
+
+rank 0, in tba.trainer.loop        the others, here
+STEP and its batch           ──►   the same step
+PUBLISH                      ──►   weights put together, tensor by tensor
+SAVE                         ──►   weights and optimiser states put together
+END                          ──►   leave
+"""
+
+import numpy as np
+import torch
+
+from tba.common.errors import TbaError
+from tba.common.log import get_logger
+from tba.trainer import checkpoint
+from tba.trainer.adapters import merged
+from tba.trainer.batch import Row, TrainBatch
+from tba.trainer.model import weights_of
+from tba.trainer.ranks import Ranks, pack_arrays, unpack_arrays
+from tba.trainer.step import Learner
+
+log = get_logger(__name__)
+
+STEP, PUBLISH, SAVE, END = "step", "publish", "save", "end"
+_ARRAYS = ("prompt_ids", "response_ids", "sampling_logprobs", "loss_mask")
+_TENSORS = ("reward_BK", "reference_BK", "staleness_BK")
+
+
+def follow(learner: Learner, ranks: Ranks) -> None:
+    """Do what rank 0 says until it says END. Raises RuntimeError when it is gone."""
+    while (heard := ranks.receive())[0] != END:
+        command, payload = heard
+        if command == STEP:
+            try:
+                learner.step(unpack_batch(payload))
+            except TbaError as error:  # rank 0 has raised the same, and decides what is to come of it
+                log.debug("step failed", reason=str(error))
+        elif command == PUBLISH:
+            for _ in merged(learner.policy, weights_of(learner.policy)):
+                pass
+        elif command == SAVE:
+            for _ in checkpoint.tensors_of(learner):
+                pass
+
+
+def pack_batch(batch: TrainBatch) -> bytes:
+    """A batch as bytes, for `Ranks.send`."""
+    columns = {name: np.concatenate([getattr(row, name) for row in batch.rows]) for name in _ARRAYS}
+    counts = {f"{name}_count": np.array([len(getattr(row, name)) for row in batch.rows]) for name in _ARRAYS}
+    return pack_arrays(
+        {
+            **columns,
+            **counts,
+            **{name: getattr(batch, name).numpy() for name in _TENSORS},
+            "step": np.array(batch.step),
+            "id": np.array([row.id for row in batch.rows]),
+            "on_policy": np.array([row.on_policy for row in batch.rows]),
+        }
+    )
+
+
+def unpack_batch(packed: bytes) -> TrainBatch:
+    """The batch of `pack_batch`, equal in every bit."""
+    arrays = unpack_arrays(packed)
+    columns = {name: np.split(arrays[name], np.cumsum(arrays[f"{name}_count"])[:-1]) for name in _ARRAYS}
+    rows = [
+        Row(
+            id=int(arrays["id"][n]),
+            on_policy=bool(arrays["on_policy"][n]),
+            **{name: columns[name][n] for name in _ARRAYS},
+        )
+        for n in range(len(arrays["id"]))
+    ]
+    tensors = {name: torch.from_numpy(arrays[name].copy()) for name in _TENSORS}
+    return TrainBatch(step=int(arrays["step"]), rows=rows, **tensors)

@@ -3,10 +3,11 @@
 Shape suffixes: T tokens of a sequence, V vocabulary.
 """
 
+import copy
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -44,15 +45,28 @@ def _tokenized(directory: Path) -> list[list[int]]:
     return [[int(id_) for id_ in tokenizer.encode(text)[:_TOKENS]] for text in _TEXTS]
 
 
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """The modules of a model on the host, without its weights: another thread can compute while the model trains."""
+    known: dict[int, object] = {
+        id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        for weight in model.parameters()
+    }
+    known |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
+    made = copy.deepcopy(model, known).eval()
+    if model.device.type != "cpu":  # an attention of the device may have no other
+        made.set_attn_implementation("sdpa")
+    return made
+
+
 @torch.no_grad()
-def make_canary(model: PreTrainedModel, weights: dict[str, Tensor], sequences: list[list[int]]) -> Canary:
-    """Log-probabilities, computed in float32, under `weights` in place of the model's own."""
+def make_canary(modules: PreTrainedModel, weights: dict[str, Tensor], sequences: list[list[int]]) -> Canary:
+    """Log-probabilities, computed in float32 on the host, under `weights`. `modules` is the model's skeleton."""
     wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     logprobs = []
     for sequence in sequences:
-        tokens_1T = torch.tensor([sequence], device=model.device)
+        tokens_1T = torch.tensor([sequence])
         call = {"input_ids": tokens_1T, "use_cache": False}
-        logits_TV = functional_call(model, wide, (), call).logits[0, :-1].float()
+        logits_TV = functional_call(modules, wide, (), call).logits[0, :-1].float()
         logprob_T = logits_TV.log_softmax(dim=1).gather(1, tokens_1T[0, 1:, None])[:, 0]
         logprobs.append([float(value) for value in logprob_T])
     return Canary(sequences, logprobs)

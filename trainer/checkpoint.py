@@ -1,8 +1,9 @@
 """Checkpoints: everything a trainer needs to go on as if it had never stopped.
 
     step_00000040/
-        manifest.json          step, run, sha256 and size of each file, and small things
+        manifest.json          step, run, reference, sha256 of each file, and small things
         model.safetensors      float32 weights, each tied tensor once
+        reference.safetensors  the same of a reference that has moved; else it is the model that training started from
         optimizer.safetensors  AdamW's moments as `<parameter index>.<name>`, random states as `rng.<device>`, and the
                            weights of a learned log Z as `log_z.<name>`
 
@@ -34,6 +35,7 @@ FORMAT = 1
 _MANIFEST = "manifest.json"
 _MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
+_REFERENCE = "reference.safetensors"
 _LOG_Z = "log_z."
 
 
@@ -48,6 +50,7 @@ class Checkpoint:
     path: Path
     step: int
     run: str
+    reference: str  # `Reference.description`
     unreported: dict[str, Any] | None  # a ReportStep that the buffer had not acknowledged
 
 
@@ -57,35 +60,62 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: dict[str, Any] | None = None) -> Path:
-    """Write the checkpoint of `learner.steps_done`, then delete all but the newest `keep`.
+    """`write` the checkpoint of a learner from its own tensors, in this thread."""
+    manifest = manifest_of(learner, run=run, unreported=unreported)
+    return write(directory, manifest, tensors_of(learner), keep=keep)
 
-    Raises CheckpointError if the disk refuses.
+
+def manifest_of(learner: Learner, *, run: str, unreported: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a checkpoint says of itself, without its files."""
+    return {
+        "format": FORMAT,
+        "run": run,
+        "step": learner.steps_done,
+        "reference": learner.reference.description,
+        "unreported": unreported,
+    }
+
+
+def tensors_of(learner: Learner) -> dict[str, Tensor]:
+    """Everything that changes, as `<file>/<name>`. No copies but of the random states: an update writes to the rest."""
+    files = {
+        _MODEL: weights_of(learner.policy),
+        _OPTIMIZER: _optimizer_tensors(learner) | _random_states(learner.policy.device) | _log_z_tensors(learner),
+        _REFERENCE: learner.reference.moved_weights(learner.steps_done),
+    }
+    return {f"{file}/{name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+def write(directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], *, keep: int) -> Path:
+    """Write a checkpoint, then delete all but the newest `keep`.
+
+    Raises CheckpointError if the disk refuses; then nothing of it is left.
     """
-    final = directory / f"step_{learner.steps_done:08d}"
+    final = directory / f"step_{manifest['step']:08d}"
+    temporary: Path | None = None
     try:
         temporary = temporary_directory(final)
-        _write_tensors(temporary, learner)
-        manifest = {
-            "format": FORMAT,
-            "run": run,
-            "step": learner.steps_done,
-            "unreported": unreported,
-            "files": {name: sha256_of(temporary / name) for name in (_MODEL, _OPTIMIZER)},
-        }
-        write_json(temporary / _MANIFEST, manifest)
+        files = _write_tensors(temporary, tensors)
+        write_json(temporary / _MANIFEST, manifest | {"files": files})
         publish_directory(temporary, final)
         for old in list_checkpoints(directory)[:-keep]:
             shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
     return final
 
 
-def _write_tensors(directory: Path, learner: Learner) -> None:
-    weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(learner.policy).items()}
-    save_file(weights, directory / _MODEL)
-    tensors = _optimizer_tensors(learner) | _random_states(learner.policy.device) | _log_z_tensors(learner)
-    save_file(tensors, directory / _OPTIMIZER)
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write the files; their hashes by name."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        file, _, name = key.partition("/")
+        files.setdefault(file, {})[name] = tensor.cpu().contiguous()
+    for file, content in files.items():
+        save_file(content, directory / file)
+    return {file: sha256_of(directory / file) for file in files}
 
 
 def newest(directory: Path) -> Checkpoint | None:
@@ -111,6 +141,11 @@ def newest(directory: Path) -> Checkpoint | None:
 
 def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     """Put a checkpoint into a new learner of the same model. Raises CheckpointError if it does not fit."""
+    if checkpoint.reference != learner.reference.description:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
+            f"{learner.reference.description}: [reference] must stay what it was"
+        )
     weights = load_file(checkpoint.path / _MODEL)
     expected = weights_of(learner.policy)
     if {name: tensor.shape for name, tensor in weights.items()} != {n: t.shape for n, t in expected.items()}:
@@ -118,6 +153,8 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(weights[name])
+    if (moved := checkpoint.path / _REFERENCE).exists():
+        learner.reference.restore(load_file(moved))
     tensors = load_file(checkpoint.path / _OPTIMIZER)
     _restore_log_z(checkpoint, tensors, learner)
     _restore_random_states(tensors, learner.policy.device)
@@ -134,7 +171,9 @@ def _verify(path: Path) -> Checkpoint:
         for name, digest in manifest["files"].items():
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
-        return Checkpoint(path, manifest["step"], manifest["run"], manifest["unreported"])
+        return Checkpoint(
+            path, manifest["step"], manifest["run"], manifest.get("reference", "frozen"), manifest["unreported"]
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
 
@@ -147,9 +186,7 @@ def _set_aside(path: Path) -> None:
 
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     state = learner.optimizer.state_dict()["state"]
-    return {
-        f"{index}.{name}": value.cpu().contiguous() for index, values in state.items() for name, value in values.items()
-    }
+    return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
 
 
 def _optimizer_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
@@ -164,7 +201,7 @@ def _optimizer_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]
 def _log_z_tensors(learner: Learner) -> dict[str, Tensor]:
     if learner.log_z is None:
         return {}
-    return {f"{_LOG_Z}{name}": tensor.cpu() for name, tensor in learner.log_z.state_dict().items()}
+    return {f"{_LOG_Z}{name}": tensor for name, tensor in learner.log_z.state_dict().items()}
 
 
 def _restore_log_z(checkpoint: Checkpoint, tensors: dict[str, Tensor], learner: Learner) -> None:

@@ -28,6 +28,10 @@ class Client(Protocol):
 
     def ask(self, message: wire.Message, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]: ...
 
+    def ask_ahead(self, message: wire.Message) -> int: ...
+
+    def collect(self, id_: int, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]: ...
+
     def call(
         self,
         message: wire.Message,
@@ -77,6 +81,14 @@ class Connection:
     def ask(self, message: wire.Message, expect: type[M]) -> tuple[M, list[memoryview]]:
         """Send until it is answered; see `BufferClient.ask`."""
         return self._client.ask(message, expect, self._stop)
+
+    def ask_ahead(self, message: wire.Message) -> int:
+        """Send, and go on; the id is for `collect`."""
+        return self._client.ask_ahead(message)
+
+    def collect(self, id_: int, expect: type[M]) -> tuple[M, list[memoryview]]:
+        """The reply to what was asked ahead; waits for it like `ask`."""
+        return self._client.collect(id_, expect, self._stop)
 
     def heartbeat(self, activity: str, reason: str = "", metrics: dict[str, float] | None = None) -> None:
         """Tell `tba status` what the trainer does, at most once a second. `metrics` are kept for later ones."""

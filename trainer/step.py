@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba.common.config import TrainSection
+from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import TbaError
 from tba.trainer.batch import Row, TrainBatch, counted, cut
 from tba.trainer.log_z import LogZHead
@@ -23,6 +23,7 @@ from tba.trainer.model import Scorer, sequence_logprobs
 from tba.trainer.objectives.choose import Objective
 from tba.trainer.objectives.health import balance_metrics, off_policy_metrics
 from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.reference import Reference
 from tba.trainer.schedule import beta_at, learning_rate_schedule
 
 _NAMED_IDS = 20  # trajectory ids that an error message lists
@@ -47,7 +48,7 @@ class _Sums:
 
 
 class Learner:
-    """The policy, its frozen reference, the objective and the optimiser. `steps_done` counts updates."""
+    """The policy, its reference, the objective and the optimiser. `steps_done` counts updates."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Learner:
         objective: Objective,
         *,
         autocast: bool,
+        reference_config: ReferenceSection | None = None,
     ) -> None:
         self.policy = policy
         self.steps_done = 0
@@ -64,7 +66,8 @@ class Learner:
         self._config = config
         self._objective = objective
         self._scorer = Scorer(policy, autocast=autocast)
-        self._reference = Scorer(reference.requires_grad_(False), autocast=autocast)
+        self.reference = Reference(reference, reference_config or ReferenceSection(), autocast=autocast)
+        self._just_computed: tuple[str, dict[int, float]] = ("", {})  # of the step before: reference, log-probabilities
         self._learning_rate = learning_rate_schedule(config)
         if config.gradient_checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -101,6 +104,7 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
+        self.reference.follow(self.policy, self.steps_done)
         metrics = {
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, stored_BK, batch.reward_BK, beta),
@@ -158,9 +162,16 @@ class Learner:
 
         None are where the objective has no use for them: what is not stored stays NaN.
         A trajectory that stands in the batch twice is computed once: its copies could differ in the last
-        bit, and after a resume both would have the stored one.
+        bit, and after a resume both would have the stored one. For the same reason what the step before computed
+        is taken from there: the batch may have been asked for before it was stored.
         """
-        known = dict(zip((row.id for row in batch.rows), batch.reference_BK.flatten().tolist(), strict=True))
+        name, earlier = self._just_computed
+        own = self.reference.name_at(self.steps_done)
+        earlier = earlier if name == own else {}
+        known = {
+            row.id: earlier.get(row.id, stored) if math.isnan(stored) else stored
+            for row, stored in zip(batch.rows, batch.reference_BK.flatten().tolist(), strict=True)
+        }
         needed = batch.rows if self._objective.needs_reference else []
         missing = {row.id: row for row in needed if math.isnan(known[row.id])}
         unknown = list(missing.values())
@@ -168,12 +179,13 @@ class Learner:
         groups = [[index] for index in range(len(unknown))]
         for part in cut(groups, lambda row: unknown[row].tokens, self._config.micro_batch_tokens):
             rows = [unknown[index] for index in part]
-            sequence_N = sequence_logprobs(self._reference.score(rows).logprob_R, rows)
+            sequence_N = sequence_logprobs(self.reference.score(rows).logprob_R, rows)
             computed |= dict(zip((row.id for row in rows), sequence_N.tolist(), strict=True))
             between()
         if broken := [id_ for id_, logprob in computed.items() if not math.isfinite(logprob)]:
             raise TbaError(f"step {batch.step}: the reference log-probability is not finite for {_ids(broken)}")
         known |= computed
+        self._just_computed = (own, computed)
         reference = torch.tensor([known[row.id] for row in batch.rows], dtype=torch.float64)
         return reference.view_as(batch.reward_BK), computed
 

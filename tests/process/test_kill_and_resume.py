@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tba.common import wire
 from tba.common.config import Config
 from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
 from tba.trainer.loop import train
@@ -60,12 +61,9 @@ class KillableRun:
         buffer = {"min_fill": PROMPTS * SAMPLES, "prompt_priority": "recency", "recency_fraction": 0.5}
         self.buffer = BufferThread(Config.model_validate(fixed | {"buffer": buffer}))
         self.config = Config.model_validate(fixed | sections | {"buffer": buffer | {"address": self.buffer.address}})
-        self._feeder: threading.Thread | None = threading.Thread(target=self._feed)
-        self._feeder.start()
-
-    def _feed(self) -> None:
         searcher = FakeSearcher(self.buffer.address, prompts=PROMPTS)
-        searcher.wait_for_weights()
+        weights = wire.WeightsRef(version=0, step=0, path="/the/first", manifest_sha256="0" * 64)
+        searcher.client.call(wire.AnnounceSnapshot(weights=weights, bytes=1), wire.Done, deadline_seconds=10)
         searcher.put_groups(SAMPLES)
         searcher.close()
 
@@ -101,7 +99,6 @@ class KillableRun:
         return load_file(self.config.checkpoints / f"step_{STEPS:08d}" / "model.safetensors")
 
     def close(self) -> None:
-        self._feeder.join()
         self.buffer.stop()
 
 

@@ -3,10 +3,12 @@
 import os
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from tba.common.snapshot import Canary, list_snapshots, read
 from tba.tests.unit.publish_lab import Press
+from tba.trainer.host_copies import HostCopies
 from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
 
 from .fault_lab import wait_for

@@ -58,7 +58,7 @@ class KillableRun:
             },
         }
         # Which prompts come next depends on which have been trained on.
-        buffer = {"min_fill": PROMPTS * SAMPLES, "prompt_priority": "recency", "recency_fraction": 0.5}
+        buffer = {"prompt_priority": "recency", "recency_fraction": 0.5}
         self.buffer = BufferThread(Config.model_validate(fixed | {"buffer": buffer}))
         self.config = Config.model_validate(fixed | sections | {"buffer": buffer | {"address": self.buffer.address}})
         searcher = FakeSearcher(self.buffer.address, prompts=PROMPTS)

@@ -66,7 +66,7 @@ class Connection:
     def hello(self) -> wire.Welcome:
         """Introduce the trainer. An earlier one that died a moment ago is given time to be missed.
 
-        Raises Refused if another trainer is at work on the run.
+        Raises Refused if another trainer is at work on the run, BufferUnavailable when `stop()`.
         """
         message = wire.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {__version__}")
         deadline = self._clock.monotonic() + _TAKE_OVER_SECONDS
@@ -74,8 +74,12 @@ class Connection:
             try:
                 return self.ask(message, wire.Welcome)[0]
             except Refused as refusal:
-                if refusal.code != "trainer_exists" or self._stop() or self._clock.monotonic() > deadline:
+                if refusal.code != "trainer_exists" or self._clock.monotonic() > deadline:
                     raise
+                if self._stop():
+                    raise BufferUnavailable(
+                        f"stopped while an earlier trainer could still be there: {refusal}"
+                    ) from None
                 time.sleep(_RETRY_SECONDS)
 
     def ask(self, message: wire.Message, expect: type[M]) -> tuple[M, list[memoryview]]:

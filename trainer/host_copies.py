@@ -32,7 +32,9 @@ class HostCopies:
     """Makes copies of tensors of one device. As many sets of buffers are made as are in use at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._read: torch.cuda.Event | None = None  # the newest copy has read its sources
         self._free: list[Tensors] = []
         self._lock = threading.Lock()

@@ -31,10 +31,11 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tba.trainer.loop", "tba.tests.unit.tb_lab"])
 
 
-def train_in_child(config: Config) -> None:
+def train_in_child(config: Config, ready: Any) -> None:
     """What `tba train --cpu --resume` does, after its imports."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    ready.set()
     train(config, resume=True, device="cpu", stop=stop.is_set)
 
 
@@ -68,8 +69,10 @@ class KillableRun:
         searcher.close()
 
     def start(self) -> Any:
-        process = FORKS.Process(target=train_in_child, args=(self.config,))
+        ready = FORKS.Event()
+        process = FORKS.Process(target=train_in_child, args=(self.config, ready))
         process.start()
+        assert ready.wait(60)
         return process
 
     def lines(self) -> list[dict[str, Any]]:

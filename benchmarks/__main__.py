@@ -1,6 +1,6 @@
 """Run every benchmark that needs nothing but tba, each with its table; the others are `make bench-peers`."""
 
-from benchmarks import delta, ingest, latency, scale, spool
+from benchmarks import delta, ingest, latency, publish, scale, spool
 
 if __name__ == "__main__":
     ingest.main()
@@ -8,3 +8,4 @@ if __name__ == "__main__":
     scale.main()
     spool.main()
     delta.main()
+    publish.main()

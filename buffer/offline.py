@@ -286,6 +286,7 @@ class OfflineClient:
         self._buffer = buffer
         self._role: wire.Role = role
         self._name = name
+        self._ahead: dict[int, wire.Message] = {}
 
     def call(
         self,
@@ -308,6 +309,15 @@ class OfflineClient:
     def ask(self, message: wire.Message, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]:
         """Ask. Raises Refused."""
         return self.call(message, expect, stop=stop)
+
+    def ask_ahead(self, message: wire.Message) -> int:
+        """The answer takes no time: the buffer is asked when it is collected, as if nothing had been asked ahead."""
+        self._ahead[id(message)] = message
+        return id(message)
+
+    def collect(self, id_: int, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]:
+        """Ask now. Raises Refused."""
+        return self.ask(self._ahead.pop(id_), expect, stop)
 
     def close(self) -> None:
         """Nothing to do: the buffer is closed by its owner."""

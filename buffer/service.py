@@ -407,7 +407,8 @@ class BufferService:
     def _sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
         _refuse_beyond("step", message.step)
         if not self._store.has_batch(self._run, message.step) and (shortage := self._choose_batch(message)):
-            self._trainer_waits_for = shortage.reason
+            # A trainer that asks ahead is still at work on the step before.
+            self._trainer_waits_for = shortage.reason if message.step <= self._steps_done else ""
             return None
         self._trainer_waits_for = ""
         return Answer(*recorded_batch(self._store, self._run, message))

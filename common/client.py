@@ -55,6 +55,7 @@ class BufferClient:
         self._clock = clock or SystemClock()
         self._channel = ClientChannel(address)
         self._pending: dict[int, _Pending] = {}
+        self._ahead: dict[int, Reply | None] = {}  # asked ahead, and the replies that came while others were awaited
         self._due_at = -math.inf  # monotonic: nothing that is pending has to be sent before
         self._connections = 0
         self._last_id = 0
@@ -117,17 +118,43 @@ class BufferClient:
 
         Raises Refused if the buffer says no, BufferUnavailable after the deadline or when `stop()`.
         """
-        wanted = self.post(message)
+        return self._wait_for(self.post(message), expect, deadline_seconds, stop)
+
+    def ask_ahead(self, message: Message) -> int:
+        """Send without waiting. The reply is kept for `collect`, also if it comes while another one is awaited."""
+        id_ = self.post(message)
+        self._ahead[id_] = None
+        return id_
+
+    def collect(self, id_: int, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]:
+        """The reply to what was asked ahead, waiting as long as it takes; says so now and then.
+
+        Raises BufferUnavailable only when `stop()`, Refused if the buffer says no.
+        """
+        return self._wait_for(id_, expect, None, stop)
+
+    def _wait_for(
+        self, wanted: int, expect: type[M], deadline_seconds: float | None, stop: Callable[[], bool]
+    ) -> tuple[M, list[memoryview]]:
         started = self._clock.monotonic()
-        while True:
-            for reply in self.poll(_POLL_SECONDS):
-                if reply.header.id == wanted:
-                    return _expected(reply, expect), reply.frames
-            late = deadline_seconds is not None and self._clock.monotonic() - started > deadline_seconds
-            if late or stop():
-                del self._pending[wanted]
+        warn_at = started + _WARN_SECONDS
+        reply = self._ahead.pop(wanted, None)
+        while reply is None:
+            for other in self.poll(_POLL_SECONDS):
+                if other.header.id == wanted:
+                    reply = other
+                elif other.header.id in self._ahead:
+                    self._ahead[other.header.id] = other
+            now = self._clock.monotonic()
+            late = deadline_seconds is not None and now - started > deadline_seconds
+            if reply is None and (late or stop()):
+                self._pending.pop(wanted, None)
                 why = self.trouble or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
                 raise BufferUnavailable(f"the buffer at {self.address}: {why}")
+            if reply is None and deadline_seconds is None and now > warn_at:
+                log.warning("waiting for the buffer", silent_seconds=self.silent_seconds, reason=self.trouble)
+                warn_at = now + _WARN_SECONDS
+        return _expected(reply, expect), reply.frames
 
     def ask(self, message: Message, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]:
         """Send until it is answered, however long the buffer is away; says so now and then.
@@ -149,6 +176,9 @@ class BufferClient:
     def _first_reply(self, timeout_seconds: float) -> list[memoryview] | None:
         """Wait for a reply, and send what becomes due meanwhile; look often while the buffer is not there."""
         deadline = self._clock.monotonic() + timeout_seconds
+        # What has arrived counts first: after a long pause of the caller it would be asked for again.
+        if (frames := self._channel.receive(0)) is not None:
+            return frames
         while True:
             pause = _POLL_SECONDS if self._send_due() else _CONNECT_POLL_SECONDS
             remaining = deadline - self._clock.monotonic()

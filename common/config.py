@@ -266,6 +266,9 @@ class TrainSection(Section):
     """B: prompt groups in a batch."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 20
     """K: trajectories of one prompt in a batch; at least 2, since log Z is estimated over them."""
+    prefetch: bool = True
+    """Ask for the next batch while this one trains. It is then drawn about one step earlier than it would be, from
+    what had come by then. With buffer.max_staleness = 0 it is never asked ahead: there is no data for it yet."""
     micro_batch_tokens: Positive = 16384
     """Tokens (padding not counted) whose activations are held at once; a whole group is the least."""
     learning_rate: PositiveFloat = 1e-5
@@ -304,7 +307,8 @@ class TrainSection(Section):
     """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers that do not see run.dir;
     the announcement carries it, with this machine's name for a HOST of `*`. Empty serves none."""
     checkpoint_every: Positive = 50
-    """Steps between checkpoints. Steps after the newest one are repeated on resume, with the same batches."""
+    """Steps between checkpoints. They are written beside training; one that comes due while the one before is still
+    being written is left out. Steps after the newest one are repeated on resume, with the same batches."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept on disk."""
     gradient_checkpointing: bool = False
@@ -360,6 +364,11 @@ class ObjectiveSection(Section):
             return self.kl
         return "reference" if self.name == "tba_prime" else "none"
 
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the objective needs log-probabilities of the reference policy."""
+        return self.name in ("tb", "tb_learned_z", "online_dpo") or self.anchor == "reference"
+
     @model_validator(mode="after")
     def _kl_is_used(self) -> Self:
         if self.kl != "auto" and self.name not in _POLICY_GRADIENTS:
@@ -376,6 +385,19 @@ class LoraSection(Section):
     """An adapter adds alpha / rank x B A to its weight."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
     """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; all are all but the output head."""
+
+
+class ReferenceSection(Section):
+    """The policy that the objective's KL is measured against."""
+
+    kind: Literal["frozen", "reset", "ema"] = "frozen"
+    """frozen: the model that training starts from; reset: the policy of every `every`-th step (the paper's TBA');
+    ema: a moving average of the policy's weights, brought up to date every `every` steps."""
+    every: Positive = 50
+    """reset, ema: steps between two references. Each needs its own log-probabilities of what is sampled, which are
+    computed once and stored: a small number makes them of little use."""
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """ema: the part of the old reference that stays in the new one."""
 
 
 class EvalSection(Section):
@@ -415,6 +437,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     objective: ObjectiveSection = ObjectiveSection()
     lora: LoraSection = LoraSection()
+    reference: ReferenceSection = ReferenceSection()
     eval: EvalSection = EvalSection()
     launch: LaunchSection = LaunchSection()
 
@@ -486,6 +509,22 @@ class Config(Section):
             )
         if self.task.name == "gsm8k" and not self.task.train:
             raise ValueError("task.train is needed for gsm8k: a jsonl file or a hub id")
+        return self
+
+    @model_validator(mode="after")
+    def _a_moving_reference_is_used(self) -> Self:
+        kind = self.reference.kind
+        if kind == "frozen":
+            return self
+        if self.search.reference_logprobs:
+            raise ValueError(
+                f'reference.kind = "{kind}" moves in the trainer: searchers cannot compute its log-probabilities, set '
+                "search.reference_logprobs = false"
+            )
+        if self.lora.rank:
+            raise ValueError(f'reference.kind = "{kind}" has no meaning with adapters: their base is the reference')
+        if not self.objective.uses_reference:
+            raise ValueError(f'reference.kind = "{kind}" has no meaning for {self.objective.name} without a reference')
         return self
 
     @model_validator(mode="after")

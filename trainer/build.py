@@ -31,6 +31,14 @@ def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tu
         reference = load_model(files, place)
     objective = choose(config.objective, longest_response=config.search.max_tokens)
     autocast = device.type == "cuda" and config.model.dtype == "bfloat16"
-    learner = Learner(policy, reference, config.train, objective, autocast=autocast, ranks=ranks)
+    learner = Learner(
+        policy,
+        reference,
+        config.train,
+        objective,
+        autocast=autocast,
+        ranks=ranks,
+        reference_config=config.reference,
+    )
     learner.adapter = adapter
     return learner, plain

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tba.common.snapshot import Canary
+from tba.trainer.model import structure_of
 
 _TEXTS = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -44,16 +45,23 @@ def _tokenized(directory: Path) -> list[list[int]]:
     return [[int(id_) for id_ in tokenizer.encode(text)[:_TOKENS]] for text in _TEXTS]
 
 
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """The modules of a model on the host, without its weights: another thread can compute while the model trains."""
+    made = structure_of(model).eval()
+    if model.device.type != "cpu":  # an attention of the device may have no other
+        made.set_attn_implementation("sdpa")
+    return made
+
+
 @torch.no_grad()
-def make_canary(model: PreTrainedModel, weights: dict[str, Tensor], sequences: list[list[int]]) -> Canary:
-    """Log-probabilities, computed in float32 where `weights` are, which stand in place of the model's own."""
-    device = next(iter(weights.values())).device
+def make_canary(modules: PreTrainedModel, weights: dict[str, Tensor], sequences: list[list[int]]) -> Canary:
+    """Log-probabilities, computed in float32 on the host, under `weights`. `modules` is the model's skeleton."""
     wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     logprobs = []
     for sequence in sequences:
-        tokens_1T = torch.tensor([sequence], device=device)
+        tokens_1T = torch.tensor([sequence])
         call = {"input_ids": tokens_1T, "use_cache": False}
-        logits_TV = functional_call(model, wide, (), call).logits[0, :-1].float()
+        logits_TV = functional_call(modules, wide, (), call).logits[0, :-1].float()
         logprob_T = logits_TV.log_softmax(dim=1).gather(1, tokens_1T[0, 1:, None])[:, 0]
         logprobs.append([float(value) for value in logprob_T])
     return Canary(sequences, logprobs)

@@ -1,8 +1,9 @@
 """Checkpoints: everything a trainer needs to go on as if it had never stopped.
 
     step_00000040/
-        manifest.json          step, run, sha256 and size of each file, and small things
+        manifest.json          step, run, reference, sha256 of each file, and small things
         model.safetensors      float32 weights, each tied tensor once; with adapters only theirs
+        reference.safetensors  the same of a reference that has moved; else it is the model that training started from
         optimizer.safetensors  AdamW's moments as `<parameter index>.<name>`, random states as `rng.<device>`, and the
                            weights of a learned log Z as `log_z.<name>`
 
@@ -36,6 +37,7 @@ FORMAT = 1
 _MANIFEST = "manifest.json"
 _MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
+_REFERENCE = "reference.safetensors"
 _LOG_Z = "log_z."
 
 
@@ -50,6 +52,7 @@ class Checkpoint:
     path: Path
     step: int
     run: str
+    reference: str  # `Reference.description`
     unreported: dict[str, Any] | None  # a ReportStep that the buffer had not acknowledged
     adapter: dict[str, Any] | None = None  # settings and base of the adapters, if it holds such
 
@@ -60,50 +63,37 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: dict[str, Any] | None = None) -> Path:
-    """Write the checkpoint of `learner.steps_done`, then delete all but the newest `keep`.
-
-    Raises CheckpointError if the disk refuses.
-    """
-    final = directory / f"step_{learner.steps_done:08d}"
-    try:
-        temporary = temporary_directory(final)
-        _write_tensors(temporary, learner)
-        manifest = {
-            "format": FORMAT,
-            "run": run,
-            "step": learner.steps_done,
-            "unreported": unreported,
-            "adapter": learner.adapter,
-            "files": {name: sha256_of(temporary / name) for name in (_MODEL, _OPTIMIZER)},
-        }
-        write_json(temporary / _MANIFEST, manifest)
-        publish_directory(temporary, final)
-        for old in list_checkpoints(directory)[:-keep]:
-            shutil.rmtree(old)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
-    return final
+    """`write` the checkpoint of a learner from its own tensors, in this thread."""
+    manifest = manifest_of(learner, run=run, unreported=unreported)
+    return write(directory, manifest, dict(tensors_of(learner)), keep=keep)
 
 
-def _write_tensors(directory: Path, learner: Learner) -> None:
-    files: dict[str, dict[str, Tensor]] = {_MODEL: {}, _OPTIMIZER: {}}
-    for file, name, tensor in tensors_of(learner):
-        files[file][name] = tensor.cpu().contiguous()
-    files[_OPTIMIZER] |= _random_states(learner.policy.device) | _log_z_tensors(learner)
-    for name, tensors in files.items():
-        save_file(tensors, directory / name)
+def manifest_of(learner: Learner, *, run: str, unreported: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a checkpoint says of itself, without its files."""
+    return {
+        "format": FORMAT,
+        "run": run,
+        "step": learner.steps_done,
+        "reference": learner.reference.description,
+        "adapter": learner.adapter,
+        "unreported": unreported,
+    }
 
 
-def tensors_of(learner: Learner) -> Iterator[tuple[str, str, Tensor]]:
-    """(file, name, tensor) of what ranks have parts of, each put together as it is asked for.
+def tensors_of(learner: Learner) -> Iterator[tuple[str, Tensor]]:
+    """Everything that changes, as (`<file>/<name>`, tensor), each put together from all ranks as it is asked for.
 
-    Every rank has to go through all of it.
+    No copies but of the random states: an update writes to the rest. Every rank has to go through all of it.
     """
     for name, tensor in _trained(learner).items():
-        yield _MODEL, name, whole(tensor)
+        yield f"{_MODEL}/{name}", whole(tensor)
     for index, values in learner.optimizer.state_dict()["state"].items():
         for name, value in values.items():
-            yield _OPTIMIZER, f"{index}.{name}", whole(value)
+            yield f"{_OPTIMIZER}/{index}.{name}", whole(value)
+    for name, tensor in (_random_states(learner.policy.device) | _log_z_tensors(learner)).items():
+        yield f"{_OPTIMIZER}/{name}", tensor
+    for name, tensor in learner.reference.moved_weights(learner.steps_done).items():
+        yield f"{_REFERENCE}/{name}", whole(tensor)
 
 
 def _trained(learner: Learner) -> dict[str, Tensor]:
@@ -112,6 +102,38 @@ def _trained(learner: Learner) -> dict[str, Tensor]:
     if learner.adapter is None:
         return weights
     return {name: tensor for name, tensor in weights.items() if ".lora_" in name}
+
+
+def write(directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], *, keep: int) -> Path:
+    """Write a checkpoint, then delete all but the newest `keep`.
+
+    Raises CheckpointError if the disk refuses; then nothing of it is left.
+    """
+    final = directory / f"step_{manifest['step']:08d}"
+    temporary: Path | None = None
+    try:
+        temporary = temporary_directory(final)
+        files = _write_tensors(temporary, tensors)
+        write_json(temporary / _MANIFEST, manifest | {"files": files})
+        publish_directory(temporary, final)
+        for old in list_checkpoints(directory)[:-keep]:
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
+    return final
+
+
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write the files; their hashes by name."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        file, _, name = key.partition("/")
+        files.setdefault(file, {})[name] = tensor.cpu().contiguous()
+    for file, content in files.items():
+        save_file(content, directory / file)
+    return {file: sha256_of(directory / file) for file in files}
 
 
 def newest(directory: Path) -> Checkpoint | None:
@@ -142,6 +164,11 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
             f"{checkpoint.path} is of lora settings {checkpoint.adapter}, the configuration gives {learner.adapter}: "
             "lora and the files under model.path must stay what they were"
         )
+    if checkpoint.reference != learner.reference.description:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
+            f"{learner.reference.description}: [reference] must stay what it was"
+        )
     expected = _trained(learner)
     with safe_open(checkpoint.path / _MODEL, framework="pt") as weights, torch.no_grad():
         shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
@@ -149,6 +176,8 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
             raise CheckpointError(f"{checkpoint.path} is of another model than model.path")
         for name, tensor in expected.items():
             tensor.copy_(like(tensor, weights.get_tensor(name)))
+    if (moved := checkpoint.path / _REFERENCE).exists():
+        learner.reference.restore(load_file(moved))
     tensors = load_file(checkpoint.path / _OPTIMIZER)
     _restore_log_z(checkpoint, tensors, learner)
     _restore_random_states(tensors, learner.policy.device)
@@ -166,7 +195,14 @@ def read(path: Path) -> Checkpoint:
         for name, digest in manifest["files"].items():
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
-        return Checkpoint(path, manifest["step"], manifest["run"], manifest["unreported"], manifest.get("adapter"))
+        return Checkpoint(
+            path,
+            manifest["step"],
+            manifest["run"],
+            manifest.get("reference", "frozen"),
+            manifest["unreported"],
+            manifest.get("adapter"),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
 
@@ -193,7 +229,7 @@ def _optimizer_state(tensors: dict[str, Tensor], optimizer: torch.optim.Optimize
 def _log_z_tensors(learner: Learner) -> dict[str, Tensor]:
     if learner.log_z is None:
         return {}
-    return {f"{_LOG_Z}{name}": tensor.cpu() for name, tensor in learner.log_z.state_dict().items()}
+    return {f"{_LOG_Z}{name}": tensor for name, tensor in learner.log_z.state_dict().items()}
 
 
 def _restore_log_z(checkpoint: Checkpoint, tensors: dict[str, Tensor], learner: Learner) -> None:

@@ -28,6 +28,10 @@ class Client(Protocol):
 
     def ask(self, message: wire.Message, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]: ...
 
+    def ask_ahead(self, message: wire.Message) -> int: ...
+
+    def collect(self, id_: int, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]: ...
+
     def call(
         self,
         message: wire.Message,
@@ -62,7 +66,7 @@ class Connection:
     def hello(self) -> wire.Welcome:
         """Introduce the trainer. An earlier one that died a moment ago is given time to be missed.
 
-        Raises Refused if another trainer is at work on the run.
+        Raises Refused if another trainer is at work on the run, BufferUnavailable when `stop()`.
         """
         message = wire.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {__version__}")
         deadline = self._clock.monotonic() + _TAKE_OVER_SECONDS
@@ -70,13 +74,25 @@ class Connection:
             try:
                 return self.ask(message, wire.Welcome)[0]
             except Refused as refusal:
-                if refusal.code != "trainer_exists" or self._stop() or self._clock.monotonic() > deadline:
+                if refusal.code != "trainer_exists" or self._clock.monotonic() > deadline:
                     raise
+                if self._stop():
+                    raise BufferUnavailable(
+                        f"stopped while an earlier trainer could still be there: {refusal}"
+                    ) from None
                 time.sleep(_RETRY_SECONDS)
 
     def ask(self, message: wire.Message, expect: type[M]) -> tuple[M, list[memoryview]]:
         """Send until it is answered; see `BufferClient.ask`."""
         return self._client.ask(message, expect, self._stop)
+
+    def ask_ahead(self, message: wire.Message) -> int:
+        """Send, and go on; the id is for `collect`."""
+        return self._client.ask_ahead(message)
+
+    def collect(self, id_: int, expect: type[M]) -> tuple[M, list[memoryview]]:
+        """The reply to what was asked ahead; waits for it like `ask`."""
+        return self._client.collect(id_, expect, self._stop)
 
     def heartbeat(self, activity: str, reason: str = "", metrics: dict[str, float] | None = None) -> None:
         """Tell `tba status` what the trainer does, at most once a second. `metrics` are kept for later ones."""

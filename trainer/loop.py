@@ -19,18 +19,21 @@ from tba.common.errors import BufferUnavailable, ConfigError, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
-from tba.trainer.batch import TrainBatch, decode
+from tba.trainer.batch import TrainBatch
+from tba.trainer.batches import Batches
 from tba.trainer.build import build
 from tba.trainer.checkpoint import Checkpoint
+from tba.trainer.checkpoint_writer import CheckpointWriter
 from tba.trainer.connection import Connection, Dial, network
 from tba.trainer.follow import END, PUBLISH, SAVE, STEP, follow, pack_batch
+from tba.trainer.host_copies import HostCopies
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.publish import Publisher
 from tba.trainer.ranks import ALONE, Ranks, join, until_lost
 
 log = get_logger(__name__)
 
-_SAMPLE_WAIT_SECONDS = 1.0
+_FLUSH_WAIT_SECONDS = 1.0
 _STOP_FLUSH_SECONDS = 5.0
 
 
@@ -140,15 +143,32 @@ class Trainer:
         self._model_files = model_directory(config.model.path)
         self.learner, self._plain = build(config, self._model_files, device, ranks)
         self._unreported: dict[str, Any] | None = None
-        self._saved_step: int | None = None
+        saved_step = None
         if found is not None:
             checkpoint.restore(found, self.learner)
-            self._unreported, self._saved_step = found.unreported, found.step
+            self._unreported, saved_step = found.unreported, found.step
             log.info("resumed", checkpoint=found.path, step=found.step)
         self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done)
         self._dial = dial or network(config.buffer.address)
         self._connection = Connection(self._dial, stop, self._clock)
         self._publisher: Publisher | None = None
+        self._batches = Batches(self._connection, config, reference_at=self.learner.reference.name_at, last=self._steps)
+        self._checkpoints = CheckpointWriter(
+            config.checkpoints,
+            run=config.run.name,
+            keep=config.train.keep_checkpoints,
+            device=device,
+            before=self._metrics.sync,
+            gather=lambda: ranks.send(SAVE),
+            saved_step=saved_step,
+        )
+        self._copies = HostCopies(device)
+        self.learner.optimizer.register_step_pre_hook(self._before_update)
+
+    def _before_update(self, *_: object) -> None:
+        """Weights that are still being copied to the host must not change."""
+        self._copies.before_update()
+        self._checkpoints.copies.before_update()
 
     def run(self) -> None:
         """The life of a trainer. Returns after the last step, or after a checkpoint when `stop()`."""
@@ -170,6 +190,7 @@ class Trainer:
         if self._publisher is not None:
             self._publisher.close()
         self._connection.close()
+        self._checkpoints.close()
         self._metrics.close()
 
     def connect(self) -> None:
@@ -190,6 +211,7 @@ class Trainer:
             next_version=welcome.next_version,
             stop=self._stop,
             dial=self._dial,
+            copies=self._copies,
         )
 
     def _compare_history(self, recorded: int) -> None:
@@ -210,31 +232,24 @@ class Trainer:
         batch = self.sample()
         if batch is None:
             return
+        self._batches.ask_ahead(batch.step + 1)
         self.learn(batch, seconds_wait=self._clock.monotonic() - started)
         done, train = self.learner.steps_done, self._config.train
         if done % train.publish_every == 0 or done == self._steps:
             self.publish()
         if done % train.checkpoint_every == 0:
-            self.save()
+            self._checkpoints.begin(self.learner, self._unreported)
 
     def sample(self) -> TrainBatch | None:
         """The batch of this step; None when `stop()`."""
-        train = self._config.train
-        message = wire.SampleBatch(
-            step=self.learner.steps_done,
-            prompts=train.prompts_per_step,
-            samples=train.samples_per_prompt,
-            reference=wire.INITIAL_REFERENCE,
-            wait_seconds=_SAMPLE_WAIT_SECONDS,
-        )
         while not self._stop():
             if self._publisher is not None:
                 self._publisher.check()
-            reply, frames = self._connection.ask(message, wire.Message)
-            if isinstance(reply, wire.Batch):
-                return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
+            batch = self._batches.take(self.learner.steps_done)
+            if isinstance(batch, TrainBatch):
+                return batch
             trouble = self._publisher.trouble if self._publisher is not None else ""
-            self._connection.heartbeat("waiting", trouble or getattr(reply, "reason", ""))
+            self._connection.heartbeat("waiting", trouble or batch)
         return None
 
     def learn(self, batch: TrainBatch, seconds_wait: float = 0.0) -> None:
@@ -250,7 +265,7 @@ class Trainer:
             wire.ReportStep(
                 step=batch.step,
                 metrics=metrics,
-                reference=wire.INITIAL_REFERENCE,
+                reference=self.learner.reference.name_at(batch.step),
                 trajectory_ids=list(result.reference),
                 reference_logprobs=list(result.reference.values()),
             )
@@ -270,20 +285,9 @@ class Trainer:
         self._unreported = None
 
     def save(self) -> None:
-        """A checkpoint of the present step, unless there is one or nothing has been trained."""
-        if self.learner.steps_done in (0, self._saved_step):
-            return
-        self._metrics.sync()
-        self._ranks.send(SAVE)
-        path = checkpoint.save(
-            self._config.checkpoints,
-            self.learner,
-            run=self._config.run.name,
-            keep=self._config.train.keep_checkpoints,
-            unreported=self._unreported,
-        )
-        self._saved_step = self.learner.steps_done
-        log.info("checkpoint saved", path=path)
+        """A checkpoint of the present step, unless there is one or nothing has been trained; it waits for it."""
+        if self.learner.steps_done:
+            self._checkpoints.save(self.learner, self._unreported)
 
     def finish(self) -> None:
         """See the last snapshot announced, then tell everybody that the run is over."""
@@ -291,7 +295,7 @@ class Trainer:
         if self._stop():
             self._publisher.flush(_STOP_FLUSH_SECONDS)
             return
-        while not self._publisher.flush(_SAMPLE_WAIT_SECONDS):
+        while not self._publisher.flush(_FLUSH_WAIT_SECONDS):
             if self._stop():
                 return
             self._connection.heartbeat("publishing", self._publisher.trouble)

@@ -1,9 +1,10 @@
 """Publishing: the training thread copies the weights to the host; a thread of its own does the rest.
 
-    training thread   publish ──► round, canary, copy ──► queue of one
-    publisher thread  space? ──► write ──► fsync ──► hash ──► name ──► announce ──► collect old ones
+    training thread   publish ──► round and copy in one pass ──► queue of one
+    publisher thread  space? ──► canary ──► write ──► fsync ──► hash ──► name ──► announce ──► collect old ones
 
-Invariant: an announced snapshot is complete, and the versions of a run ascend.
+Invariants: an announced snapshot is complete, and the versions of a run ascend. The canary is computed from the very
+copy that is written.
 """
 
 import queue
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba.common import snapshot
@@ -24,8 +24,9 @@ from tba.common.errors import BufferUnavailable, SnapshotError, TbaError
 from tba.common.log import get_logger
 from tba.common.wire import AnnounceSnapshot, Done
 from tba.trainer.adapters import merged
-from tba.trainer.canary import canary_sequences, make_canary
+from tba.trainer.canary import canary_sequences, make_canary, skeleton
 from tba.trainer.connection import Client, Dial
+from tba.trainer.host_copies import HostCopies, HostCopy
 from tba.trainer.model import weights_of
 from tba.trainer.serve import SnapshotServer
 from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
@@ -53,11 +54,15 @@ class Publisher:
         next_version: int,
         stop: Callable[[], bool],
         dial: Dial,
+        copies: HostCopies | None = None,
     ) -> None:
         self._config = config
         self._dial = dial
         self._model = model
         self._plain = model if plain is None else plain
+        self._modules = skeleton(self._plain)
+        self._copies = copies or HostCopies(model.device)
+        self._base: HostCopy | None = None  # what the next delta applies to; the thread's
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._directory = config.snapshots.resolve()
         self._next_version = max(next_version, _after_leftovers(self._directory))
@@ -85,16 +90,14 @@ class Publisher:
         """
         version = self._next_version
         self._next_version += 1
-        weights = _rounded(self._model, self._dtype, on_host=self._plain is not self._model)
-        canary = make_canary(self._plain, weights, self._sequences)
-        host = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
-        del weights
+        weights = merged(self._model, weights_of(self._model))
+        publication = Publication(version, step, self._copies.copy(weights, self._dtype))
         with self._changed:
             self._unfinished += 1
         while True:
             self.check()
             try:
-                self._queue.put(Publication(version, step, host, canary), timeout=_POLL_SECONDS)
+                self._queue.put(publication, timeout=_POLL_SECONDS)
                 return version
             except queue.Full:
                 if self._stop():  # it will not be announced; the next start publishes anew
@@ -164,7 +167,7 @@ class Publisher:
             shortage = self._writer.shortage(publication)
             if not shortage:
                 try:
-                    announcement = self._writer.write(publication)
+                    announcement = self._write_with_canary(publication)
                 except (OSError, SafetensorError) as error:
                     if not is_full_disk(error):
                         raise
@@ -174,6 +177,14 @@ class Publisher:
                     return announcement
             publication = self._wait_for_space(publication, shortage)
         return None
+
+    def _write_with_canary(self, publication: Publication) -> AnnounceSnapshot:
+        canary = make_canary(self._modules, publication.copy.wait(), self._sequences)
+        announcement = self._writer.write(publication, canary)
+        if self._base is not None:
+            self._copies.give_back(self._base)
+        self._base = publication.copy
+        return announcement
 
     def _wait_for_space(self, publication: Publication, shortage: str) -> Publication:
         """Training goes on meanwhile: of two snapshots that wait the newer one counts, the other is dropped."""
@@ -185,6 +196,7 @@ class Publisher:
         except queue.Empty:
             return publication
         log.warning("snapshot dropped", version=publication.version, step=publication.step, reason=shortage)
+        self._copies.give_back(publication.copy)
         self._done_with_one()
         return newer
 
@@ -198,15 +210,6 @@ class Publisher:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
-
-
-@torch.no_grad()
-def _rounded(model: PreTrainedModel, dtype: torch.dtype, *, on_host: bool) -> dict[str, Tensor]:
-    rounded = {}
-    for name, tensor in merged(model, weights_of(model)):
-        narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        rounded[name] = narrow.cpu() if on_host else narrow
-    return rounded
 
 
 def _after_leftovers(directory: Path) -> int:

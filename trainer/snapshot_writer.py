@@ -23,6 +23,7 @@ from tba.common.durable import temporary_directory, write_json
 from tba.common.snapshot import Canary, FileEntry, Manifest, directory_name
 from tba.common.tensor_file import Layout, Tensor, fits, read_layout, sha256_of_tensors, write_tensor_file
 from tba.common.wire import AnnounceSnapshot, WeightsRef
+from tba.trainer.host_copies import HostCopy
 
 WEIGHTS = "model.safetensors"
 # A delta saves bytes on the way and costs the searcher a copy of its base: it has to be worth that.
@@ -38,12 +39,11 @@ _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The weights of a step, on the host and in the published type."""
+    """The weights of a step, on their way to the host in the published type."""
 
     version: int
     step: int
-    weights: dict[str, torch.Tensor]
-    canary: Canary
+    copy: HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SnapshotWriter:
     def shortage(self, publication: Publication) -> str:
         """Why there is no space for a snapshot, in a sentence; empty if there is."""
         floor = self._config.train.min_free_mib << 20
-        needed = sum(tensor.nbytes for tensor in publication.weights.values())
+        needed = sum(tensor.nbytes for tensor in publication.copy.tensors.values())
         free = shutil.disk_usage(self._directory).free
         if not floor or free - needed >= floor:
             return ""
@@ -87,18 +87,21 @@ class SnapshotWriter:
             f"{needed >> 20} MiB must leave train.min_free_mib = {floor >> 20}"
         )
 
-    def write(self, publication: Publication) -> AnnounceSnapshot:
-        """Publish a snapshot under its name. An error leaves nothing behind."""
+    def write(self, publication: Publication, canary: Canary) -> AnnounceSnapshot:
+        """Publish a snapshot under its name. An error leaves nothing behind.
+
+        The copy that it comes from is the base of the next delta: it must stay as it is until another one is written.
+        """
         final = self._directory / directory_name(publication.version)
         temporary = temporary_directory(final)
         # The names and layouts that the model's own files have, which may differ from those in memory.
-        reverted = revert_weight_conversion(self._model, publication.weights)
+        reverted = revert_weight_conversion(self._model, publication.copy.wait())
         weights = {name: tensor.contiguous() for name, tensor in reverted.items()}
         tensors = {name: _as_bits(tensor) for name, tensor in weights.items()}
         try:
-            manifest = self._write_delta(temporary, publication, tensors)
+            manifest = self._write_delta(temporary, publication, canary, tensors)
             if manifest is None:
-                manifest = self._write_full(temporary, publication, weights)
+                manifest = self._write_full(temporary, publication, canary, weights)
             digest = snapshot.seal(temporary, final, manifest)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -113,12 +116,16 @@ class SnapshotWriter:
         )
         return AnnounceSnapshot(weights=ref, bytes=sum(entry.bytes for entry in manifest.files.values()))
 
-    def _write_full(self, temporary: Path, publication: Publication, weights: dict[str, torch.Tensor]) -> Manifest:
+    def _write_full(
+        self, temporary: Path, publication: Publication, canary: Canary, weights: dict[str, torch.Tensor]
+    ) -> Manifest:
         _copy_model_files(self._model_files, temporary, self._model, self._config.model.dtype)
         save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
-        return self._manifest(publication, snapshot.describe_files(temporary))
+        return self._manifest(publication, canary, snapshot.describe_files(temporary))
 
-    def _write_delta(self, temporary: Path, publication: Publication, tensors: dict[str, Tensor]) -> Manifest | None:
+    def _write_delta(
+        self, temporary: Path, publication: Publication, canary: Canary, tensors: dict[str, Tensor]
+    ) -> Manifest | None:
         """A delta, where there may be one and it is worth it; else None, and nothing is written."""
         last = self._last
         if last is None or self._must_be_full(publication.step, last) or not fits(last.layout, tensors):
@@ -130,7 +137,7 @@ class SnapshotWriter:
         published = FileEntry(*write_tensor_file(temporary / delta.FILE, changed))
         before = last.manifest.complete_files
         made = FileEntry(before[WEIGHTS].bytes, sha256_of_tensors(last.layout, tensors))
-        return self._manifest(publication, {delta.FILE: published}, last, {**before, WEIGHTS: made})
+        return self._manifest(publication, canary, {delta.FILE: published}, last, {**before, WEIGHTS: made})
 
     def _must_be_full(self, step: int, last: _Written) -> bool:
         train = self._config.train
@@ -142,6 +149,7 @@ class SnapshotWriter:
     def _manifest(
         self,
         publication: Publication,
+        canary: Canary,
         files: dict[str, FileEntry],
         base: _Written | None = None,
         complete: dict[str, FileEntry] | None = None,
@@ -152,7 +160,7 @@ class SnapshotWriter:
             step=publication.step,
             created_at=time.time(),
             files=files,
-            canary=publication.canary,
+            canary=canary,
             base=base.manifest.version if base else None,
             base_manifest_sha256=base.manifest_sha256 if base else None,
             complete=complete,

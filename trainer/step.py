@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba.common.config import TrainSection
+from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import TbaError
-from tba.trainer.adapters import has_adapters, without_adapters
+from tba.trainer.adapters import has_adapters
 from tba.trainer.batch import Row, TrainBatch, counted
 from tba.trainer.log_z import LogZHead
 from tba.trainer.model import Scorer, Scores, sequence_logprobs
@@ -27,6 +27,7 @@ from tba.trainer.objectives.choose import Objective
 from tba.trainer.objectives.health import balance_metrics, off_policy_metrics
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.ranks import ALONE, Ranks
+from tba.trainer.reference import Reference
 from tba.trainer.schedule import beta_at, learning_rate_schedule
 from tba.trainer.sharding import fits_whole, keep_whole, shard, whole
 from tba.trainer.shares import Turn, turns_of
@@ -53,7 +54,7 @@ class _Sums:
 
 
 class Learner:
-    """The policy, its frozen reference, the objective and the optimiser. `steps_done` counts updates.
+    """The policy, its reference, the objective and the optimiser. `steps_done` counts updates.
 
     `reference` may be None with adapters, whose reference is the policy without them, and for an objective that
     needs none.
@@ -68,6 +69,7 @@ class Learner:
         *,
         autocast: bool,
         ranks: Ranks = ALONE,
+        reference_config: ReferenceSection | None = None,
     ) -> None:
         assert reference is not None or has_adapters(policy) or not objective.needs_reference
         self.policy = policy
@@ -78,15 +80,15 @@ class Learner:
         self._objective = objective
         self._ranks = ranks
         self._scorer = Scorer(policy, autocast=autocast)
-        self._reference = self._scorer
-        if reference is not None:
-            self._reference = Scorer(reference.requires_grad_(False), autocast=autocast)
+        scorer = self._scorer if reference is None else Scorer(reference.requires_grad_(False), autocast=autocast)
+        self.reference = Reference(scorer, reference_config or ReferenceSection())
+        self._just_computed: tuple[str, dict[int, float]] = ("", {})  # of the step before: reference, log-probabilities
         self._learning_rate = learning_rate_schedule(config)
         if config.gradient_checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
             policy.train()
         if ranks.size > 1:
-            for scorer in {self._scorer, self._reference}:
+            for scorer in {self._scorer, self.reference.scorer}:
                 shard(scorer, ranks, autocast=autocast)
         self._keeps_whole = ranks.size > 1 and fits_whole(config.sharding, policy, autocast=autocast)
         self.optimizer = torch.optim.AdamW(
@@ -121,6 +123,7 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
+        self.reference.follow(self.policy, self.steps_done)
         metrics = {
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, stored_BK, batch.reward_BK, beta),
@@ -225,17 +228,23 @@ class Learner:
 
         None are where the objective has no use for them: what is not stored stays NaN.
         A trajectory that stands in the batch twice is computed once: its copies could differ in the last
-        bit, and after a resume both would have the stored one.
+        bit, and after a resume both would have the stored one. For the same reason what the step before computed
+        is taken from there: the batch may have been asked for before it was stored.
         """
-        known = dict(zip((row.id for row in batch.rows), batch.reference_BK.flatten().tolist(), strict=True))
+        name, earlier = self._just_computed
+        own = self.reference.name_at(self.steps_done)
+        earlier = earlier if name == own else {}
+        known = {
+            row.id: earlier.get(row.id, stored) if math.isnan(stored) else stored
+            for row, stored in zip(batch.rows, batch.reference_BK.flatten().tolist(), strict=True)
+        }
         needed = batch.rows if self._objective.needs_reference else []
         missing = {row.id: row for row in needed if math.isnan(known[row.id])}
         unknown = list(missing.values())
         sequence_N = torch.zeros(len(unknown), dtype=torch.float64)
         for turn in self._turns([[index] for index in range(len(unknown))], unknown):
             rows = [unknown[index] for index in turn.groups]
-            with without_adapters(self._reference.model):
-                logprob_R = self._reference.score(rows, passes=turn.passes).logprob_R
+            logprob_R = self.reference.score(rows, passes=turn.passes).logprob_R
             if rows:
                 sequence_N[turn.groups] = sequence_logprobs(logprob_R, rows).cpu()
             between()
@@ -243,6 +252,7 @@ class Learner:
         if broken := [id_ for id_, logprob in computed.items() if not math.isfinite(logprob)]:
             raise TbaError(f"step {batch.step}: the reference log-probability is not finite for {_ids(broken)}")
         known |= computed
+        self._just_computed = (own, computed)
         reference = torch.tensor([known[row.id] for row in batch.rows], dtype=torch.float64)
         return reference.view_as(batch.reward_BK), computed
 

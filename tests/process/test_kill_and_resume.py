@@ -1,0 +1,131 @@
+"""A trainer that is ended twenty times, half of them with SIGKILL: what it leaves is one unbroken run."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tba.common import wire
+from tba.common.config import Config
+from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
+from tba.trainer.loop import train
+
+STEPS = 40
+ENDS = 20
+PROMPTS = 6
+SAMPLES = 5
+# A step that is repeated finds the reference stored that it had computed at first.
+_NOT_THE_SAME = {"time", "reference_computed"}
+
+# Children are forked from a process that has loaded torch and nothing else: a start takes a moment, not seconds.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tba.trainer.loop", "tba.tests.unit.tb_lab"])
+
+
+def train_in_child(config: Config, ready: Any) -> None:
+    """What `tba train --cpu --resume` does, after its imports."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    ready.set()
+    train(config, resume=True, device="cpu", stop=stop.is_set)
+
+
+class KillableRun:
+    """A run on a database that is filled before the first batch, so that every run like it has the same history."""
+
+    def __init__(self, root: Path, **sections: dict[str, Any]) -> None:
+        model = save_tiny_model(root / "model")
+        fixed = {
+            "run": {"dir": str(root / "run"), "name": "test"},
+            "model": {"path": str(model), "dtype": "float32"},
+            "train": {
+                "steps": STEPS,
+                "prompts_per_step": 2,
+                "samples_per_prompt": 3,
+                "learning_rate": 0.01,
+                "warmup_steps": 0,
+                "decay_steps": 2,
+                "publish_every": 2,
+                "checkpoint_every": 3,
+            },
+        }
+        # Which prompts come next depends on which have been trained on.
+        buffer = {"prompt_priority": "recency", "recency_fraction": 0.5}
+        self.buffer = BufferThread(Config.model_validate(fixed | {"buffer": buffer}))
+        self.config = Config.model_validate(fixed | sections | {"buffer": buffer | {"address": self.buffer.address}})
+        searcher = FakeSearcher(self.buffer.address, prompts=PROMPTS)
+        weights = wire.WeightsRef(version=0, step=0, path="/the/first", manifest_sha256="0" * 64)
+        searcher.client.call(wire.AnnounceSnapshot(weights=weights, bytes=1), wire.Done, deadline_seconds=10)
+        searcher.put_groups(SAMPLES)
+        searcher.close()
+
+    def start(self) -> Any:
+        ready = FORKS.Event()
+        process = FORKS.Process(target=train_in_child, args=(self.config, ready))
+        process.start()
+        assert ready.wait(60)
+        return process
+
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl without times, and without a line that is being written."""
+        path = self.config.run.dir / "metrics.jsonl"
+        whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+        return [
+            {k: v for k, v in json.loads(line).items() if k not in _NOT_THE_SAME and not k.startswith("seconds_")}
+            for line in whole
+        ]
+
+    def train_to_the_end(self) -> None:
+        process = self.start()
+        process.join(80)
+        assert process.exitcode == 0
+
+    def end_at(self, step: int, how: signal.Signals) -> None:
+        """Start the trainer, and end it when so many steps are on record."""
+        process = self.start()
+        while process.is_alive() and len(self.lines()) < step:
+            process.join(0.005)
+        os.kill(process.pid, how)
+        process.join(20)
+        assert process.exitcode == (0 if how == signal.SIGTERM else -signal.SIGKILL)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.config.checkpoints / f"step_{STEPS:08d}" / "model.safetensors")
+
+    def close(self) -> None:
+        self.buffer.stop()
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[KillableRun, KillableRun]]:
+    runs = KillableRun(tmp_path / "a", **request.param), KillableRun(tmp_path / "b", **request.param)
+    yield runs
+    for run in runs:
+        run.close()
+
+
+MOVING = {"reference": {"kind": "ema", "every": 4, "decay": 0.5}}
+
+
+@pytest.mark.parametrize("two_runs", [MOVING], indirect=True)
+def test_a_run_that_was_ended_twenty_times_at_random_is_the_uninterrupted_run_bit_for_bit(two_runs):
+    straight, ended = two_runs
+    straight.train_to_the_end()
+    chance = random.Random(5)
+    for step in sorted(chance.choices(range(1, STEPS), k=ENDS)):
+        ended.end_at(step, chance.choice([signal.SIGKILL, signal.SIGTERM]))
+    ended.train_to_the_end()
+    assert [line["step"] for line in ended.lines()] == list(range(STEPS))
+    assert ended.lines() == straight.lines()
+    left, right = ended.weights(), straight.weights()
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)

@@ -1,0 +1,125 @@
+"""Checkpoints beside training: what is saved is the learner of the call, and a disk that refuses stops nothing."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tba.common.config import TrainSection
+from tba.common.errors import CheckpointError
+from tba.trainer import checkpoint
+from tba.trainer.checkpoint_writer import CheckpointWriter
+from tba.trainer.step import Learner
+
+from .tb_lab import objective, random_batch, tiny_model
+
+
+def make_learner() -> Learner:
+    return Learner(tiny_model(), tiny_model(), TrainSection(learning_rate=0.01), objective("tb"), autocast=False)
+
+
+def make_writer(directory: Path, before: Callable[[], object] = lambda: None) -> CheckpointWriter:
+    return CheckpointWriter(directory, run="r", keep=3, device=torch.device("cpu"), before=before)
+
+
+def train(learner: Learner, steps: int = 1) -> None:
+    for _ in range(steps):
+        learner.step(random_batch(learner.steps_done))
+
+
+def steps(directory: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.list_checkpoints(directory)]
+
+
+class Gate:
+    """Holds the checkpoint thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(20)
+
+
+def test_a_checkpoint_holds_the_learner_of_the_call_whatever_is_trained_afterwards(tmp_path):
+    gate, learner, straight = Gate(), make_learner(), make_learner()
+    writer = make_writer(tmp_path, gate)
+    train(learner, 2)
+    writer.begin(learner)
+    train(learner, 2)
+    gate.opened.set()
+    writer.wait()
+    train(straight, 2)
+    resumed = make_learner()
+    checkpoint.restore(checkpoint.newest(tmp_path), resumed)
+    assert resumed.steps_done == 2
+    assert [resumed.step(random_batch(n)).metrics for n in (2, 3)] == [
+        straight.step(random_batch(n)).metrics for n in (2, 3)
+    ]
+
+
+def test_one_that_comes_due_while_another_is_written_is_left_out_and_the_last_one_is_not(tmp_path):
+    gate, learner = Gate(), make_learner()
+    writer = make_writer(tmp_path, gate)
+    train(learner)
+    writer.begin(learner)
+    assert gate.reached.wait(20)
+    train(learner)
+    writer.begin(learner)
+    train(learner)
+    last = threading.Thread(target=writer.save, args=[learner])
+    last.start()
+    assert steps(tmp_path) == []
+    gate.opened.set()
+    last.join(20)
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_the_last_one_is_not_written_twice(tmp_path):
+    written: list[int] = []
+    learner = make_learner()
+    writer = make_writer(tmp_path, lambda: written.append(1))
+    train(learner)
+    writer.begin(learner)
+    writer.save(learner)
+    writer.save(learner)
+    assert (len(written), steps(tmp_path)) == (1, [1])
+
+
+def test_a_disk_that_refuses_is_a_warning_until_the_last_one(tmp_path):
+    """A file where the checkpoint's directory must be made is what refuses here."""
+    learner = make_learner()
+    writer = make_writer(tmp_path / "checkpoints")
+    train(learner)
+    writer.save(learner)
+    obstacle = tmp_path / "checkpoints" / ".step_00000002.tmp"
+    obstacle.write_text("")
+    train(learner)
+    writer.begin(learner)
+    with pytest.raises(CheckpointError, match=r"step_00000002 cannot be written"):
+        writer.save(learner)
+    assert steps(tmp_path / "checkpoints") == [1]
+    obstacle.unlink()
+    writer.save(learner)
+    assert steps(tmp_path / "checkpoints") == [1, 2]
+
+
+def test_what_a_killed_trainer_was_writing_is_swept_away(tmp_path):
+    unfinished = tmp_path / ".step_00000004.tmp"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    make_writer(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_are_durable_before_a_checkpoint_has_its_name(tmp_path):
+    seen: list[list[int]] = []
+    learner = make_learner()
+    writer = make_writer(tmp_path, lambda: seen.append(steps(tmp_path)))
+    train(learner)
+    writer.save(learner)
+    assert seen == [[]]
+    assert steps(tmp_path) == [1]

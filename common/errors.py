@@ -18,6 +18,7 @@
     │   ├── SnapshotOutdated          a newer one is wanted by now
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
+    ├── TrainingBroken                too many steps in a row with a loss or gradient that is not finite
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
@@ -124,6 +125,10 @@ class CanaryMismatch(SnapshotError):
 
 class CheckpointError(TbaError):
     """No usable checkpoint."""
+
+
+class TrainingBroken(TbaError):
+    """Too many steps in a row gave a loss or a gradient that is not finite. A checkpoint is saved."""
 
 
 class EngineError(TbaError):

@@ -5,6 +5,7 @@ published then are of step s + 1.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,18 +15,21 @@ from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock
-from tba.common.errors import BufferUnavailable, ConfigError, UsageError
+from tba.common.errors import BufferUnavailable, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch, decode
 from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.connection import Connection, Dial, network
+from tba.trainer.flops import Throughput
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.model import load_model
 from tba.trainer.objectives.choose import choose
 from tba.trainer.publish import Publisher
-from tba.trainer.step import Learner
+from tba.trainer.sinks.choose import open_sinks
+from tba.trainer.step import Learner, StepResult
+from tba.trainer.stopwatch import Stopwatch
 
 log = get_logger(__name__)
 
@@ -106,14 +110,22 @@ class Trainer:
         policy = load_model(self._model_files, device)
         reference = load_model(self._model_files, device)
         objective = choose(config.objective, longest_response=config.search.max_tokens)
-        self.learner = Learner(policy, reference, config.train, objective, autocast=autocast)
+        self.learner = Learner(
+            policy, reference, config.train, objective, autocast=autocast, entropy=config.metrics.entropy
+        )
+        settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        self._watch = self.learner.watch = Stopwatch(self._clock, settle)
+        self._throughput = Throughput(policy, config.metrics.peak_tflops)
+        self._skipped = 0  # steps in a row, of this start
         self._unreported: dict[str, Any] | None = None
         self._saved_step: int | None = None
         if found is not None:
             checkpoint.restore(found, self.learner)
             self._unreported, self._saved_step = found.unreported, found.step
             log.info("resumed", checkpoint=found.path, step=found.step)
-        self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done)
+        self._metrics = MetricsLog(
+            config.run.dir, first_step=self.learner.steps_done, sinks=open_sinks(config, self.learner.steps_done)
+        )
         self._dial = dial or network(config.buffer.address)
         self._connection = Connection(self._dial, stop, self._clock)
         self._publisher: Publisher | None = None
@@ -170,14 +182,15 @@ class Trainer:
         self._connection.weights_version = self._publisher.publish(self.learner.steps_done)
 
     def _one_step(self) -> None:
-        started = self._clock.monotonic()
-        batch = self.sample()
+        with self._watch.phase("wait"):
+            batch = self.sample()
         if batch is None:
             return
-        self.learn(batch, seconds_wait=self._clock.monotonic() - started)
+        self.learn(batch)
         done, train = self.learner.steps_done, self._config.train
         if done % train.publish_every == 0 or done == self._steps:
-            self.publish()
+            with self._watch.phase("publish"):
+                self.publish()
         if done % train.checkpoint_every == 0:
             self.save()
 
@@ -196,19 +209,22 @@ class Trainer:
                 self._publisher.check()
             reply, frames = self._connection.ask(message, wire.Message)
             if isinstance(reply, wire.Batch):
-                return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
+                with self._watch.phase("data"):
+                    return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
             trouble = self._publisher.trouble if self._publisher is not None else ""
             self._connection.heartbeat("waiting", trouble or getattr(reply, "reason", ""))
         return None
 
-    def learn(self, batch: TrainBatch, seconds_wait: float = 0.0) -> None:
-        """Make the update of a batch, and have it on record here and in the buffer."""
-        started = self._clock.monotonic()
+    def learn(self, batch: TrainBatch) -> None:
+        """Make the update of a batch, and have it on record here and in the buffer.
+
+        Raises TrainingBroken, after a checkpoint, if it is one skipped step too many.
+        """
         result = self.learner.step(batch, between=lambda: self._connection.heartbeat("training"))
-        seconds = {"seconds_wait": seconds_wait, "seconds_step": self._clock.monotonic() - started}
-        metrics = result.metrics | seconds
+        seconds = self._watch.take()
+        metrics = result.metrics | seconds | self._throughput.metrics(batch, seconds["seconds_step"])
         # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
-        self._metrics.record(batch.step, self._clock.wall(), metrics)
+        self._metrics.record(batch.step, self._clock.wall(), metrics, blamed=result.blamed)
         self._report(
             wire.ReportStep(
                 step=batch.step,
@@ -219,9 +235,24 @@ class Trainer:
             )
         )
         self._show(batch.step, metrics)
+        self._count_skipped(batch.step, result)
+
+    def _count_skipped(self, step: int, result: StepResult) -> None:
+        if not result.skipped:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        log.warning("step skipped: no update was made", step=step, in_a_row=self._skipped, reason=result.skipped)
+        if self._skipped >= self._config.train.max_skipped_steps:
+            self.save()
+            raise TrainingBroken(
+                f"{self._skipped} steps in a row were skipped, the last is step {step}: {result.skipped}. The checkpoint "
+                f"of step {self.learner.steps_done} is saved: look at these trajectories, then pass --resume"
+            )
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        shown = {"loss": metrics["loss"], "reward": metrics["reward_mean"], "staleness": metrics["staleness_mean"]}
+        names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
+        shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
         self._connection.heartbeat("training", metrics=shown | progress)
         kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
@@ -236,14 +267,15 @@ class Trainer:
         """A checkpoint of the present step, unless there is one or nothing has been trained."""
         if self.learner.steps_done in (0, self._saved_step):
             return
-        self._metrics.sync()
-        path = checkpoint.save(
-            self._config.checkpoints,
-            self.learner,
-            run=self._config.run.name,
-            keep=self._config.train.keep_checkpoints,
-            unreported=self._unreported,
-        )
+        with self._watch.phase("checkpoint"):
+            self._metrics.sync()
+            path = checkpoint.save(
+                self._config.checkpoints,
+                self.learner,
+                run=self._config.run.name,
+                keep=self._config.train.keep_checkpoints,
+                unreported=self._unreported,
+            )
         self._saved_step = self.learner.steps_done
         log.info("checkpoint saved", path=path)
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tba.common.errors import ConfigError
 from tba.trainer.batch import PaddedRows, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
-from tba.trainer.selective import selective_logprobs
+from tba.trainer.selective import selective_logprobs, selective_logprobs_and_entropy
 
 # What one forward pass more costs, in tokens: below it, padding is cheaper than another pass. On a GPU a pass has to
 # be large to fill it.
@@ -63,11 +63,12 @@ def _check_head(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """`logprob_R` of every response token, masked ones too, row after row, and if it was asked for `prompt_NH`, the
-    mean of each prompt's last hidden states."""
+    """`logprob_R` of every response token, masked ones too, row after row, and if they were asked for `prompt_NH`, the
+    mean of each prompt's last hidden states, and `entropy_R`, of the distribution at each of these tokens."""
 
     logprob_R: Tensor
     prompt_NH: Tensor | None = None
+    entropy_R: Tensor | None = None
 
 
 class Scorer:
@@ -82,8 +83,8 @@ class Scorer:
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self._autocast = autocast
 
-    def score(self, rows: Sequence[Row], *, pooled: bool = False) -> Scores:
-        """Rows in their order; `pooled` asks for the prompts' mean hidden states too.
+    def score(self, rows: Sequence[Row], *, pooled: bool = False, entropy: bool = False) -> Scores:
+        """Rows in their order; `pooled` asks for the prompts' mean hidden states too, `entropy` for that.
 
         They go through the model in passes of like length, so that little padding is computed. All passes are parts
         of one graph: a loss on all rows together is exact.
@@ -102,10 +103,13 @@ class Scorer:
                     pools.append(_mean_of_prompts(hidden_NTH, padded))
             order = np.argsort(np.concatenate(passes)).tolist()
             targets_R = torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64))
-            logprob_R = selective_logprobs(
-                self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order]), targets_R.to(self.device)
-            )
-        return Scores(logprob_R, torch.cat(pools)[order] if pooled else None)
+            head, hidden_RH = self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order])
+            entropy_R = None
+            if entropy:
+                logprob_R, entropy_R = selective_logprobs_and_entropy(head, hidden_RH, targets_R.to(self.device))
+            else:
+                logprob_R = selective_logprobs(head, hidden_RH, targets_R.to(self.device))
+        return Scores(logprob_R, torch.cat(pools)[order] if pooled else None, entropy_R)
 
 
 def _mean_of_prompts(hidden_NTH: Tensor, rows: PaddedRows) -> Tensor:

@@ -19,11 +19,12 @@ from tba.common.errors import BufferUnavailable, ConfigError, UsageError
 from tba.trainer import checkpoint
 from tba.trainer.connection import Connection
 from tba.trainer.loop import Trainer, train
+from tba.trainer.stopwatch import PHASES
 
 from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
 
 STEPS = 6
-_TIMES = {"time", "seconds_wait", "seconds_step"}
+_TIMES = {"time", "seconds_step", "tokens_per_second", *(f"seconds_{phase}" for phase in PHASES)}
 
 
 class Run:

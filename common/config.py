@@ -240,8 +240,8 @@ class TrainSection(Section):
     beta_anneal_steps: NonNegative = 500
     """Steps over which beta goes from `beta` to `beta_final`; 0 keeps `beta_final` from the start."""
     beta_anneal_stop: NonNegative | Literal["off"] = "off"
-    """Step at which annealing stops early: from it on beta is `beta_final` at once (the paper's TL;DR runs: a slope over
-    half of the run, cut at an eighth of it). off goes down to the end."""
+    """Step at which annealing stops early: from it on beta is `beta_final` at once (the paper's TL;DR runs: a slope
+    over half of the run, cut at an eighth of it). off goes down to the end."""
     max_skipped_steps: Positive = 5
     """Steps in a row whose loss or gradient is not finite, and which change no weights, before the trainer saves a
     checkpoint and stops. docs/metrics.md says what a skipped step is."""

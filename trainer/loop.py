@@ -246,7 +246,7 @@ class Trainer:
         if self._skipped >= self._config.train.max_skipped_steps:
             self.save()
             raise TrainingBroken(
-                f"{self._skipped} steps in a row were skipped, the last is step {step}: {result.skipped}. The checkpoint "
+                f"{self._skipped} steps in a row were skipped, the last is step {step}: {result.skipped}. A checkpoint "
                 f"of step {self.learner.steps_done} is saved: look at these trajectories, then pass --resume"
             )
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,11 @@ class FakeSearcher:
             self.client.poll(0.05)
         raise AssertionError("no snapshot was announced within 10 s")
 
-    def put_groups(self, samples: int, *, version: int = 0, seed: int = 0) -> None:
-        """A group of random responses for every prompt."""
+    def put_groups(self, samples: int, *, version: int = 0, seed: int = 0, broken: Sequence[str] = ()) -> None:
+        """A group of random responses for every prompt; those of `broken` prompts have rewards beyond reason."""
         rng = np.random.default_rng(seed)
         group = [self._response(key, n, version, rng) for n, key in enumerate(self.keys) for _ in range(samples)]
+        group = [replace(one, reward=1e308) if one.prompt_key in broken else one for one in group]
         columns, frames = pack(group)
         message = wire.PutTrajectories(
             first_sequence=self._sequence, rows=wire.Rows.model_validate(columns, strict=False)

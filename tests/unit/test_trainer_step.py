@@ -212,7 +212,7 @@ def test_a_step_whose_loss_is_not_finite_counts_and_leaves_weights_and_optimiser
     before = parameters(learner)
     broken = make_batch(batch.rows, [[math.inf, 0, 0, 0], [0] * 4, [0] * 4], step=7)
     result = learner.step(broken)
-    assert re.match("loss inf.*: trajectories 100$", result.skipped)
+    assert re.match("loss nan.*: trajectories 100$", result.skipped)
     assert result.metrics["skipped"] == 1
     assert "loss" not in result.metrics
     assert torch.equal(parameters(learner), before)

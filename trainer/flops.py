@@ -39,10 +39,10 @@ class ModelFlops:
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         outside = {id(head): head.numel(), id(weight := model.get_input_embeddings().weight): weight.numel()}
-        self._body = sum(parameter.numel() for parameter in model.parameters()) - sum(outside.values())
-        self._head = head.numel()
+        self._body: int = sum(parameter.numel() for parameter in model.parameters()) - sum(outside.values())
+        self._head: int = head.numel()
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._attention = 6 * config.num_hidden_layers * config.num_attention_heads * width
+        self._attention: int = 6 * config.num_hidden_layers * config.num_attention_heads * width
 
     def update(self, rows: Sequence[Row]) -> float:
         """FLOPs of one update on these rows."""

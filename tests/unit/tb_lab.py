@@ -156,10 +156,10 @@ class FakeSearcher:
         raise AssertionError("no snapshot was announced within 10 s")
 
     def put_groups(self, samples: int, *, version: int = 0, seed: int = 0, broken: Sequence[str] = ()) -> None:
-        """A group of random responses for every prompt; those of `broken` prompts have the largest reward there is."""
+        """A group of random responses for every prompt; those of `broken` prompts have rewards up to 1e9."""
         rng = np.random.default_rng(seed)
         group = [self._response(key, n, version, rng) for n, key in enumerate(self.keys) for _ in range(samples)]
-        group = [replace(one, reward=1e9) if one.prompt_key in broken else one for one in group]
+        group = [replace(one, reward=1e9 * one.reward) if one.prompt_key in broken else one for one in group]
         columns, frames = pack(group)
         message = wire.PutTrajectories(
             first_sequence=self._sequence, rows=wire.Rows.model_validate(columns, strict=False)

@@ -344,7 +344,7 @@ def test_so_is_one_that_was_killed_between_an_update_and_its_report(make_run, mo
     assert replayed(run, tmp_path / "replay") == (STEPS, 0.0)
 
 
-# With it the square of a reward of 1e9 / beta overflows float64, and that of others does not.
+# With it the square of a reward near 1e9, over beta, overflows float64, and that of others does not.
 OVERFLOWING = {"beta": 1e-150, "beta_final": 1e-150}
 
 
@@ -361,7 +361,7 @@ def test_a_run_goes_on_after_skipped_steps_also_when_it_is_killed_and_replayed(m
     skipped = [line["step"] for line in lines if line["skipped"]]
     assert skipped == straight.query(
         "SELECT DISTINCT step FROM consumption_rows JOIN trajectory_rows t ON t.id = trajectory "
-        "WHERE reward = 1e9 ORDER BY step"
+        "WHERE reward > 1000 ORDER BY step"
     )
     assert 0 < len(skipped) < STEPS
     assert [line["step"] for line in lines if "loss" not in line] == skipped

@@ -1,6 +1,11 @@
 """The last step for Prometheus to scrape."""
 
 import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -16,12 +21,12 @@ class PrometheusSink:
 
         self._registry, self._run = CollectorRegistry(), run
         self._numbers: dict[str, float] = {}
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._registry.register(self)
         host, _, port = address.rpartition(":")
         self._server, self._thread = start_http_server(int(port), addr=host, registry=self._registry)
         self.port: int = self._server.server_port
 
-    def collect(self) -> list[object]:
+    def collect(self) -> Iterable["GaugeMetricFamily"]:
         """Called for every scrape, from a thread of the HTTP server."""
         from prometheus_client.core import GaugeMetricFamily
 

@@ -45,6 +45,17 @@ class SamplingRules:
     rank_exponent: float = 1.0
     flat_group_weight: float = 1.0
     replacement: Replacement = "if_needed"
+    recency_fraction_final: float | None = None
+    recency_anneal_steps: int = 0
+
+    def recency_fraction_at(self, train_step: int) -> float:
+        """m for the batch of a training step: linear, then constant. None for the final one keeps the first."""
+        first, final = self.recency_fraction, self.recency_fraction_final
+        if final is None:
+            return first
+        if train_step >= self.recency_anneal_steps:
+            return final
+        return first + (final - first) * train_step / self.recency_anneal_steps
 
     def need(self, samples: int) -> int:
         """How many entries make a prompt eligible for a group of so many samples."""
@@ -66,8 +77,12 @@ def sample_groups(
     groups: int,
     samples: int,
     rng: np.random.Generator,
+    train_step: int | None = None,
 ) -> list[list[Entry]] | Shortage:
     """`groups` different prompts with `samples` entries each, for the given optimiser step.
+
+    The age of data counts from `step`; m is that of `train_step`, which is another one only for a run that trains on
+    another run's history.
 
     The same index, step and generator give the same batch, also from an index that was rebuilt: what is kept
     between calls (`index.board`) saves time and has no say.
@@ -79,7 +94,7 @@ def sample_groups(
         fresh = "" if rules.max_staleness is None else f" at staleness <= {rules.max_staleness}"
         what = "trajectories" if board.need == 1 else f"{board.need} different trajectories"
         return Shortage(f"{board.eligible} of {groups} prompts have {what}{fresh}")
-    by_recency = rng.random(groups) < rules.recency_fraction
+    by_recency = rng.random(groups) < rules.recency_fraction_at(step if train_step is None else train_step)
     chances = rng.random(groups)
     drawn = board.draw(by_recency.tolist(), chances.tolist())
     return [

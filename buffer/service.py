@@ -66,6 +66,8 @@ class BufferService:
             rank_exponent=config.buffer.rank_exponent,
             flat_group_weight=config.buffer.flat_group_weight,
             replacement=config.buffer.replacement,
+            recency_fraction_final=config.recency_fraction_final,
+            recency_anneal_steps=config.buffer.recency_anneal_steps,
         )
         self._limits = Limits(
             prompt_cap=config.buffer.prompt_cap,
@@ -420,7 +422,13 @@ class BufferService:
         now = self._history_step(message.step)
         rng = np.random.default_rng([self._run.seed, message.step])
         groups = sample_groups(
-            self._index, self._rules, step=now, groups=message.prompts, samples=message.samples, rng=rng
+            self._index,
+            self._rules,
+            step=now,
+            groups=message.prompts,
+            samples=message.samples,
+            rng=rng,
+            train_step=message.step,
         )
         self._too_little_data = isinstance(groups, Shortage)
         if isinstance(groups, Shortage):

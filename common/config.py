@@ -135,6 +135,10 @@ class BufferSection(Section):
     """A searcher that is silent for so long, in seconds, loses its prompts to others."""
     recency_fraction: Fraction = 0.95
     """m: the probability that a group comes from the most recent data, else it is chosen by priority."""
+    recency_fraction_final: Fraction | Literal["same"] = "same"
+    """m from training step `recency_anneal_steps` on, linear in between; same keeps `recency_fraction`."""
+    recency_anneal_steps: NonNegative = 0
+    """Training steps over which m goes from `recency_fraction` to `recency_fraction_final`."""
     recency_window: NonNegative = 3
     """Data of at most so many optimiser steps of staleness counts as recent (the paper: 2k - 1)."""
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
@@ -291,6 +295,12 @@ class TrainSection(Section):
     """KL coefficient from `beta_anneal_steps` on; linear in between."""
     beta_anneal_steps: NonNegative = 500
     """Steps over which beta goes from `beta` to `beta_final`; 0 keeps `beta_final` from the start."""
+    beta_anneal_stop: NonNegative | Literal["off"] = "off"
+    """Step at which annealing stops early: from it on beta is `beta_final` at once (the paper's TL;DR runs: a slope
+    over half of the run, cut at an eighth of it). off goes down to the end."""
+    max_skipped_steps: Positive = 5
+    """Steps in a row whose loss or gradient is not finite, and which change no weights, before the trainer saves a
+    checkpoint and stops. docs/metrics.md says what a skipped step is."""
     publish_every: Positive = 2
     """k: a snapshot for the searchers every so many steps."""
     keep_snapshots: Positive = 4
@@ -400,6 +410,21 @@ class ReferenceSection(Section):
     """ema: the part of the old reference that stays in the new one."""
 
 
+class MetricsSection(Section):
+    """Where the trainer's numbers go besides metrics.jsonl: docs/metrics.md says what each one means."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to run.dir/tensorboard."""
+    wandb: str = ""
+    """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes to run.dir only); empty sends nothing."""
+    prometheus: Annotated[str, Field(pattern=r"^(|[^\s:]+:\d+)$")] = ""
+    """HOST:PORT where Prometheus may scrape the last step (extra `prometheus`); empty opens no port."""
+    entropy: bool = True
+    """Measure the entropy of the policy, in the same pass over the logits as the log-probabilities."""
+    peak_tflops: PositiveFloat | Literal["auto"] = "auto"
+    """Peak of the trainer's device in TFLOP/s, for the model FLOPs utilisation; auto knows some GPUs, and no CPU."""
+
+
 class EvalSection(Section):
     """Held-out evaluation, greedy."""
 
@@ -438,6 +463,7 @@ class Config(Section):
     objective: ObjectiveSection = ObjectiveSection()
     lora: LoraSection = LoraSection()
     reference: ReferenceSection = ReferenceSection()
+    metrics: MetricsSection = MetricsSection()
     eval: EvalSection = EvalSection()
     launch: LaunchSection = LaunchSection()
 
@@ -465,6 +491,12 @@ class Config(Section):
     def max_staleness(self) -> int | None:
         """The staleness limit in optimiser steps, None for unbounded."""
         return _bound(self.buffer.max_staleness)
+
+    @property
+    def recency_fraction_final(self) -> float | None:
+        """m at the end of its schedule, None where it stays what it is."""
+        final = self.buffer.recency_fraction_final
+        return None if final == "same" else final
 
     @property
     def samples_per_insert(self) -> float | None:

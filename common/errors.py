@@ -20,6 +20,7 @@
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
     ├── RankLost             exit 69  another process of the same trainer has ended
+    ├── TrainingBroken                too many steps in a row with a loss or gradient that is not finite
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
@@ -143,6 +144,10 @@ class RankLost(TbaError):
     """Another process of the same trainer has ended: this one is not the culprit."""
 
     exit_code = EXIT_LOST
+
+
+class TrainingBroken(TbaError):
+    """Too many steps in a row gave a loss or a gradient that is not finite. A checkpoint is saved."""
 
 
 class EngineError(TbaError):

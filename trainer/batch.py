@@ -5,7 +5,7 @@ R response tokens of all of them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,13 +35,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """B x K trajectories; row i belongs to prompt i // K. `reference_BK` is NaN where nothing is stored."""
+    """B x K trajectories; row i belongs to prompt i // K. `reference_BK` is NaN where nothing is stored.
+
+    `reward_parts` is one dict per row, or nothing at all.
+    """
 
     step: int
     rows: list[Row]
     reward_BK: Tensor
     reference_BK: Tensor
     staleness_BK: Tensor
+    reward_parts: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def prompts(self) -> int:
@@ -82,6 +86,7 @@ def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples:
         reward_BK=torch.tensor(batch.reward, dtype=torch.float64).view(prompts, samples),
         reference_BK=torch.tensor(reference, dtype=torch.float64).view(prompts, samples),
         staleness_BK=torch.tensor(batch.staleness, dtype=torch.float64).view(prompts, samples),
+        reward_parts=batch.reward_parts,
     )
 
 

@@ -14,6 +14,7 @@ from tba.common import wire
 from tba.common.config import Config
 from tba.trainer.batch import TrainBatch, decode
 from tba.trainer.connection import Connection
+from tba.trainer.stopwatch import Stopwatch
 
 _WAIT_SECONDS = 1.0
 
@@ -22,8 +23,15 @@ class Batches:
     """`reference_at` names the reference policy of a step, `last` is the step after the last one."""
 
     def __init__(
-        self, connection: Connection, config: Config, *, reference_at: Callable[[int], str], last: int
+        self,
+        connection: Connection,
+        config: Config,
+        *,
+        reference_at: Callable[[int], str],
+        last: int,
+        watch: Stopwatch,
     ) -> None:
+        self._watch = watch
         self._connection = connection
         self._config = config.train
         self._reference_at = reference_at
@@ -46,7 +54,8 @@ class Batches:
             reply, frames = self._connection.ask(self._request(step), wire.Message)
         if isinstance(reply, wire.Batch):
             train = self._config
-            return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
+            with self._watch.phase("data"):
+                return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
         return getattr(reply, "reason", "")
 
     def _request(self, step: int) -> wire.SampleBatch:

@@ -39,6 +39,7 @@ def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tu
         autocast=autocast,
         ranks=ranks,
         reference_config=config.reference,
+        entropy=config.metrics.entropy,
     )
     learner.adapter = adapter
     return learner, plain

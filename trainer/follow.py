@@ -60,7 +60,7 @@ def pack_batch(batch: TrainBatch) -> bytes:
 
 
 def unpack_batch(packed: bytes) -> TrainBatch:
-    """The batch of `pack_batch`, equal in every bit."""
+    """The batch of `pack_batch`, equal in every bit; without the parts of rewards, which only rank 0 records."""
     arrays = unpack_arrays(packed)
     columns = {name: np.split(arrays[name], np.cumsum(arrays[f"{name}_count"])[:-1]) for name in _ARRAYS}
     rows = [
@@ -71,5 +71,5 @@ def unpack_batch(packed: bytes) -> TrainBatch:
         )
         for n in range(len(arrays["id"]))
     ]
-    tensors = {name: torch.from_numpy(arrays[name].copy()) for name in _TENSORS}
-    return TrainBatch(step=int(arrays["step"]), rows=rows, **tensors)
+    reward_BK, reference_BK, staleness_BK = (torch.from_numpy(arrays[name].copy()) for name in _TENSORS)
+    return TrainBatch(int(arrays["step"]), rows, reward_BK, reference_BK, staleness_BK)

@@ -5,6 +5,7 @@ published then are of step s + 1.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock
-from tba.common.errors import BufferUnavailable, ConfigError, UsageError
+from tba.common.errors import BufferUnavailable, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
@@ -25,11 +26,15 @@ from tba.trainer.build import build
 from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.checkpoint_writer import CheckpointWriter
 from tba.trainer.connection import Connection, Dial, network
+from tba.trainer.flops import Throughput
 from tba.trainer.follow import END, PUBLISH, SAVE, STEP, follow, pack_batch
 from tba.trainer.host_copies import HostCopies
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.publish import Publisher
 from tba.trainer.ranks import ALONE, Ranks, join, until_lost
+from tba.trainer.sinks.choose import open_sinks
+from tba.trainer.step import StepResult
+from tba.trainer.stopwatch import Stopwatch
 
 log = get_logger(__name__)
 
@@ -142,17 +147,25 @@ class Trainer:
         self._clock = clock or SystemClock()
         self._model_files = model_directory(config.model.path)
         self.learner, self._plain = build(config, self._model_files, device, ranks)
+        settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        self._watch = self.learner.watch = Stopwatch(self._clock, settle)
+        self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops)
+        self._skipped = 0  # steps in a row, of this start
         self._unreported: dict[str, Any] | None = None
         saved_step = None
         if found is not None:
             checkpoint.restore(found, self.learner)
             self._unreported, saved_step = found.unreported, found.step
             log.info("resumed", checkpoint=found.path, step=found.step)
-        self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done)
+        self._metrics = MetricsLog(
+            config.run.dir, first_step=self.learner.steps_done, sinks=open_sinks(config, self.learner.steps_done)
+        )
         self._dial = dial or network(config.buffer.address)
         self._connection = Connection(self._dial, stop, self._clock)
         self._publisher: Publisher | None = None
-        self._batches = Batches(self._connection, config, reference_at=self.learner.reference.name_at, last=self._steps)
+        self._batches = Batches(
+            self._connection, config, reference_at=self.learner.reference.name_at, last=self._steps, watch=self._watch
+        )
         self._checkpoints = CheckpointWriter(
             config.checkpoints,
             run=config.run.name,
@@ -228,17 +241,19 @@ class Trainer:
         self._connection.weights_version = self._publisher.publish(self.learner.steps_done)
 
     def _one_step(self) -> None:
-        started = self._clock.monotonic()
-        batch = self.sample()
+        with self._watch.phase("wait"):
+            batch = self.sample()
         if batch is None:
             return
         self._batches.ask_ahead(batch.step + 1)
-        self.learn(batch, seconds_wait=self._clock.monotonic() - started)
+        self.learn(batch)
         done, train = self.learner.steps_done, self._config.train
         if done % train.publish_every == 0 or done == self._steps:
-            self.publish()
+            with self._watch.phase("publish"):
+                self.publish()
         if done % train.checkpoint_every == 0:
-            self._checkpoints.begin(self.learner, self._unreported)
+            with self._watch.phase("checkpoint"):
+                self._checkpoints.begin(self.learner, self._unreported)
 
     def sample(self) -> TrainBatch | None:
         """The batch of this step; None when `stop()`."""
@@ -252,15 +267,17 @@ class Trainer:
             self._connection.heartbeat("waiting", trouble or batch)
         return None
 
-    def learn(self, batch: TrainBatch, seconds_wait: float = 0.0) -> None:
-        """Make the update of a batch, and have it on record here and in the buffer."""
-        started = self._clock.monotonic()
+    def learn(self, batch: TrainBatch) -> None:
+        """Make the update of a batch, and have it on record here and in the buffer.
+
+        Raises TrainingBroken, after a checkpoint, if it is one skipped step too many.
+        """
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
         result = self.learner.step(batch, between=lambda: self._connection.heartbeat("training"))
-        seconds = {"seconds_wait": seconds_wait, "seconds_step": self._clock.monotonic() - started}
-        metrics = result.metrics | seconds
+        seconds = self._watch.take()
+        metrics = result.metrics | seconds | self._throughput.metrics(batch, seconds["seconds_step"])
         # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
-        self._metrics.record(batch.step, self._clock.wall(), metrics)
+        self._metrics.record(batch.step, self._clock.wall(), metrics, blamed=result.blamed)
         self._report(
             wire.ReportStep(
                 step=batch.step,
@@ -271,9 +288,24 @@ class Trainer:
             )
         )
         self._show(batch.step, metrics)
+        self._count_skipped(batch.step, result)
+
+    def _count_skipped(self, step: int, result: StepResult) -> None:
+        if not result.skipped:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        log.warning("step skipped: no update was made", step=step, in_a_row=self._skipped, reason=result.skipped)
+        if self._skipped >= self._config.train.max_skipped_steps:
+            self.save()
+            raise TrainingBroken(
+                f"{self._skipped} steps in a row were skipped, the last is step {step}: {result.skipped}. A checkpoint "
+                f"of step {self.learner.steps_done} is saved: look at these trajectories, then pass --resume"
+            )
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        shown = {"loss": metrics["loss"], "reward": metrics["reward_mean"], "staleness": metrics["staleness_mean"]}
+        names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
+        shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
         self._connection.heartbeat("training", metrics=shown | progress)
         kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
@@ -287,7 +319,8 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of the present step, unless there is one or nothing has been trained; it waits for it."""
         if self.learner.steps_done:
-            self._checkpoints.save(self.learner, self._unreported)
+            with self._watch.phase("checkpoint"):
+                self._checkpoints.save(self.learner, self._unreported)
 
     def finish(self) -> None:
         """See the last snapshot announced, then tell everybody that the run is over."""

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tba.common.errors import ConfigError
 from tba.trainer.batch import PaddedRows, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
-from tba.trainer.selective import selective_logprobs
+from tba.trainer.selective import selective_logprobs, selective_logprobs_and_entropy
 
 # What a forward pass over nothing goes over: a token whose prediction nobody asks for.
 _NOTHING = Row(
@@ -83,11 +83,12 @@ def _check_head(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """`logprob_R` of every response token, masked ones too, row after row, and if it was asked for `prompt_NH`, the
-    mean of each prompt's last hidden states."""
+    """`logprob_R` of every response token, masked ones too, row after row, and if they were asked for `prompt_NH`, the
+    mean of each prompt's last hidden states, and `entropy_R`, of the distribution at each of these tokens."""
 
     logprob_R: Tensor
     prompt_NH: Tensor | None = None
+    entropy_R: Tensor | None = None
 
 
 class Scorer(nn.Module):
@@ -114,8 +115,8 @@ class Scorer(nn.Module):
         """What one forward pass more costs, in tokens."""
         return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
 
-    def score(self, rows: Sequence[Row], *, pooled: bool = False, passes: int = 0) -> Scores:
-        """Rows in their order; `pooled` asks for the prompts' mean hidden states too.
+    def score(self, rows: Sequence[Row], *, pooled: bool = False, entropy: bool = False, passes: int = 0) -> Scores:
+        """Rows in their order; `pooled` asks for the prompts' mean hidden states too, `entropy` for that.
 
         They go through the model in passes of like length, so that little padding is computed. All passes are parts
         of one graph: a loss on all rows together is exact. Where other ranks make more `passes`, some are over
@@ -123,11 +124,15 @@ class Scorer(nn.Module):
         """
         parts = by_length([row.tokens for row in rows], self.overhead)
         idle = range(len(rows), len(rows) + max(passes - len(parts), 0))
-        logprob_R, prompt_NH = self([*rows, *(_NOTHING for _ in idle)], [*parts, *([n] for n in idle)], pooled)
-        return Scores(logprob_R, prompt_NH[: len(rows)] if pooled else None)
+        logprob_R, prompt_NH, entropy_R = self(
+            [*rows, *(_NOTHING for _ in idle)], [*parts, *([n] for n in idle)], pooled, entropy
+        )
+        return Scores(logprob_R, prompt_NH[: len(rows)] if pooled else None, entropy_R if entropy else None)
 
-    def forward(self, rows: Sequence[Row], passes: Sequence[Sequence[int]], pooled: bool) -> tuple[Tensor, Tensor]:
-        """`logprob_R` and `prompt_NH` of `Scores`; the latter has no rows unless it is asked for."""
+    def forward(
+        self, rows: Sequence[Row], passes: Sequence[Sequence[int]], pooled: bool, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of `Scores`; what is not asked for is empty."""
         hidden: list[Tensor] = []
         pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -140,10 +145,14 @@ class Scorer(nn.Module):
                     pools.append(_mean_of_prompts(hidden_NTH, padded))
             order = np.argsort(np.concatenate(passes)).tolist()
             targets_R = torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64))
-            logprob_R = selective_logprobs(
-                self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order]), targets_R.to(self.device)
-            )
-        return logprob_R, torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0)
+            head, hidden_RH = self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order])
+            entropy_R = None
+            if entropy:
+                logprob_R, entropy_R = selective_logprobs_and_entropy(head, hidden_RH, targets_R.to(self.device))
+            else:
+                logprob_R = selective_logprobs(head, hidden_RH, targets_R.to(self.device))
+        nothing = logprob_R.new_zeros(0)
+        return logprob_R, torch.cat(pools)[order] if pooled else nothing, nothing if entropy_R is None else entropy_R
 
 
 def _mean_of_prompts(hidden_NTH: Tensor, rows: PaddedRows) -> Tensor:

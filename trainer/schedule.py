@@ -41,7 +41,11 @@ def learning_rate_schedule(config: TrainSection) -> Callable[[int], float]:
 
 
 def beta_at(config: TrainSection, step: int) -> float:
-    """The KL coefficient of the update that follows `step` updates: linear, then constant."""
-    if step >= config.beta_anneal_steps:
+    """The KL coefficient of the update that follows `step` updates: linear, then constant.
+
+    With `beta_anneal_stop` the slope is left before its end, for the final value.
+    """
+    stop = config.beta_anneal_stop
+    if step >= config.beta_anneal_steps or (stop != "off" and step >= stop):
         return config.beta_final
     return config.beta + (config.beta_final - config.beta) * step / config.beta_anneal_steps

@@ -25,22 +25,50 @@ def selective_logprobs(head: nn.Linear, hidden_RH: Tensor, target_R: Tensor) -> 
     return logprob_R
 
 
+def selective_logprobs_and_entropy(head: nn.Linear, hidden_RH: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+    """`selective_logprobs`, and [R] the entropy of each whole distribution in nats, without gradient.
+
+    The entropy comes out of the exponentials that the normaliser needs anyway.
+    """
+    pair: tuple[Tensor, Tensor] = _Selective.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, head.weight, head.bias, target_R, True
+    )
+    return pair
+
+
 class _Selective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_R: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_RH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_R: Tensor,
+        with_entropy: bool = False,
+    ) -> Any:
         ctx.dtype = _compute_dtype(hidden_RH, weight_VH)
         weight = weight_VH.to(ctx.dtype)
-        normaliser, logprob = [], []
+        normaliser, logprob, entropy = [], [], []
         for hidden_CH, target_C in _chunks(weight.shape[0], hidden_RH, target_R):
             logits_CV = _logits(hidden_CH, weight, bias_V)
-            normaliser.append(logits_CV.logsumexp(dim=1))
-            logprob.append(logits_CV.gather(1, target_C[:, None])[:, 0] - normaliser[-1])
+            chosen_C = logits_CV.gather(1, target_C[:, None])[:, 0]
+            if with_entropy:
+                normaliser_C, entropy_C = _normaliser_and_entropy(logits_CV)
+                entropy.append(entropy_C)
+            else:
+                normaliser_C = logits_CV.logsumexp(dim=1)
+            normaliser.append(normaliser_C)
+            logprob.append(chosen_C - normaliser_C)
         ctx.save_for_backward(hidden_RH, weight_VH, bias_V, target_R, torch.cat(normaliser))
-        return torch.cat(logprob)
+        if not with_entropy:
+            return torch.cat(logprob)
+        entropy_R = torch.cat(entropy)
+        ctx.mark_non_differentiable(entropy_R)
+        return torch.cat(logprob), entropy_R
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        (gradient_R,) = gradients
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        gradient_R = gradients[0]
         hidden_RH, weight_VH, bias_V, target_R, normaliser_R = ctx.saved_tensors
         weight = weight_VH.to(ctx.dtype)
         to_hidden = torch.empty_like(hidden_RH)
@@ -61,7 +89,7 @@ class _Selective(torch.autograd.Function):
             done += len(target_C)
             if to_weight is not None:
                 _add_product(to_weight, delta_CV, hidden_CH.to(ctx.dtype))
-        return to_hidden, to_weight, to_bias, None
+        return to_hidden, to_weight, to_bias, None, None
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -82,6 +110,17 @@ def _logits(hidden_CH: Tensor, weight: Tensor, bias_V: Tensor | None) -> Tensor:
     if bias_V is not None:
         logits_CV += bias_V.to(logits_CV.dtype)
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+
+def _normaliser_and_entropy(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """[C] log sum exp and [C] entropy; the logits are destroyed. With d = logits - max: H = log sum e^d - <d>."""
+    largest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    shifted_CV = logits_CV.sub_(largest_C1)
+    weight_CV = shifted_CV.exp()
+    total_C = weight_CV.sum(dim=1)
+    mean_C = torch.linalg.vecdot(weight_CV, shifted_CV) / total_C
+    log_total_C = total_C.log()
+    return largest_C1[:, 0] + log_total_C, log_total_C - mean_C
 
 
 def _add_product(sum_VH: Tensor, delta_CV: Tensor, hidden_CH: Tensor) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock, publish_directory, temporary_directory
-from tba.common.errors import ConfigError, UsageError
+from tba.common.errors import ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import eos_ids, model_directory
 from tba.trainer import checkpoint
@@ -142,7 +142,13 @@ class Job:
         started = self._clock.monotonic()
         step = self.learner.steps_done
         measured = {"held_out_loss_before": self._held_out_loss()} if step == 0 and self._held_out else {}
-        result = self.learner.step(_batch(self.rows_of(step), step)).metrics
+        made = self.learner.step(_batch(self.rows_of(step), step))
+        if made.skipped:
+            raise TrainingBroken(
+                f"step {step} was not made, {made.skipped} (counted from 0 in the data): the last checkpoint is whole, "
+                "a smaller train.learning_rate may go on from it"
+            )
+        result = made.metrics
         seconds = self._clock.monotonic() - started
         done = self.learner.steps_done
         if self._held_out and (done == self.steps or done % self._train.checkpoint_every == 0):

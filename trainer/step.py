@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tba.common.clock import SystemClock
 from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import TbaError
 from tba.trainer.adapters import has_adapters
@@ -24,23 +25,36 @@ from tba.trainer.batch import Row, TrainBatch, counted
 from tba.trainer.log_z import LogZHead
 from tba.trainer.model import Scorer, Scores, sequence_logprobs
 from tba.trainer.objectives.choose import Objective
-from tba.trainer.objectives.health import balance_metrics, off_policy_metrics
+from tba.trainer.objectives.health import (
+    balance_metrics,
+    mismatch_metrics,
+    off_policy_metrics,
+    reward_part_metrics,
+    staleness_metrics,
+    truncated_fraction,
+)
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.ranks import ALONE, Ranks
 from tba.trainer.reference import Reference
 from tba.trainer.schedule import beta_at, learning_rate_schedule
 from tba.trainer.sharding import fits_whole, keep_whole, shard, whole
 from tba.trainer.shares import Turn, turns_of
+from tba.trainer.stopwatch import Stopwatch
 
 _NAMED_IDS = 20  # trajectory ids that an error message lists
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did. `reference` are reference log-probabilities that were not stored, by trajectory id."""
+    """What a step did. `reference` are reference log-probabilities that were not stored, by trajectory id.
+
+    `skipped` says why no update was made, and `blamed` are the trajectories of it; they are empty after an update.
+    """
 
     metrics: dict[str, float]
     reference: dict[int, float]
+    skipped: str = ""
+    blamed: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -50,14 +64,16 @@ class _Sums:
     policy_BK: Tensor
     sampled_BK: Tensor
     loss: float = 0.0
-    differences: list[Tensor] = field(default_factory=list)  # |trainer - sampler| of on-policy tokens
+    differences: list[Tensor] = field(default_factory=list)  # trainer - engine, of on-policy tokens
+    log_ratios: list[Tensor] = field(default_factory=list)  # log pi - log mu of counted tokens
+    entropies: list[Tensor] = field(default_factory=list)  # of counted tokens, if they are measured
 
 
 class Learner:
-    """The policy, its reference, the objective and the optimiser. `steps_done` counts updates.
+    """The policy, its reference, the objective and the optimiser.
 
-    `reference` may be None with adapters, whose reference is the policy without them, and for an objective that
-    needs none.
+    `steps_done` counts updates, the skipped ones included. `watch` has the time of each phase. `reference` may be None
+    with adapters, whose reference is the policy without them, and for an objective that needs none.
     """
 
     def __init__(
@@ -70,15 +86,18 @@ class Learner:
         autocast: bool,
         ranks: Ranks = ALONE,
         reference_config: ReferenceSection | None = None,
+        entropy: bool = False,
     ) -> None:
         assert reference is not None or has_adapters(policy) or not objective.needs_reference
         self.policy = policy
+        self.watch = Stopwatch(SystemClock())
         self.steps_done = 0
         self.adapter: dict[str, Any] | None = None  # what a checkpoint of adapters has to agree with
         self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         self._config = config
         self._objective = objective
         self._ranks = ranks
+        self._entropy = entropy
         self._scorer = Scorer(policy, autocast=autocast)
         scorer = self._scorer if reference is None else Scorer(reference.requires_grad_(False), autocast=autocast)
         self.reference = Reference(scorer, reference_config or ReferenceSection())
@@ -108,34 +127,73 @@ class Learner:
     def step(self, batch: TrainBatch, between: Callable[[], None] = lambda: None) -> StepResult:
         """Make one update. `between` is called after each micro-batch.
 
-        Raises TbaError, with the weights as they were, if a loss or a gradient is not finite.
+        If a loss, a gradient or a reference log-probability is not finite the step is skipped: it counts, and weights
+        and optimiser stay what they were.
         """
         self._check_tokens(batch)
-        stored_BK, computed = self._complete_reference(batch, between)
+        with self.watch.phase("reference"):
+            reference_BK, computed = self._complete_reference(batch, between)
+        finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
+        if len(finite) < len(computed):
+            blamed = sorted(computed.keys() - finite.keys())
+            return self._skip(batch, finite, "a reference log-probability is not finite", blamed)
         beta = beta_at(self._config, self.steps_done)
+        sums = self.accumulate(batch, reference_BK, beta, between)
+        with self.watch.phase("optimizer"):
+            norms = self._clip_gradients()
+            if not all(map(math.isfinite, (sums.loss, *norms))):
+                reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
+                return self._skip(batch, finite, reason, _not_finite(batch, sums))
+            learning_rate = self._update()
+        metrics = {
+            "loss": sums.loss,
+            **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
+            **self._policy_metrics(sums),
+            **_batch_metrics(batch),
+            "grad_norm": norms[0],
+            "grad_clipped": float(norms[0] > self._config.max_grad_norm),
+            "learning_rate": learning_rate,
+            "beta": beta,
+            "reference_computed": float(len(computed)),
+            "skipped": 0.0,
+        }
+        return StepResult(_finite(metrics), computed)
+
+    def _clip_gradients(self) -> list[float]:
+        """The gradient norms before clipping: the policy's, and that of a learned log Z."""
+        modules: list[nn.Module] = [self.policy] if self.log_z is None else [self.policy, self.log_z]
+        limit = self._config.max_grad_norm
+        return [float(whole(nn.utils.clip_grad_norm_(module.parameters(), limit))) for module in modules]
+
+    def _update(self) -> float:
+        """Let the optimiser use the gradients. Returns its learning rate."""
         learning_rate = self._learning_rate(self.steps_done)
-        sums = self.accumulate(batch, stored_BK, beta, between)
-        grad_norm = float(whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)))
-        if self.log_z is not None:
-            nn.utils.clip_grad_norm_(self.log_z.parameters(), self._config.max_grad_norm)
-        self._check_finite(batch, sums, grad_norm)
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
         self.reference.follow(self.policy, self.steps_done)
-        metrics = {
-            "loss": sums.loss,
-            **balance_metrics(sums.policy_BK, stored_BK, batch.reward_BK, beta),
+        return learning_rate
+
+    def _skip(self, batch: TrainBatch, reference: dict[int, float], reason: str, blamed: list[int]) -> StepResult:
+        """Count a step without an update. Everything that follows is as if its learning rate had been zero."""
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        self.reference.follow(self.policy, self.steps_done)
+        metrics = {**_batch_metrics(batch), "reference_computed": float(len(reference)), "skipped": 1.0}
+        return StepResult(_finite(metrics), reference, f"{reason}: {_ids(blamed)}", blamed)
+
+    def _policy_metrics(self, sums: _Sums) -> dict[str, float]:
+        """What is read off the log-probabilities of the policy."""
+        of_response = self._objective.ratio_of_response
+        ratios = sums.policy_BK - sums.sampled_BK if of_response else torch.cat(sums.log_ratios)
+        entropy = torch.cat(sums.entropies) if sums.entropies else torch.zeros(0)
+        return {
             **off_policy_metrics(sums.policy_BK, sums.sampled_BK),
-            **_batch_metrics(batch),
-            **_mismatch_metrics(sums.differences),
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "beta": beta,
-            "reference_computed": float(len(computed)),
+            **truncated_fraction(ratios, self._objective.ratio_bounds),
+            **mismatch_metrics(sums.differences),
+            **({"entropy": float(entropy.mean())} if len(entropy) else {}),
         }
-        return StepResult(metrics, computed)
 
     def accumulate(
         self, batch: TrainBatch, reference_BK: Tensor, beta: float, between: Callable[[], None] = lambda: None
@@ -149,7 +207,10 @@ class Learner:
             if self._keeps_whole:
                 keep_whole(self._scorer, last=turn is turns[-1])
             rows = [batch.rows[row] for b in turn.groups for row in groups[b]]
-            scores = self._scorer.score(rows, pooled=self._objective.learns_log_z, passes=turn.passes)
+            with self.watch.phase("forward"):
+                scores = self._scorer.score(
+                    rows, pooled=self._objective.learns_log_z, entropy=self._entropy, passes=turn.passes
+                )
             if rows:
                 self._add_share(batch, turn.groups, rows, scores, reference_BK, beta, sums)
             else:
@@ -168,13 +229,19 @@ class Learner:
         sums: _Sums,
     ) -> None:
         """Backward of some groups of the batch."""
-        responses = self._responses(batch, part, rows, scores, reference_BK)
-        loss = self._objective.loss(responses, beta)
-        torch.autograd.backward(loss)
+        with self.watch.phase("forward"):
+            responses = self._responses(batch, part, rows, scores, reference_BK)
+            loss = self._objective.loss(responses, beta)
+        with self.watch.phase("backward"):
+            torch.autograd.backward(loss)
         sums.loss += loss.item()
+        logprob_R, mask_R = responses.logprob_R.detach(), responses.mask_R
+        sums.log_ratios.append((logprob_R - responses.sampled_logprob_R)[mask_R])
+        if scores.entropy_R is not None:
+            sums.entropies.append(scores.entropy_R.cpu()[mask_R])
         sums.policy_BK[part] = responses.policy_bK.detach()
         sums.sampled_BK[part] = responses.sampled_bK
-        sums.differences += _on_policy_differences(rows, responses.logprob_R.detach())
+        sums.differences += _on_policy_differences(rows, logprob_R)
 
     def _turns(self, groups: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Turn]:
         return turns_of(
@@ -194,13 +261,17 @@ class Learner:
             for parameter in self.log_z.parameters():
                 mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._ranks.sum(mine)
-        differences = torch.cat([torch.zeros(0), *sums.differences])
         return _Sums(
             policy_BK=self._ranks.sum(sums.policy_BK),
             sampled_BK=self._ranks.sum(sums.sampled_BK),
             loss=float(self._ranks.sum(torch.tensor(sums.loss, dtype=torch.float64))),
-            differences=[self._ranks.concat(differences)],
+            differences=self._joined(sums.differences),
+            log_ratios=self._joined(sums.log_ratios),
+            entropies=self._joined(sums.entropies) if self._entropy else [],
         )
+
+    def _joined(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [self._ranks.concat(torch.cat([torch.zeros(0, dtype=torch.float64), *values]))]
 
     def _responses(
         self, batch: TrainBatch, part: list[int], rows: list[Row], scores: Scores, reference_BK: Tensor
@@ -249,10 +320,8 @@ class Learner:
                 sequence_N[turn.groups] = sequence_logprobs(logprob_R, rows).cpu()
             between()
         computed = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
-        if broken := [id_ for id_, logprob in computed.items() if not math.isfinite(logprob)]:
-            raise TbaError(f"step {batch.step}: the reference log-probability is not finite for {_ids(broken)}")
         known |= computed
-        self._just_computed = (own, computed)
+        self._just_computed = (own, {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)})
         reference = torch.tensor([known[row.id] for row in batch.rows], dtype=torch.float64)
         return reference.view_as(batch.reward_BK), computed
 
@@ -266,17 +335,6 @@ class Learner:
                         f"{self._scorer.vocabulary}: searchers and trainer must use the same model"
                     )
 
-    def _check_finite(self, batch: TrainBatch, sums: _Sums, grad_norm: float) -> None:
-        if math.isfinite(sums.loss) and math.isfinite(grad_norm):
-            return
-        self.optimizer.zero_grad()
-        finite = sums.policy_BK.flatten().isfinite().tolist()
-        broken = [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
-        raise TbaError(
-            f"step {batch.step}: loss {sums.loss}, gradient norm {grad_norm}; no update was made. "
-            f"Not finite: {_ids(broken or [row.id for row in batch.rows])}"
-        )
-
 
 def _totals(batch: TrainBatch) -> Totals:
     """What objectives divide by."""
@@ -289,31 +347,39 @@ def _ids(ids: Sequence[int]) -> str:
     return f"trajectories {', '.join(map(str, ids[:_NAMED_IDS]))}{more}"
 
 
+def _not_finite(batch: TrainBatch, sums: _Sums) -> list[int]:
+    """The trajectories whose log-probability or reward is not finite; all, if only their sum is not."""
+    finite = (sums.policy_BK.isfinite() & batch.reward_BK.isfinite()).flatten().tolist()
+    broken = [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
+    return broken or [row.id for row in batch.rows]
+
+
+def _worst(norm: float) -> float:
+    return norm if math.isfinite(norm) else math.inf
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """JSON and the buffer have no place for other numbers."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
 def _batch_metrics(batch: TrainBatch) -> dict[str, float]:
     lengths = [len(row.response_ids) for row in batch.rows]
     return {
         "reward_mean": float(batch.reward_BK.mean()),
         "reward_std": float(batch.reward_BK.std(correction=0)),
-        "staleness_mean": float(batch.staleness_BK.mean()),
-        "staleness_max": float(batch.staleness_BK.max()),
+        **reward_part_metrics(batch.reward_parts),
+        **staleness_metrics(batch.staleness_BK),
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
     }
 
 
 def _on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:
-    """|trainer's - sampler's log-probability| per token, where both are of the same weights at temperature 1."""
+    """Trainer's minus engine's log-probability per token, where both are of the same weights at temperature 1."""
     lengths = [len(row.response_ids) for row in rows]
     return [
-        (logprobs - torch.from_numpy(row.sampling_logprobs.copy())).abs()[torch.from_numpy(row.loss_mask != 0)]
+        (logprobs - torch.from_numpy(row.sampling_logprobs.copy()))[torch.from_numpy(row.loss_mask != 0)]
         for row, logprobs in zip(rows, torch.split(logprob_R, lengths), strict=True)
         if row.on_policy
     ]
-
-
-def _mismatch_metrics(differences: Sequence[Tensor]) -> dict[str, float]:
-    """The trainer-engine mismatch; nothing if no token was sampled from the present weights."""
-    flat = torch.cat(list(differences)) if differences else torch.zeros(0)
-    if not len(flat):
-        return {}
-    return {"mismatch_mean": float(flat.mean()), "mismatch_max": float(flat.max())}

@@ -65,7 +65,7 @@ def make_learner(
     if double:
         policy, reference = policy.double(), reference and reference.double()
     config = TrainSection.model_validate(_FLAT | keys)
-    return Learner(policy, reference, config, objective(name), autocast=autocast, ranks=ranks)
+    return Learner(policy, reference, config, objective(name), autocast=autocast, ranks=ranks, entropy=True)
 
 
 def run(scenario: str, directory: Path, ranks: Ranks = ALONE) -> dict[str, Any]:

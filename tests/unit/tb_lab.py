@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,11 @@ class FakeSearcher:
             self.client.poll(0.05)
         raise AssertionError(f"no snapshot was announced within {seconds:g} s")
 
-    def put_groups(self, samples: int, *, version: int = 0, seed: int = 0) -> None:
-        """A group of random responses for every prompt."""
+    def put_groups(self, samples: int, *, version: int = 0, seed: int = 0, broken: Sequence[str] = ()) -> None:
+        """A group of random responses for every prompt; those of `broken` prompts have rewards up to 1e9."""
         rng = np.random.default_rng(seed)
         group = [self._response(key, n, version, rng) for n, key in enumerate(self.keys) for _ in range(samples)]
+        group = [replace(one, reward=1e9 * one.reward) if one.prompt_key in broken else one for one in group]
         columns, frames = pack(group)
         message = wire.PutTrajectories(
             first_sequence=self._sequence, rows=wire.Rows.model_validate(columns, strict=False)

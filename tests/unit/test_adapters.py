@@ -11,9 +11,9 @@ from tba.common.errors import CheckpointError, ConfigError
 from tba.trainer import checkpoint
 from tba.trainer.adapters import add_adapters, merged, without_adapters
 from tba.trainer.build import build
-from tba.trainer.canary import make_canary
+from tba.trainer.canary import make_canary, skeleton
+from tba.trainer.host_copies import HostCopies
 from tba.trainer.model import Scorer, structure_of, weights_of
-from tba.trainer.publish import _rounded
 from tba.trainer.ranks import ALONE
 from tba.trainer.step import Learner
 
@@ -130,12 +130,13 @@ def test_a_snapshot_and_its_canary_are_of_the_merged_model():
     assert all(parameter.is_meta for parameter in plain.parameters())
     learner = make_learner(tie=True)
     run_steps(learner, 2)
-    weights = _rounded(learner.policy, torch.bfloat16, on_host=True)
+    copies = HostCopies(torch.device("cpu"))
+    weights = copies.copy(merged(learner.policy, weights_of(learner.policy)), torch.bfloat16).wait()
     served = tiny_model(layers=2, tie=True, seed=3)
     served.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
     sequence = torch.arange(VOCABULARY).tolist()
-    expected = make_canary(served, weights_of(served), [sequence])
-    assert make_canary(plain, weights, [sequence]) == expected
+    expected = make_canary(skeleton(served), weights_of(served), [sequence])
+    assert make_canary(skeleton(plain), weights, [sequence]) == expected
 
 
 @pytest.mark.parametrize(("targets", "said"), [(["nothing"], "does not fit"), (["lm_head"], "lm_head, which can have")])

@@ -10,7 +10,14 @@ from pydantic import ValidationError
 from tba.common.config import ObjectiveSection
 from tba.trainer.objectives import advantages
 from tba.trainer.objectives.balance import trajectory_balance_learned_z
-from tba.trainer.objectives.health import balance_metrics, off_policy_metrics
+from tba.trainer.objectives.health import (
+    balance_metrics,
+    mismatch_metrics,
+    off_policy_metrics,
+    reward_part_metrics,
+    staleness_metrics,
+    truncated_fraction,
+)
 from tba.trainer.objectives.responses import Responses, Totals
 
 from .tb_lab import LONGEST_RESPONSE, objective
@@ -321,8 +328,35 @@ def test_enormous_ratios_stay_finite():
 def test_balance_metrics_by_hand_and_none_without_a_reference():
     policy, reference = torch.tensor([[-1.0, -3.0]]).double(), torch.tensor([[-2.0, -2.0]]).double()
     found = balance_metrics(policy, reference, torch.tensor([[2.0, 0.0]]).double(), 0.5)
-    assert found == {"log_z": 2.0, "residual_std": 1.0, "advantage_std": 0.5, "kl": 0.0}
+    assert found == {"log_z": 2.0, "log_z_std": 0.0, "residual_std": 1.0, "advantage_std": 0.5, "kl": 0.0}
     assert balance_metrics(policy, reference * math.nan, policy, 0.5) == {}
+
+
+def test_shares_of_staleness_sum_to_one_in_bins_of_powers_of_two():
+    found = staleness_metrics(torch.tensor([[0.0, 1.0, 3.0, 70.0]]).double())
+    shares = {name: share for name, share in found.items() if "share" in name and share}
+    assert shares == dict.fromkeys((f"staleness_share_{bin_}" for bin_ in ("0", "1", "2_3", "64_up")), 0.25)
+    assert (found["staleness_mean"], found["staleness_max"]) == (18.5, 70.0)
+
+
+def test_the_truncated_fraction_is_that_of_the_objective():
+    ratios = torch.tensor([0.5, 1.0, 3.0, 9.0]).log()
+    expected = {"tba_prime": 0.25, "cispo": 0.25, "grpo": 0.75}
+    for name, share in expected.items():
+        assert truncated_fraction(ratios, objective(name).ratio_bounds) == {"truncated_fraction": share}
+    assert truncated_fraction(ratios, objective("tb").ratio_bounds) == {}
+
+
+def test_mismatch_metrics_by_hand():
+    found = mismatch_metrics([torch.tensor([math.log(2.0)]), torch.tensor([-math.log(2.0)])])
+    assert found["mismatch_mean"] == found["mismatch_max"] == pytest.approx(math.log(2.0))
+    assert found["mismatch_kl"] == pytest.approx((1 - math.log(2.0) - 0.5 + math.log(2.0)) / 2)
+    assert mismatch_metrics([]) == {}
+
+
+def test_a_part_of_the_reward_is_averaged_over_those_that_have_it():
+    parts = [{"right": 1.0, "short": 0.5}, {"right": 0.0}]
+    assert reward_part_metrics(parts) == {"reward_part_right": 0.5, "reward_part_short": 0.5}
 
 
 def test_off_policy_metrics_by_hand():

@@ -172,3 +172,18 @@ def test_fresh_prompts_are_those_with_recent_data_that_was_not_trained_on():
     index = index_of([(0, 5, 0.0), (1, 5, 0.0), (2, 1, 0.0)])
     index.mark_taken([1])
     assert index.fresh_prompts(min_step=4) == {0}
+
+
+def test_m_goes_linearly_to_its_final_value_with_the_training_step():
+    settings = rules(recency_fraction=1.0, recency_fraction_final=0.5, recency_anneal_steps=10)
+    assert [settings.recency_fraction_at(step) for step in (0, 5, 10, 99)] == [1.0, 0.75, 0.5, 0.5]
+    assert rules(recency_fraction=0.3).recency_fraction_at(99) == 0.3
+
+
+def test_the_batch_of_a_step_is_drawn_with_the_m_of_its_training_step():
+    index = index_of([(prompt, step, 0.0) for prompt in range(8) for step in range(6)])
+    settings = rules(recency_fraction=1.0, recency_fraction_final=0.0, recency_anneal_steps=4)
+    for train_step, fraction in ((0, 1.0), (2, 0.5), (4, 0.0)):
+        for seed in range(20):
+            scheduled = draw(index, settings, seed, groups=6, train_step=train_step)
+            assert scheduled == draw(index, rules(recency_fraction=fraction), seed, groups=6)

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from tba.buffer.offline import OfflineBuffer, read_past
 from tba.common import snapshot, wire
 from tba.common.client import BufferClient
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, ConfigError, UsageError
+from tba.common.errors import BufferUnavailable, ConfigError, TrainingBroken, UsageError
 from tba.trainer import checkpoint
 from tba.trainer.connection import Connection
 from tba.trainer.loop import Trainer, train
+from tba.trainer.stopwatch import PHASES
 
 from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
 
 STEPS = 6
-_TIMES = {"time", "seconds_wait", "seconds_step"}
+_TIMES = {"time", "seconds_step", "tokens_per_second", *(f"seconds_{phase}" for phase in PHASES)}
 
 
 class Run:
@@ -51,16 +52,16 @@ class Run:
         sections["buffer"] = {"address": self.buffer.address}
         self.config = Config.model_validate(sections)
 
-    def feed(self) -> threading.Thread:
-        """Put trajectories as soon as the first weights are announced."""
-        thread = threading.Thread(target=self._feed)
+    def feed(self, broken: Sequence[str] = ()) -> threading.Thread:
+        """Put trajectories as soon as the first weights are announced; those of `broken` prompts overflow the loss."""
+        thread = threading.Thread(target=self._feed, args=(broken,))
         thread.start()
         return thread
 
-    def _feed(self) -> None:
+    def _feed(self, broken: Sequence[str]) -> None:
         searcher = FakeSearcher(self.buffer.address, prompts=4)
         searcher.wait_for_weights()
-        searcher.put_groups(8)
+        searcher.put_groups(8, broken=broken)
         searcher.close()
 
     def train(self, *, resume: bool = False, stop: Callable[[], bool] = lambda: False) -> None:
@@ -341,3 +342,49 @@ def test_so_is_one_that_was_killed_between_an_update_and_its_report(make_run, mo
     feeder.join()
     run.train(resume=True)
     assert replayed(run, tmp_path / "replay") == (STEPS, 0.0)
+
+
+# With it the square of a reward near 1e9, over beta, overflows float64, and that of others does not.
+OVERFLOWING = {"beta": 1e-150, "beta_final": 1e-150}
+
+
+def test_a_run_goes_on_after_skipped_steps_also_when_it_is_killed_and_replayed(make_run, tmp_path):
+    straight, killed = (make_run(name, **OVERFLOWING) for name in ("straight", "killed"))
+    for run in (straight, killed):
+        feeder = run.feed(broken=["p0"])
+        if run is killed:
+            with pytest.raises(Killed):
+                run.train(stop=killed_at(run, 4))
+        run.train(resume=run is killed)
+        feeder.join()
+    lines = straight.metrics()
+    skipped = [line["step"] for line in lines if line["skipped"]]
+    assert skipped == straight.query(
+        "SELECT DISTINCT step FROM consumption_rows JOIN trajectory_rows t ON t.id = trajectory "
+        "WHERE reward > 1000 ORDER BY step"
+    )
+    assert 0 < len(skipped) < STEPS
+    assert [line["step"] for line in lines if "loss" not in line] == skipped
+    assert without_reference_counts(killed.metrics()) == without_reference_counts(lines)
+    assert same_weights(killed, straight)
+    assert replayed(killed, tmp_path / "replay") == (STEPS - len(skipped), 0.0)
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_that_goes_on_after_them(make_run):
+    run = make_run(max_skipped_steps=2, **OVERFLOWING)
+    feeder = run.feed(broken=["p0", "p1", "p2", "p3"])
+    with pytest.raises(TrainingBroken, match=r"2 steps in a row were skipped, the last is step 1: loss inf"):
+        run.train()
+    feeder.join()
+    assert checkpoint.newest(run.config.checkpoints).step == 2
+    assert [len(line["skipped_trajectories"]) for line in run.metrics()] == [6, 6]
+    with pytest.raises(TrainingBroken, match="the last is step 3"):
+        run.train(resume=True)
+
+
+def test_the_seconds_of_the_lines_sum_to_their_steps(make_run):
+    run = finished_run(make_run)
+    lines = [json.loads(line) for line in (run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert sum(line[f"seconds_{phase}"] for phase in PHASES) == pytest.approx(line["seconds_step"], rel=1e-9)
+    assert any(line["seconds_publish"] for line in lines)

@@ -4,11 +4,17 @@ import json
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tba.common.config import Config
 from tba.trainer.metrics import MetricsLog
+from tba.trainer.sinks.choose import open_sinks
+
+
+def config(directory, **metrics) -> Config:
+    return Config.model_validate({"run": {"dir": str(directory)}, "metrics": metrics})
 
 
 def record(directory, first: int, last: int, value: float) -> None:
-    log = MetricsLog(directory, first_step=first)
+    log = MetricsLog(directory, first_step=first, sinks=open_sinks(config(directory), first))
     for step in range(first, last):
         log.record(step, 1000.0 + step, {"loss": value + step})
     log.sync()

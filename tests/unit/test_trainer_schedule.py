@@ -37,3 +37,8 @@ def test_beta_goes_linearly_to_its_final_value_and_stays():
 
 def test_beta_without_annealing_is_the_final_one():
     assert beta_at(TrainSection(beta=0.5, beta_final=0.1, beta_anneal_steps=0), 0) == 0.1
+
+
+def test_annealing_that_stops_early_goes_to_the_final_beta_at_once():
+    config = TrainSection(beta=1.0, beta_final=0.05, beta_anneal_steps=128, beta_anneal_stop=32)
+    assert [beta_at(config, step) for step in (0, 31, 32)] == pytest.approx([1.0, 1 - 0.95 * 31 / 128, 0.05])

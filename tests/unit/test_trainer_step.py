@@ -2,16 +2,19 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
+from tba.common.clock import ManualClock
 from tba.common.config import TrainSection
 from tba.common.errors import TbaError
 from tba.trainer.batch import by_length, cut
 from tba.trainer.model import Scorer, sequence_logprobs
 from tba.trainer.step import Learner
+from tba.trainer.stopwatch import Stopwatch
 
 from .tb_lab import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
 
@@ -204,14 +207,18 @@ def test_all_metrics_are_finite_floats():
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
 
 
-def test_a_loss_that_is_not_finite_names_step_and_trajectory_and_leaves_the_weights_alone():
+def test_a_step_whose_loss_is_not_finite_counts_and_leaves_weights_and_optimiser_alone():
     learner, batch = make_learner(), random_batch(1, step=7)
     before = parameters(learner)
     broken = make_batch(batch.rows, [[math.inf, 0, 0, 0], [0] * 4, [0] * 4], step=7)
-    with pytest.raises(TbaError, match=r"step 7.*no update was made.*trajectories 100, 101"):
-        learner.step(broken)
+    result = learner.step(broken)
+    assert re.match("loss nan.*: trajectories 100$", result.skipped)
+    assert result.metrics["skipped"] == 1
+    assert "loss" not in result.metrics
     assert torch.equal(parameters(learner), before)
-    assert learner.steps_done == 0
+    assert not learner.optimizer.state
+    assert learner.steps_done == 1
+    assert result.reference.keys() == {row.id for row in batch.rows}
     assert all(p.grad is None for p in learner.policy.parameters())
     learner.step(batch)
     assert not torch.equal(parameters(learner), before)
@@ -222,8 +229,57 @@ def test_a_policy_that_gives_nan_for_one_trajectory_names_that_one():
     with torch.no_grad():
         learner.policy.get_input_embeddings().weight[7] = math.nan
     rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
-    with pytest.raises(TbaError, match=r"Not finite: trajectories 32$"):
-        learner.step(make_batch(rows, [[0.0, 1.0]]))
+    result = learner.step(make_batch(rows, [[0.0, 1.0]]))
+    assert result.blamed == [32]
+    assert all(math.isfinite(value) for value in result.metrics.values())
+
+
+def test_a_reference_that_gives_nan_skips_the_step_and_is_not_stored():
+    learner = make_learner()
+    with torch.no_grad():
+        learner._reference.model.get_input_embeddings().weight[7] = math.nan
+    rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
+    result = learner.step(make_batch(rows, [[0.0, 1.0]]))
+    assert result.skipped == "a reference log-probability is not finite: trajectories 32"
+    assert result.reference.keys() == {31}
+
+
+def test_the_phases_of_a_step_are_those_that_do_something():
+    learner, clock = make_learner(), ManualClock()
+    learner.watch = Stopwatch(clock)
+    for model, seconds in ((learner._reference.model, 1), (learner.policy, 10)):
+        model.base_model.register_forward_hook(lambda *_, seconds=seconds: clock.advance(seconds))
+    learner.optimizer.register_step_pre_hook(lambda *_: clock.advance(100))
+    learner.policy.lm_head.weight.register_hook(lambda _: clock.advance(1000))
+    learner.step(random_batch(1))
+    seconds = {name: value for name, value in learner.watch.take().items() if value}
+    passes = seconds["seconds_forward"] / 10
+    assert seconds == {
+        "seconds_reference": seconds["seconds_reference"],
+        "seconds_forward": 10 * passes,
+        "seconds_optimizer": 100,
+        "seconds_backward": 1000,
+        "seconds_step": seconds["seconds_reference"] + 10 * passes + 1100,
+    }
+
+
+def test_the_entropy_is_that_of_the_counted_tokens_and_changes_no_gradient():
+    batch = random_batch(1)
+    learners = [make_learner(double=True), make_learner(double=True)]
+    learners[1]._entropy = True
+    expected = torch.cat([_entropies(learners[0].policy, row) for row in batch.rows]).mean().item()
+    results = [learner.step(batch) for learner in learners]
+    assert results[1].metrics.pop("entropy") == pytest.approx(expected, abs=1e-10)
+    assert results[1].metrics == pytest.approx(results[0].metrics, abs=1e-12)
+    assert torch.allclose(parameters(learners[0]), parameters(learners[1]), atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def _entropies(model, row) -> torch.Tensor:
+    """Of each distribution that predicted a response token, from the whole logits."""
+    tokens = torch.tensor([[*row.prompt_ids.tolist(), *row.response_ids.tolist()]])
+    logprobs = model(input_ids=tokens).logits[0].log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def test_a_token_outside_the_vocabulary_names_the_trajectory():

@@ -19,13 +19,18 @@ Advantage = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss, and what it needs. `loss(responses, beta)` is the share of a micro-batch, a float64 scalar."""
+    """A loss, and what it needs. `loss(responses, beta)` is the share of a micro-batch, a float64 scalar.
+
+    `ratio_bounds` are where it truncates or clips pi / mu: of tokens, or with `ratio_of_response` of whole responses.
+    """
 
     name: str
     loss: Callable[[Responses, float], Tensor]
     needs_reference: bool
     learns_log_z: bool = False
     log_z_learning_rate: float = 0.0
+    ratio_bounds: tuple[float, float] | None = None
+    ratio_of_response: bool = False
 
 
 def choose(config: ObjectiveSection, *, longest_response: int) -> Objective:
@@ -47,8 +52,22 @@ def choose(config: ObjectiveSection, *, longest_response: int) -> Objective:
     loss, advantage = _policy_gradient(config, longest_response)
     kl = config.anchor
     return Objective(
-        config.name, partial(_with_advantage, loss, advantage, kl, config.ema_decay), needs_reference=kl == "reference"
+        config.name,
+        partial(_with_advantage, loss, advantage, kl, config.ema_decay),
+        needs_reference=kl == "reference",
+        ratio_bounds=_ratio_bounds(config),
+        ratio_of_response=config.name == "proximal_rloo",
     )
+
+
+def _ratio_bounds(config: ObjectiveSection) -> tuple[float, float] | None:
+    if config.name == "cispo":
+        return 0.0, config.cispo_cap
+    if config.name == "tba_prime":
+        return None if config.truncation == "off" else (0.0, config.truncation)
+    if config.name in ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo"):
+        return 1 - config.clip_low, 1 + config.clip_high
+    return None
 
 
 def _policy_gradient(config: ObjectiveSection, longest_response: int) -> tuple[Loss, Advantage]:

@@ -1,5 +1,7 @@
 """What can be read off a batch whatever the objective: how far data and optimum are from the policy."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,10 @@ def balance_metrics(policy_BK: Tensor, reference_BK: Tensor, reward_BK: Tensor, 
     if reference_BK.isnan().any():
         return {}
     spread = float(vargrad_residual(policy_BK, reference_BK, reward_BK, beta).std(correction=0))
+    log_z = vargrad_log_z(policy_BK, reference_BK, reward_BK, beta)
     return {
-        "log_z": float(vargrad_log_z(policy_BK, reference_BK, reward_BK, beta).mean()),
+        "log_z": float(log_z.mean()),
+        "log_z_std": float(log_z.std(correction=0)),
         "residual_std": spread,
         "advantage_std": beta * spread,
         "kl": float((policy_BK - reference_BK).mean()),
@@ -37,8 +41,56 @@ def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float
     normalised = (log_ratio - log_ratio.max()).exp()
     return {
         "log_ratio_mean": float(log_ratio.mean()),
+        "log_ratio_std": float(log_ratio.std(correction=0)),
         "log_ratio_min": float(log_ratio.min()),
         "log_ratio_max": float(log_ratio.max()),
         "effective_sample_ratio": float(normalised.sum().square() / (normalised.square().sum() * len(log_ratio))),
         "sampler_kl": float((log_ratio.exp() - 1 - log_ratio).mean()),
     }
+
+
+# Upper ends of the bins of the staleness histogram; the last is open.
+_STALENESS_BINS = (("0", 0), ("1", 1), ("2_3", 3), ("4_7", 7), ("8_15", 15), ("16_31", 31), ("32_63", 63))
+
+
+def staleness_metrics(staleness_BK: Tensor) -> dict[str, float]:
+    """Mean, maximum and histogram of the age of the data, in optimiser steps; the shares of the bins sum to 1."""
+    metrics = {"staleness_mean": float(staleness_BK.mean()), "staleness_max": float(staleness_BK.max())}
+    below = 0.0
+    for name, last in _STALENESS_BINS:
+        up_to = float((staleness_BK <= last).double().mean())
+        metrics[f"staleness_share_{name}"] = up_to - below
+        below = up_to
+    return metrics | {"staleness_share_64_up": 1.0 - below}
+
+
+def truncated_fraction(log_ratio: Tensor, bounds: tuple[float, float] | None) -> dict[str, float]:
+    """The share of ratios pi / mu outside of `bounds`; {} for an objective without any."""
+    if bounds is None or not log_ratio.numel():
+        return {}
+    ratio = log_ratio.double().clamp(max=LARGEST_LOG_RATIO).exp()
+    return {"truncated_fraction": float(((ratio < bounds[0]) | (ratio > bounds[1])).double().mean())}
+
+
+def mismatch_metrics(differences: Sequence[Tensor]) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from the engine's, per token that was sampled from the present
+    weights, given trainer minus engine; nothing if there is none.
+
+    `mismatch_kl` is the k3 estimate of KL(engine || trainer) per token.
+    """
+    flat = torch.cat(list(differences)) if differences else torch.zeros(0)
+    if not len(flat):
+        return {}
+    k3 = flat.double().clamp(max=LARGEST_LOG_RATIO).exp() - 1 - flat.double()
+    return {
+        "mismatch_mean": float(flat.abs().mean()),
+        "mismatch_max": float(flat.abs().max()),
+        "mismatch_kl": float(k3.mean()),
+    }
+
+
+def reward_part_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of every part of the reward, over the responses that have it."""
+    names = sorted({name for part in parts for name in part})
+    found = {name: [part[name] for part in parts if name in part] for name in names}
+    return {f"reward_part_{name}": sum(values) / len(values) for name, values in found.items()}

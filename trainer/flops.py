@@ -1,0 +1,74 @@
+"""Model FLOPs of an update, and what the device could do: their quotient is the MFU."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from tba.trainer.batch import Row, TrainBatch
+
+# Dense bfloat16 peaks in TFLOP/s from the vendors' data sheets, by a part of the device's name; the first match counts.
+_PEAK_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("A10G", 70.0),
+    ("A10", 125.0),
+    ("RTX 4090", 165.0),
+    ("MI300X", 1307.0),
+)
+
+
+class ModelFlops:
+    """Floating-point operations that forward and backward of a batch need, whatever is computed besides.
+
+    6 per parameter and token (Kaplan et al. 2020), the head's only where a response token is predicted, and causal
+    attention: 6 x layers x attention width x length^2 per row. Neither padding, nor recomputation, nor the
+    reference counts.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings().weight
+        outside = {id(head): head.numel(), id(weight := model.get_input_embeddings().weight): weight.numel()}
+        self._body: int = sum(parameter.numel() for parameter in model.parameters()) - sum(outside.values())
+        self._head: int = head.numel()
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._attention: int = 6 * config.num_hidden_layers * config.num_attention_heads * width
+
+    def update(self, rows: Sequence[Row]) -> float:
+        """FLOPs of one update on these rows."""
+        dense = sum(self._body * row.tokens + self._head * len(row.response_ids) for row in rows)
+        return 6.0 * dense + float(self._attention * sum(row.tokens**2 for row in rows))
+
+
+def peak_flops(device: torch.device, tflops: float | Literal["auto"]) -> float | None:
+    """What the device could do per second, None if nobody knows."""
+    if tflops != "auto":
+        return tflops * 1e12
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((known * 1e12 for part, known in _PEAK_TFLOPS if part in name), None)
+
+
+class Throughput:
+    """Tokens per second, and the MFU where the device's peak is known."""
+
+    def __init__(self, model: PreTrainedModel, peak_tflops: float | Literal["auto"]) -> None:
+        self._flops = ModelFlops(model)
+        self._peak = peak_flops(model.device, peak_tflops)
+
+    def metrics(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
+        """Of a step that took so many seconds; {} if the clock did not move."""
+        if seconds <= 0:
+            return {}
+        tokens = sum(row.tokens for row in batch.rows)
+        mfu = {} if self._peak is None else {"mfu": self._flops.update(batch.rows) / seconds / self._peak}
+        return {"tokens_per_second": tokens / seconds, **mfu}

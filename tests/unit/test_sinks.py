@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 import urllib.request
 
 import pytest
@@ -27,13 +28,13 @@ class Failing:
         pass
 
 
-def test_a_sink_that_fails_is_logged_once_and_counted(capfd):
+def test_a_sink_that_fails_is_logged_once_and_counted(caplog):
     sink = Guarded("remote", Failing)
     for step in range(3):
         sink.record(step, 0.0, {"loss": 1.0})
     sink.close()
     assert sink.lost == 3
-    assert capfd.readouterr().err.count("a metrics sink failed") <= 1
+    assert sum("a metrics sink failed" in message for message in caplog.messages) == 1
 
 
 def test_a_sink_that_cannot_be_opened_loses_what_it_is_given_and_does_not_hold_the_trainer():
@@ -87,6 +88,13 @@ def wandb_steps(directory) -> list[int]:
     return steps
 
 
+def wait_for_another_second() -> None:
+    """W&B names its folders by the second; a trainer takes longer than that to start again."""
+    second = int(time.time())
+    while int(time.time()) == second:
+        time.sleep(0.01)
+
+
 def test_weights_and_biases_offline_has_one_run_over_two_starts_and_no_step_twice(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -96,6 +104,7 @@ def test_weights_and_biases_offline_has_one_run_over_two_starts_and_no_step_twic
         for step in range(first, last):
             sink.record(step, 1000.0 + step, {"loss": float(step)})
         sink.close()
+        wait_for_another_second()
     names = {file.name for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
     state = json.loads((tmp_path / "wandb.json").read_text())
     assert names == {f"run-{state['id']}.wandb"}

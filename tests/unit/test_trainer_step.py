@@ -237,7 +237,7 @@ def test_a_policy_that_gives_nan_for_one_trajectory_names_that_one():
 def test_a_reference_that_gives_nan_skips_the_step_and_is_not_stored():
     learner = make_learner()
     with torch.no_grad():
-        learner._reference.model.get_input_embeddings().weight[7] = math.nan
+        learner.reference.scorer.model.get_input_embeddings().weight[7] = math.nan
     rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
     result = learner.step(make_batch(rows, [[0.0, 1.0]]))
     assert result.skipped == "a reference log-probability is not finite: trajectories 32"
@@ -247,7 +247,7 @@ def test_a_reference_that_gives_nan_skips_the_step_and_is_not_stored():
 def test_the_phases_of_a_step_are_those_that_do_something():
     learner, clock = make_learner(), ManualClock()
     learner.watch = Stopwatch(clock)
-    for model, seconds in ((learner._reference.model, 1), (learner.policy, 10)):
+    for model, seconds in ((learner.reference.scorer.model, 1), (learner.policy, 10)):
         model.base_model.register_forward_hook(lambda *_, seconds=seconds: clock.advance(seconds))
     learner.optimizer.register_step_pre_hook(lambda *_: clock.advance(100))
     learner.policy.lm_head.weight.register_hook(lambda _: clock.advance(1000))

@@ -120,7 +120,7 @@ def show(
     from tba.buffer.show import describe, recorded_model
     from tba.buffer.texts import decoder_of
 
-    model = settings.model.path or recorded_model(settings.database, trajectory)
+    model = recorded_model(settings.database, trajectory) or settings.model.path
     known = describe(settings.database, trajectory, decoder_of(model))
     if as_json:
         return print_json(known)

@@ -417,6 +417,8 @@ class BufferService:
 
     def _choose_batch(self, message: wire.SampleBatch) -> Shortage | None:
         """Sample a batch and record it, or say what is missing."""
+        # Not the largest: a trainer may come back from an earlier step than the record, or ours may be an old copy.
+        self._next_step = message.step
         if reason := self._rate.shortage(self._trajectories, self._sampled, message.prompts * message.samples):
             return Shortage(reason)
         now = self._history_step(message.step)
@@ -436,7 +438,7 @@ class BufferService:
         check_size(self._store, [entry.id for group in groups for entry in group])
         self._store.record_batch(self._run, message.step, groups, self._clock.wall(), stale_from=now)
         self._index.mark_taken(entry.id for group in groups for entry in group)
-        self._next_step = max(self._next_step, message.step + 1)
+        self._next_step = message.step + 1
         self._sampled += message.prompts * message.samples
         return None
 

@@ -20,19 +20,20 @@
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
     ├── RankLost             exit 69  another process of the same trainer has ended
-    ├── TrainingBroken                too many steps in a row with a loss or gradient that is not finite
+    ├── TrainingBroken       exit 70  too many steps in a row with a loss or gradient that is not finite
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
     └── TaskError                     a task's data is missing or malformed
 
-Exit codes follow sysexits where one fits: systemd is told not to restart on 78. A run that Ctrl-C has stopped before
-its end is 130, as shells have it, so that what is chained to it does not go on; the roles drain and exit 0.
+Exit codes follow sysexits where one fits: systemd is told not to restart on 70 and 78. A run that Ctrl-C has stopped
+before its end is 130, as shells have it, so that what is chained to it does not go on; the roles drain and exit 0.
 """
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_LOST = 69
+EXIT_BROKEN = 70
 EXIT_CONFIG = 78
 EXIT_INTERRUPTED = 130
 
@@ -148,6 +149,8 @@ class RankLost(TbaError):
 
 class TrainingBroken(TbaError):
     """Too many steps in a row gave a loss or a gradient that is not finite. A checkpoint is saved."""
+
+    exit_code = EXIT_BROKEN
 
 
 class EngineError(TbaError):

@@ -33,6 +33,7 @@ NO_POLICY = -1
 NO_VISIT = 0
 # The reference that training starts from and stays near: the model of `model.path`, as it was.
 INITIAL_REFERENCE = "initial"
+LARGEST_REWARD = 1e9
 PolicyVersion = Annotated[int, Field(ge=NO_POLICY, lt=1 << 63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 StopReason = Literal["eos", "length", "error"]
@@ -103,7 +104,7 @@ class Rows(ArrayCounts):
 
     prompt_key: Annotated[list[Name], Field(min_length=1, max_length=MAX_ROWS)]
     lease: list[Id]
-    reward: list[Annotated[float, Field(ge=-1e9, le=1e9)]]
+    reward: list[Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]]
     reward_parts: list[dict[str, float]]
     stop_reason: list[StopReason]
     sampling: list[Sampling]

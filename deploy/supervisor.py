@@ -27,7 +27,7 @@ from typing import IO, Self
 
 from tba.common.config import LaunchSection
 from tba.common.cores import Core, starting_on
-from tba.common.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
+from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError
 from tba.common.guard import SessionGuard, session_of
 from tba.common.log import get_logger
 from tba.common.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
@@ -35,7 +35,7 @@ from tba.deploy.relay import Relay
 
 log = get_logger(__name__)
 
-HOPELESS = (EXIT_CONFIG, EXIT_USAGE)
+HOPELESS = (EXIT_CONFIG, EXIT_USAGE, EXIT_BROKEN)
 _POLL_SECONDS = 0.1
 _LAST_LINES_SECONDS = 2.0
 _ORPHANS_SECONDS = 5.0

@@ -58,6 +58,7 @@ class ModelScorer:
         self._guard = SessionGuard()
         self._worker: WorkerProcess | None = None
         self._ready = self._was_ready = False
+        self._answered = False  # something of what was sent last
         self._failures = 0  # in a row, without a score in between
         self._trouble = ""  # the last one
         self._down_since = 0.0  # monotonic
@@ -124,6 +125,7 @@ class ModelScorer:
             elif kind == "begin":
                 self._running = content[0]
             elif kind == "scores":
+                self._answered = True
                 self._take(content[0])
 
     def _take(self, scores: Sequence[tuple[int, float | None, str | None]]) -> None:
@@ -149,8 +151,9 @@ class ModelScorer:
     def _bury(self, worker: WorkerProcess, trouble: str) -> None:
         self._receive(worker)  # what it answered before its end counts
         worker.kill()
-        # One that ends before it begins may have died of any of them.
-        self._fail(self._running or list(self._sent), trouble)
+        # One that ends before it begins may have died of any of them. One that has answered some made progress, and
+        # what it had not begun goes back.
+        self._fail(self._running or ([] if self._answered else list(self._sent)), trouble)
         self._waiting.extendleft(reversed(self._sent.values()))
         self._sent.clear()
         self._worker, self._ready = None, False
@@ -172,6 +175,7 @@ class ModelScorer:
         for _ in range(min(_ROUND, len(self._waiting))):
             item = self._waiting.popleft()
             self._sent[item.ticket] = item
+        self._answered = False
         self._worker.send([[item.ticket, item.prompt.text, item.text] for item in self._sent.values()])
 
     def _give_up_waiting(self) -> None:

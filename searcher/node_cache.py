@@ -22,6 +22,9 @@ from tba.common.log import get_logger
 log = get_logger(__name__)
 
 # Besides those in use: the base of the next delta, and the one before, in case that a swap is undone.
+# Our own names and no others: search.weights_dir may be a directory that has more in it.
+_SNAPSHOT = f"v[0-9]*-{'[0-9a-f]' * 16}"
+_DELETED = f".deleted-[0-9]*-{_SNAPSHOT}*"
 _KEPT = 2
 _POLL_SECONDS = 0.1
 
@@ -97,14 +100,16 @@ class NodeCache:
     def collect(self) -> None:
         """Delete what nobody uses: all but the last few snapshots, and what was begun before the last one."""
         # By age, not by version: another run of this name may have had higher ones.
-        finished = sorted(self.directory.glob("v*-*"), key=_made_at)
+        finished = sorted(self.directory.glob(_SNAPSHOT), key=_made_at)
         begun = [
-            path for path in self.directory.glob(".v*.part") if finished and _made_at(path) < _made_at(finished[-1])
+            path
+            for path in self.directory.glob(f".{_SNAPSHOT}.part")
+            if finished and _made_at(path) < _made_at(finished[-1])
         ]
         for path in [*finished[:-_KEPT], *begun]:
             if _delete(path):
                 self._proved.discard(path.name)
-        for rest in self.directory.glob(".deleted-*"):
+        for rest in self.directory.glob(_DELETED):
             shutil.rmtree(rest, ignore_errors=True)
 
     def _hold(self, path: Path) -> Held | None:
@@ -159,9 +164,9 @@ def make_directory(directory: Path) -> None:
 
 def clear(directory: Path) -> None:
     """Delete all that no process holds, and the directory if nothing is left of it."""
-    for path in [*directory.glob("v*-*"), *directory.glob(".v*.part")]:
+    for path in [*directory.glob(_SNAPSHOT), *directory.glob(f".{_SNAPSHOT}.part")]:
         _delete(path)
-    for rest in directory.glob(".deleted-*"):
+    for rest in directory.glob(_DELETED):
         shutil.rmtree(rest, ignore_errors=True)
     with contextlib.suppress(OSError):  # somebody else still serves from here
         directory.rmdir()

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from tba.common.config import TaskSection
+from tba.common.wire import LARGEST_REWARD
 from tba.searcher.model_rewards import ModelScore, ModelScorer
 from tba.searcher.scores import Item, Scored
 from tba.searcher.task_rewards import TaskScorer
@@ -98,4 +99,6 @@ def _sum(scored: Scored, judged: ModelScore, weight: float) -> Scored:
     if judged.error is not None:
         return Scored(scored.ticket, scored.text, *failed(f"model: {judged.error}"))
     total, parts = scored.reward.total + weight * judged.score, {**scored.reward.parts, MODEL_PART: judged.score}
+    if not abs(total) <= LARGEST_REWARD:
+        return Scored(scored.ticket, scored.text, *failed(f"model: the reward would be {total}"))
     return Scored(scored.ticket, scored.text, Reward(total, parts), None)

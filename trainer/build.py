@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import xxhash
 from transformers import PreTrainedModel
 
 from tba.common.config import Config
@@ -27,7 +28,7 @@ def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tu
     if config.lora.rank:
         add_adapters(policy, config.lora)
         adapter = {**config.lora.model_dump(mode="json"), "base": fingerprint(files)}
-    else:
+    elif config.objective.uses_reference:
         reference = load_model(files, place)
     objective = choose(config.objective, longest_response=config.search.max_tokens)
     autocast = device.type == "cuda" and config.model.dtype == "bfloat16"
@@ -40,6 +41,13 @@ def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tu
         ranks=ranks,
         reference_config=config.reference,
         entropy=config.metrics.entropy,
+        lineage=_lineage(config),
     )
     learner.adapter = adapter
     return learner, plain
+
+
+def _lineage(config: Config) -> str:
+    """What decides the weights of a step, as a few letters."""
+    settings = config.model_dump_json(include={"model", "train", "objective", "reference"})
+    return xxhash.xxh32_hexdigest(settings.encode())

@@ -12,6 +12,7 @@ Files hold whole tensors, so another number of ranks can go on from them. Learni
 step and need no state; the optimiser's settings are the configuration's, also after a resume.
 """
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator
@@ -104,25 +105,38 @@ def _trained(learner: Learner) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if ".lora_" in name}
 
 
-def write(directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], *, keep: int) -> Path:
+def write(
+    directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], *, keep: int, min_free: int = 0
+) -> Path:
     """Write a checkpoint, then delete all but the newest `keep`.
 
-    Raises CheckpointError if the disk refuses; then nothing of it is left.
+    Raises CheckpointError if the disk refuses, or has not so many bytes left; then nothing of it is there.
     """
     final = directory / f"step_{manifest['step']:08d}"
     temporary: Path | None = None
     try:
         temporary = temporary_directory(final)
+        _check_space(directory, tensors, min_free)
         files = _write_tensors(temporary, tensors)
         write_json(temporary / _MANIFEST, manifest | {"files": files})
         publish_directory(temporary, final)
-        for old in list_checkpoints(directory)[:-keep]:
-            shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
+    for old in list_checkpoints(directory)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _check_space(directory: Path, tensors: dict[str, Tensor], min_free: int) -> None:
+    """A disk that is full for a moment would refuse the lines of the steps that are made meanwhile."""
+    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(directory).free
+    if min_free and free - needed < min_free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{free >> 20} MiB are free, and {needed >> 20} MiB of it must leave train.min_free_mib = {min_free >> 20}",
+        )
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -39,23 +39,26 @@ class CheckpointWriter:
         keep: int,
         device: torch.device,
         before: Callable[[], None],
+        min_free: int = 0,
+        gathered: bool = False,
         gather: Callable[[], None] = lambda: None,
         saved_step: int | None = None,
     ) -> None:
         self.saved_step = saved_step  # of the newest one on disk
-        self.copies = HostCopies(device)
+        self.copies = HostCopies(device, gathered=gathered)
         self._directory = directory
         self._run = run
         self._keep = keep
         self._before = before
+        self._min_free = min_free
         self._gather = gather
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         for unfinished in directory.glob(".step_????????.tmp"):  # of a trainer that was killed
             shutil.rmtree(unfinished)
 
-    def begin(self, learner: Learner, unreported: dict[str, Any] | None = None) -> None:
-        """Save the learner as it is now, unless the checkpoint before is still being written.
+    def begin(self, learner: Learner) -> None:
+        """Save the learner as it is now, with every step reported, unless the checkpoint before is still being written.
 
         A disk that refuses is a warning: the older checkpoints are there. Raises what else the thread failed on.
         """
@@ -63,11 +66,12 @@ class CheckpointWriter:
             log.warning("checkpoint left out", step=learner.steps_done, reason="the one before is still being written")
             return
         self._forget_refusal()
-        self._start(learner, unreported)
+        self._start(learner, None)
 
     def save(self, learner: Learner, unreported: dict[str, Any] | None = None) -> None:
         """Have the learner as it is now on disk. Raises CheckpointError if the disk refuses."""
-        self._forget_refusal()
+        self.close()
+        self._failure = None  # whatever it was: it is in the log, and this one is to be tried
         if self.saved_step != learner.steps_done:
             self._start(learner, unreported)
             self.wait()
@@ -100,10 +104,10 @@ class CheckpointWriter:
     def _write(self, manifest: dict[str, Any], copied: HostCopy) -> None:
         try:
             self._before()
-            path = checkpoint.write(self._directory, manifest, copied.wait(), keep=self._keep)
-        except CheckpointError as error:
+            path = checkpoint.write(self._directory, manifest, copied.wait(), keep=self._keep, min_free=self._min_free)
+        except (CheckpointError, OSError) as error:
             log.warning("checkpoint not written", step=manifest["step"], reason=str(error))
-            self._failure = error
+            self._failure = CheckpointError(str(error))
         except Exception as error:  # kept, and raised again in the training thread
             log.exception("checkpoint failed", step=manifest["step"])
             self._failure = error

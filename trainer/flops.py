@@ -30,24 +30,26 @@ _PEAK_TFLOPS = (
 class ModelFlops:
     """Floating-point operations that forward and backward of a batch need, whatever is computed besides.
 
-    6 per parameter and token (Kaplan et al. 2020), the head's only where a response token is predicted, and causal
-    attention: 6 x layers x attention width x length^2 per row. Neither padding, nor recomputation, nor the
-    reference counts.
+    6 per parameter and token (Kaplan et al. 2020), 4 where it is frozen, the head's only where a response token is
+    predicted, and causal attention: 6 x layers x attention width x length^2 per row. Neither padding, nor
+    recomputation, nor the reference counts.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         outside = {id(head): head.numel(), id(weight := model.get_input_embeddings().weight): weight.numel()}
-        self._body: int = sum(parameter.numel() for parameter in model.parameters()) - sum(outside.values())
-        self._head: int = head.numel()
+        body = [parameter for parameter in model.parameters() if id(parameter) not in outside]
+        # Forward 2 per parameter and token, its input's gradient 2, and its own 2 where it trains.
+        self._body: int = sum(parameter.numel() * (6 if parameter.requires_grad else 4) for parameter in body)
+        self._head: int = head.numel() * (6 if head.requires_grad else 4)
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._attention: int = 6 * config.num_hidden_layers * config.num_attention_heads * width
 
     def update(self, rows: Sequence[Row]) -> float:
         """FLOPs of one update on these rows."""
         dense = sum(self._body * row.tokens + self._head * len(row.response_ids) for row in rows)
-        return 6.0 * dense + float(self._attention * sum(row.tokens**2 for row in rows))
+        return float(dense) + float(self._attention * sum(row.tokens**2 for row in rows))
 
 
 def peak_flops(device: torch.device, tflops: float | Literal["auto"]) -> float | None:
@@ -61,9 +63,10 @@ def peak_flops(device: torch.device, tflops: float | Literal["auto"]) -> float |
 class Throughput:
     """Tokens per second, and the MFU where the device's peak is known."""
 
-    def __init__(self, model: PreTrainedModel, peak_tflops: float | Literal["auto"]) -> None:
+    def __init__(self, model: PreTrainedModel, peak_tflops: float | Literal["auto"], devices: int = 1) -> None:
         self._flops = ModelFlops(model)
-        self._peak = peak_flops(model.device, peak_tflops)
+        peak = peak_flops(model.device, peak_tflops)
+        self._peak = None if peak is None else peak * devices
 
     def metrics(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
         """Of a step that took so many seconds; {} if the clock did not move."""

@@ -36,8 +36,9 @@ def follow(learner: Learner, ranks: Ranks) -> None:
             except TbaError as error:  # rank 0 has raised the same, and decides what is to come of it
                 log.debug("step failed", reason=str(error))
         elif command == PUBLISH:
-            for _ in merged(learner.policy, weights_of(learner.policy)):
-                pass
+            with torch.no_grad():
+                for _ in merged(learner.policy, weights_of(learner.policy)):
+                    pass
         elif command == SAVE:
             for _ in checkpoint.tensors_of(learner):
                 pass

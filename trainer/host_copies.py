@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+_HELD_BYTES = 1 << 30
 
 
 class HostCopy:
@@ -29,13 +30,18 @@ class HostCopy:
 
 
 class HostCopies:
-    """Makes copies of tensors of one device. As many sets of buffers are made as are in use at the same time."""
+    """Makes copies of tensors of one device. As many sets of buffers are made as are in use at the same time.
 
-    def __init__(self, device: torch.device) -> None:
+    `gathered` says that the tensors are made on the way, from the parts of all ranks or from adapters.
+    """
+
+    def __init__(self, device: torch.device, *, gathered: bool = False) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._read: torch.cuda.Event | None = None  # the newest copy has read its sources
+        self._gathered = gathered
+        self._held = 0  # bytes of gathered tensors that the copying may not have read yet
         self._free: list[Tensors] = []
         self._lock = threading.Lock()
 
@@ -66,7 +72,12 @@ class HostCopies:
             # Rounded on the device: half of the bytes cross the bus. The rounded tensor belongs to this stream, so its
             # memory is not given to anybody else before it was read; one that was made on the way is kept until then.
             buffer.copy_(tensor.to(dtype), non_blocking=True)
-        tensor.record_stream(self._stream)
+        if self._gathered:
+            tensor.record_stream(self._stream)
+            self._held += tensor.nbytes
+            if self._held > _HELD_BYTES:  # gathering is faster than the bus: else the whole model would be there
+                self._stream.synchronize()
+                self._held = 0
 
     def before_update(self) -> None:
         """Let what is queued on the device from now on wait until all copies have read their sources."""

@@ -5,7 +5,6 @@ published then are of step s + 1.
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock
-from tba.common.errors import BufferUnavailable, ConfigError, TrainingBroken, UsageError
+from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
@@ -147,9 +146,8 @@ class Trainer:
         self._clock = clock or SystemClock()
         self._model_files = model_directory(config.model.path)
         self.learner, self._plain = build(config, self._model_files, device, ranks)
-        settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-        self._watch = self.learner.watch = Stopwatch(self._clock, settle)
-        self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops)
+        self._watch = self.learner.watch = Stopwatch(self._clock, _settler(device))
+        self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
         self._skipped = 0  # steps in a row, of this start
         self._unreported: dict[str, Any] | None = None
         saved_step = None
@@ -172,13 +170,15 @@ class Trainer:
             keep=config.train.keep_checkpoints,
             device=device,
             before=self._metrics.sync,
+            min_free=config.train.min_free_mib << 20,
+            gathered=ranks.size > 1,
             gather=lambda: ranks.send(SAVE),
             saved_step=saved_step,
         )
-        self._copies = HostCopies(device)
-        self.learner.optimizer.register_step_pre_hook(self._before_update)
+        self._copies = HostCopies(device, gathered=self._plain is not self.learner.policy)
+        self.learner.before_writing = self._before_writing
 
-    def _before_update(self, *_: object) -> None:
+    def _before_writing(self) -> None:
         """Weights that are still being copied to the host must not change."""
         self._copies.before_update()
         self._checkpoints.copies.before_update()
@@ -253,7 +253,7 @@ class Trainer:
                 self.publish()
         if done % train.checkpoint_every == 0:
             with self._watch.phase("checkpoint"):
-                self._checkpoints.begin(self.learner, self._unreported)
+                self._checkpoints.begin(self.learner)
 
     def sample(self) -> TrainBatch | None:
         """The batch of this step; None when `stop()`."""
@@ -297,11 +297,17 @@ class Trainer:
         self._skipped += 1
         log.warning("step skipped: no update was made", step=step, in_a_row=self._skipped, reason=result.skipped)
         if self._skipped >= self._config.train.max_skipped_steps:
-            self.save()
             raise TrainingBroken(
-                f"{self._skipped} steps in a row were skipped, the last is step {step}: {result.skipped}. A checkpoint "
-                f"of step {self.learner.steps_done} is saved: look at these trajectories, then pass --resume"
+                f"{self._skipped} steps in a row were skipped, the last is step {step}: {result.skipped}. "
+                f"{self._last_checkpoint()}: look at these trajectories, then pass --resume"
             )
+
+    def _last_checkpoint(self) -> str:
+        try:
+            self.save()
+        except CheckpointError as error:
+            return str(error)
+        return f"A checkpoint of step {self.learner.steps_done} is saved"
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
@@ -333,3 +339,10 @@ class Trainer:
                 return
             self._connection.heartbeat("publishing", self._publisher.trouble)
         self._connection.ask(wire.FinishRun(step=self.learner.steps_done), wire.Done)
+
+
+def _settler(device: torch.device) -> Callable[[], None]:
+    """Waits for what computes, and not for copies to the host that are under way beside it."""
+    if device.type != "cuda":
+        return lambda: None
+    return lambda: torch.cuda.current_stream(device).synchronize()

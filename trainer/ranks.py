@@ -102,7 +102,8 @@ def until_lost() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
-            raise RankLost("another process of this trainer has ended, so this one cannot go on") from error
+            reason = str(error).splitlines()[0][:300]
+            raise RankLost(f"another process of this trainer has ended, or cannot be reached: {reason}") from error
         raise
 
 

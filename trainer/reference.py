@@ -24,10 +24,12 @@ from tba.trainer.sharding import like
 
 class Reference:
     """`scorer` has the model that training starts from: a copy that belongs to the reference, or for a frozen one the
-    policy itself, whose adapters are then left out."""
+    policy itself, whose adapters are then left out. `lineage` stands for the settings that a moved reference's weights
+    come from: a run that resumes with others has other references."""
 
-    def __init__(self, scorer: Scorer, config: ReferenceSection) -> None:
+    def __init__(self, scorer: Scorer, config: ReferenceSection, lineage: str = "") -> None:
         self.scorer = scorer
+        self._lineage = f"-{lineage}" if lineage else ""
         self._config = config
 
     @property
@@ -40,7 +42,7 @@ class Reference:
     def name_at(self, step: int) -> str:
         """The name of the reference that the batch of a step is trained with."""
         version = 0 if self._config.kind == "frozen" else step // self._config.every
-        return f"{self._config.kind}-{version:04d}" if version else INITIAL_REFERENCE
+        return f"{self._config.kind}-{version:04d}{self._lineage}" if version else INITIAL_REFERENCE
 
     def score(self, rows: Sequence[Row], *, passes: int = 0) -> Scores:
         """Log-probabilities under the present version; `passes` as in `Scorer.score`."""

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock, publish_directory, temporary_directory
-from tba.common.errors import ConfigError, TrainingBroken, UsageError
+from tba.common.errors import CheckpointError, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import eos_ids, model_directory
 from tba.trainer import checkpoint
@@ -119,10 +120,8 @@ class Job:
             tell(self._step())
             if self.learner.steps_done % self._train.checkpoint_every == 0:
                 self._save()
-        if self.learner.steps_done < self.steps:
-            self._save()
-            return False
-        return True
+        self._save()
+        return self.learner.steps_done >= self.steps
 
     def close(self) -> None:
         """Close the file of the metrics."""
@@ -131,10 +130,16 @@ class Job:
     def publish(self) -> None:
         """The model under its name, in the type of `model.dtype`, with the metrics of its training."""
         temporary = temporary_directory(self._plan.out)
-        self.learner.policy.to(self._dtype).save_pretrained(temporary)
-        self._tokenizer.save_pretrained(temporary)
-        shutil.copyfile(self._plan.work / _METRICS, temporary / f"sft_{_METRICS}")
-        publish_directory(temporary, self._plan.out)
+        try:
+            self.learner.policy.to(self._dtype).save_pretrained(temporary)
+            self._tokenizer.save_pretrained(temporary)
+            shutil.copyfile(self._plan.work / _METRICS, temporary / f"sft_{_METRICS}")
+            publish_directory(temporary, self._plan.out)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"{self._plan.out} cannot be written: {error}; --resume goes on from there"
+            ) from error
         log.info("model saved", path=self._plan.out)
 
     def _step(self) -> dict[str, float]:
@@ -145,8 +150,8 @@ class Job:
         made = self.learner.step(_batch(self.rows_of(step), step))
         if made.skipped:
             raise TrainingBroken(
-                f"step {step} was not made, {made.skipped} (counted from 0 in the data): the last checkpoint is whole, "
-                "a smaller train.learning_rate may go on from it"
+                f"step {step} was not made, {made.skipped} (rows are counted from 0): --resume goes on from the newest "
+                "checkpoint, a smaller train.learning_rate may help"
             )
         result = made.metrics
         seconds = self._clock.monotonic() - started

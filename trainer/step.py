@@ -86,11 +86,13 @@ class Learner:
         autocast: bool,
         ranks: Ranks = ALONE,
         reference_config: ReferenceSection | None = None,
+        lineage: str = "",
         entropy: bool = False,
     ) -> None:
         assert reference is not None or has_adapters(policy) or not objective.needs_reference
         self.policy = policy
         self.watch = Stopwatch(SystemClock())
+        self.before_writing: Callable[[], None] = lambda: None  # called before weights change
         self.steps_done = 0
         self.adapter: dict[str, Any] | None = None  # what a checkpoint of adapters has to agree with
         self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
@@ -100,14 +102,14 @@ class Learner:
         self._entropy = entropy
         self._scorer = Scorer(policy, autocast=autocast)
         scorer = self._scorer if reference is None else Scorer(reference.requires_grad_(False), autocast=autocast)
-        self.reference = Reference(scorer, reference_config or ReferenceSection())
+        self.reference = Reference(scorer, reference_config or ReferenceSection(), lineage)
         self._just_computed: tuple[str, dict[int, float]] = ("", {})  # of the step before: reference, log-probabilities
         self._learning_rate = learning_rate_schedule(config)
         if config.gradient_checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
             policy.train()
         if ranks.size > 1:
-            for scorer in {self._scorer, self.reference.scorer}:
+            for scorer in dict.fromkeys((self._scorer, self.reference.scorer)):
                 shard(scorer, ranks, autocast=autocast)
         self._keeps_whole = ranks.size > 1 and fits_whole(config.sharding, policy, autocast=autocast)
         self.optimizer = torch.optim.AdamW(
@@ -168,6 +170,7 @@ class Learner:
     def _update(self) -> float:
         """Let the optimiser use the gradients. Returns its learning rate."""
         learning_rate = self._learning_rate(self.steps_done)
+        self.before_writing()
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -177,6 +180,7 @@ class Learner:
 
     def _skip(self, batch: TrainBatch, reference: dict[int, float], reason: str, blamed: list[int]) -> StepResult:
         """Count a step without an update. Everything that follows is as if its learning rate had been zero."""
+        self.before_writing()
         self.optimizer.zero_grad()
         self.steps_done += 1
         self.reference.follow(self.policy, self.steps_done)

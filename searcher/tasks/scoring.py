@@ -4,6 +4,7 @@ import math
 import traceback
 
 from tba.common.log import get_logger
+from tba.common.wire import LARGEST_REWARD
 from tba.searcher.tasks.task import Prompt, Reward, Task
 
 log = get_logger(__name__)
@@ -44,4 +45,6 @@ def _checked(reward: Reward) -> Reward:
         raise ValueError(f"a reward has at most {_MAX_PARTS} parts, with names of at most {_MAX_NAME} characters")
     if not all(math.isfinite(value) for value in (reward.total, *parts.values())):
         raise ValueError(f"a reward must be finite, not {reward.total} with parts {parts}")
+    if abs(reward.total) > LARGEST_REWARD:
+        raise ValueError(f"a reward is at least {-LARGEST_REWARD:g} and at most {LARGEST_REWARD:g}, not {reward.total}")
     return Reward(float(reward.total), parts)

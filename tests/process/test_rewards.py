@@ -20,6 +20,7 @@ MISDEEDS = {
     "exits": "reward: the worker died with exit code 3",
     "segfaults": "reward: the worker was killed by SIGSEGV",
     "eats": "reward: out of memory (limit 256 MiB)",
+    "huge": "reward: ValueError: a reward is at least -1e+09 and at most 1e+09, not 10000000000.0",
     "infinite": "reward: ValueError: a reward must be finite, not inf with parts {}",
     "nothing": "reward: AttributeError: 'NoneType' object has no attribute 'parts'",
     "prints": None,

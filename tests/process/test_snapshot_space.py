@@ -46,7 +46,7 @@ def test_below_the_floor_snapshots_wait_and_only_the_newest_is_published_afterwa
 
 
 def test_a_disk_that_fills_up_while_writing_is_known_as_such_and_nothing_is_left(lab):
-    publication = Publication(0, 0, HostCopies(torch.device("cpu")).copy(lab.weights()))
+    publication = Publication(0, 0, HostCopies(torch.device("cpu")).copy(lab.weights().items()))
     writer = SnapshotWriter(lab.config, lab.model, lab.files, address="")
     lab.config.snapshots.mkdir(parents=True, exist_ok=True)
     with (lab.disk.path / "all").open("wb") as file:

@@ -123,3 +123,16 @@ def test_metrics_are_durable_before_a_checkpoint_has_its_name(tmp_path):
     writer.save(learner)
     assert seen == [[]]
     assert steps(tmp_path) == [1]
+
+
+def test_a_disk_that_would_be_full_is_a_warning_before_anything_is_written(tmp_path):
+    writer = CheckpointWriter(
+        tmp_path, run="r", keep=3, device=torch.device("cpu"), before=lambda: None, min_free=1 << 62
+    )
+    learner = make_learner()
+    train(learner)
+    writer.begin(learner)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match=r"must leave train\.min_free_mib"):
+        writer.save(learner)

@@ -12,6 +12,7 @@ from tba.common.clock import SystemClock
 from tba.common.errors import SnapshotError
 from tba.common.tensor_file import map_tensors
 from tba.searcher.host_copy import HostCopy
+from tba.searcher.node_cache import clear
 from tba.tests.weights_lab import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -144,3 +145,15 @@ def test_weights_in_use_are_never_collected(trainer, copies, tmp_path):
     neighbour.prepare(trainer.delta())[1].release()
     assert not served.path.exists()
     assert len(list((tmp_path / "node").glob("v*"))) == 2
+
+
+def test_the_end_of_a_run_leaves_alone_what_is_not_ours(trainer, tmp_path):
+    directory = tmp_path / "node"
+    copies = HostCopy(directory, "path", SystemClock())
+    _, held = copies.prepare(trainer.full())
+    for name in ("v2-sft", ".v3.part"):
+        (directory / name).mkdir()
+    (directory / "v1-notes.txt").write_text("mine")
+    held.release()
+    clear(directory)
+    assert {path.name for path in directory.iterdir()} == {"v2-sft", ".v3.part", "v1-notes.txt"}

@@ -364,3 +364,8 @@ def test_off_policy_metrics_by_hand():
     assert found["effective_sample_ratio"] == pytest.approx((2 + 1) ** 2 / (2 * (4 + 1)))
     assert found["sampler_kl"] == pytest.approx((2 - 1 - math.log(2.0)) / 2)
     assert (found["log_ratio_min"], found["log_ratio_max"]) == (0.0, pytest.approx(math.log(2.0)))
+
+
+def test_the_effective_sample_is_small_where_one_response_outweighs_all():
+    policy_BK, sampled_BK = torch.tensor([[25.0, 60.0, 30.0, 45.0]], dtype=torch.float64), torch.zeros(1, 4)
+    assert off_policy_metrics(policy_BK, sampled_BK)["effective_sample_ratio"] == pytest.approx(0.25, abs=1e-5)

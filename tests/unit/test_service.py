@@ -435,3 +435,21 @@ def test_a_database_of_a_newer_release_is_refused(harness, tmp_path):
     database.close()
     with pytest.raises(StorageError, match="9999_future"):
         Store(buffer.store.path, durability="process")
+
+
+def test_a_trainer_that_is_ahead_of_an_old_database_gets_new_data(harness, trajectory):
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1})
+    buffer.register(20)
+    buffer.announce(0, 0)
+    visit = buffer.lease(1).visits[0]
+    buffer.put([trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n in range(2)], 0)
+    buffer.announce(1, 20)  # what is there was fresh for step 0, and the trainer's checkpoint is of step 20
+    assert buffer.sample(20, 1, 2) is None
+    assert len(buffer.lease(1, version=1).visits) == 1
+
+
+def test_rows_of_a_batch_are_taken_before_it_is_reported(harness):
+    buffer = harness(buffer={"recency_fraction": 1.0}, train={"prompts_per_step": 2})
+    buffer.fill(4, 2)
+    first, second = ({*buffer.sample(step, 2, 2).message.prompt_key} for step in (0, 1))
+    assert first.isdisjoint(second)

@@ -29,4 +29,4 @@ def test_every_role_stays_down_on_a_bad_configuration():
     services = sorted(UNITS.glob("*.service"))
     assert len(services) == 3
     for service in services:
-        assert "RestartPreventExitStatus=78 2" in service.read_text()
+        assert "RestartPreventExitStatus=78 2" in service.read_text(), service

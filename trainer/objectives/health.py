@@ -37,7 +37,7 @@ def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float
     `effective_sample_ratio` is (sum rho)^2 / (BK sum rho^2): 1 when every response counts alike, 1/(BK) when one
     outweighs all (Kish 1965). The k3 estimate of KL(sampler || policy) is the mean of rho - 1 - log rho.
     """
-    log_ratio = (policy_BK - sampled_BK).flatten().clamp(max=LARGEST_LOG_RATIO)
+    log_ratio = (policy_BK - sampled_BK).flatten()
     normalised = (log_ratio - log_ratio.max()).exp()
     return {
         "log_ratio_mean": float(log_ratio.mean()),
@@ -45,7 +45,7 @@ def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float
         "log_ratio_min": float(log_ratio.min()),
         "log_ratio_max": float(log_ratio.max()),
         "effective_sample_ratio": float(normalised.sum().square() / (normalised.square().sum() * len(log_ratio))),
-        "sampler_kl": float((log_ratio.exp() - 1 - log_ratio).mean()),
+        "sampler_kl": float((log_ratio.clamp(max=LARGEST_LOG_RATIO).exp() - 1 - log_ratio).mean()),
     }
 
 

@@ -34,6 +34,7 @@ class Guarded:
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self.name = name
         self.lost = 0
+        self._opened = True  # until opening has failed
         self._open = open_sink
         self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_WAITING)
         # A daemon: one that hangs must not keep the trainer from ending.
@@ -42,7 +43,10 @@ class Guarded:
 
     def record(self, step: int, time: float, numbers: dict[str, float]) -> None:
         """Hand a step over, without waiting."""
-        self._put(lambda sink: sink.record(step, time, numbers))
+        if self._opened:
+            self._put(lambda sink: sink.record(step, time, numbers))
+        else:
+            self.lost += 1
 
     def flush(self) -> None:
         """Have the sink write what it holds; waits for it a moment at most."""
@@ -54,12 +58,12 @@ class Guarded:
             finally:
                 done.set()
 
-        if self._thread.is_alive() and self._put(flush):
+        if self._opened and self._thread.is_alive() and self._put(flush):
             done.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
         """Let the sink finish what is in its queue, within a time limit."""
-        if self._put(None):
+        if self._opened and self._put(None):
             self._thread.join(_CLOSE_SECONDS)
         if self.lost or self._thread.is_alive():
             log.warning("a metrics sink lost steps or did not end in time", sink=self.name, lost=self.lost)
@@ -76,9 +80,9 @@ class Guarded:
         try:
             sink = self._open()
         except Exception as error:  # noqa: BLE001 - whatever a sink's library raises: logged and counted
+            self._opened = False
             self._failed(f"it cannot be opened: {error}")
-            while self._queue.get() is not None:
-                self.lost += 1
+            self.lost += self._queue.qsize()
             return
         while (job := self._queue.get()) is not None:
             self._attempt(job, sink)

@@ -102,6 +102,9 @@ def test_the_service_makes_the_trainer_wait_for_inserts(harness):
     buffer.fill(2, 3)
     assert buffer.sample(0, prompts=2, samples=2) is not None
     assert buffer.sample(1, prompts=2, samples=2) is None
+    assert buffer.ask(wire.GetStatus()).message.trainer_waits_for == "", "it is at work on step 0"
+    buffer.report(0)
+    assert buffer.sample(1, prompts=2, samples=2) is None
     reason = buffer.ask(wire.GetStatus()).message.trainer_waits_for
     assert reason == "6 of 8 trajectories for 1 samples per insert"
 

@@ -125,6 +125,6 @@ def test_a_constant_added_to_the_rewards_of_a_prompt_changes_nothing():
 def test_metrics_by_hand():
     policy, reference = torch.tensor([[-1.0, -3.0]]).double(), torch.tensor([[-2.0, -2.0]]).double()
     found = balance_metrics(policy, reference, torch.tensor([[2.0, 0.0]]).double(), 0.5)
-    expected = {"log_z": 2.0, "residual_std": 1.0, "advantage_std": 0.5, "kl": 0.0}
+    expected = {"log_z": 2.0, "log_z_std": 0.0, "residual_std": 1.0, "advantage_std": 0.5, "kl": 0.0}
     assert found.keys() == expected.keys()
     assert all(math.isclose(found[name], expected[name], abs_tol=1e-12) for name in expected)

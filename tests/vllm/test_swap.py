@@ -2,7 +2,7 @@
 
 import ctypes
 import hashlib
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -159,25 +159,26 @@ def memory_in_use():
 
 
 def test_a_hundred_swaps_during_generation_lose_nothing_and_hold_no_memory(lab, engine, old, dtype):
-    """Prepared in a thread while stepping goes on; every token keeps the version that produced it."""
+    """Prepared in the thread of the prefetching while stepping goes on; every token keeps the version that produced it."""
     # Files of their own, saved before, so that only the engine's memory is measured.
     models = [lab.rounded(lab.model(seed=seed, tied=old.config.tie_word_embeddings)) for seed in (1, 2)]
     snapshots = [lab.snapshot(models[number % 2], saved=saved(lab, models[number % 2], dtype)) for number in range(100)]
     sampling = SamplingSettings(1.0, 1.0, 30)
     submitted, finished, expected, resident = set(), {}, {}, []
+    prefetching = ThreadPoolExecutor(1)  # one thread, as in a searcher: each has a team of OpenMP threads of its own
     for number, snapshot in enumerate(snapshots):
         submitted |= {lab.submit(engine, lab.tokens(number + k, 12), sampling) for k in range(2)}
-        preparing = threading.Thread(target=engine.prepare, args=(snapshot,))
-        preparing.start()
+        preparing = prefetching.submit(engine.prepare, snapshot)
         stepped = 0
-        while preparing.is_alive() or stepped < 2:
+        while not preparing.done() or stepped < 2:
             finished |= {generation.id: generation for generation in engine.step()}
             stepped += 1
-        preparing.join()
+        preparing.result()
         report = engine.load_weights(snapshot)
         assert report.mismatch_max <= BOUNDS[dtype]
         expected[snapshot.manifest.version] = models[number % 2]
         resident.append(memory_in_use())
+    prefetching.shutdown()
     finished |= lab.finish(engine)
     assert finished.keys() == submitted
     for generation in finished.values():

@@ -159,7 +159,7 @@ def memory_in_use():
 
 
 def test_a_hundred_swaps_during_generation_lose_nothing_and_hold_no_memory(lab, engine, old, dtype):
-    """Prepared in the thread of the prefetching while stepping goes on; every token keeps the version that produced it."""
+    """Prepared in the prefetching thread while stepping goes on; every token keeps the version that produced it."""
     # Files of their own, saved before, so that only the engine's memory is measured.
     models = [lab.rounded(lab.model(seed=seed, tied=old.config.tie_word_embeddings)) for seed in (1, 2)]
     snapshots = [lab.snapshot(models[number % 2], saved=saved(lab, models[number % 2], dtype)) for number in range(100)]

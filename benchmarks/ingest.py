@@ -40,7 +40,7 @@ from tba.common.trajectory import Trajectory, pack
 GROUP = 16  # trajectories in one put: S samples of a prompt
 IN_FLIGHT = 128  # puts under way, of all producers together; at most 32 and at least 2 of each
 PROMPTS = 1024
-DISTINCT = 512  # payloads of the bare loop, and of each producer
+DISTINCT = 1024  # payloads of the bare loop, and of each process of producers
 PROCESSES = 2  # at most; more producers than that share processes
 ROUNDS = 3  # bare loop and server take turns, so that both see the same weather
 
@@ -236,7 +236,7 @@ def produce(
 
     There are `producers` in all processes. `rate` is rows per second of this process, 0 for as fast as it goes.
     """
-    groups = [packed(row_bytes, number * 1000 + n) for n in range(DISTINCT // GROUP)]
+    groups = [packed(row_bytes, number * PROMPTS // PROCESSES + n) for n in range(DISTINCT // GROUP)]
     window = min(32, max(2, IN_FLIGHT // producers))
     mine = [Producer(address, f"producer{number}-{n}", groups, rows, window) for n in range(clients)]
     threads = [threading.Thread(target=producer.run, args=(rate / clients,)) for producer in mine]

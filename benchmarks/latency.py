@@ -21,7 +21,7 @@ from tba.common.client import BufferClient
 BATCH = 512  # trajectories
 SAMPLES = 8  # of a prompt
 ROW_BYTES = 2048 * 8
-BATCHES = 60
+BATCHES = 200
 FILL = 8_192
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         client = BufferClient(server.address, role="trainer", name="bench")
         client.call(wire.Hello(host="bench", pid=1, software="bench"), wire.Welcome, deadline_seconds=20)
         quiet = batches_and_reads(client, server.directory / "buffer.sqlite", first_step=0)
-        load = Load(server.address, 8, 65_536, ROW_BYTES)
+        load = Load(server.address, 8, 262_144, ROW_BYTES)
         load.start()
         busy = batches_and_reads(client, server.directory / "buffer.sqlite", first_step=BATCHES)
         assert load.stop(), "the load ended before the measurement did"

@@ -1,6 +1,7 @@
 """A real buffer server process for benchmarks: start it, wait until it answers, register what a run needs."""
 
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,8 @@ _PATIENCE_SECONDS = 120.0
 
 
 def start(directory: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
-    """A server of a run in `directory`, power-durable, over a socket there. Returns it at once, with its address."""
-    address = f"ipc://{directory}/socket"
+    """A server of a run in `directory`, power-durable, over TCP. Returns it at once, with its address."""
+    address = f"tcp://127.0.0.1:{_free_port()}"
     settings = [
         f"run.dir={directory}",
         f"buffer.address={address}",
@@ -26,6 +27,11 @@ def start(directory: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]
     ]
     command = [sys.executable, "-m", "tba", "buffer", "serve", *(part for s in settings for part in ("--set", s))]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL), address
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -4,8 +4,10 @@ Invariant: whoever adds looks at `full` first, so that no more than the limit an
 is ever held; what does not fit waits in the senders.
 """
 
+import contextlib
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tba.buffer.rows import PutColumns
@@ -47,6 +49,7 @@ class Mailbox:
         self._urgent: deque[Arrival] = deque()
         self._others: deque[Arrival] = deque()
         self._bytes = 0
+        self._held = False
 
     @property
     def bytes(self) -> int:
@@ -76,17 +79,28 @@ class Mailbox:
         with self._changed:
             self._changed.notify()
 
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Meanwhile only what is urgent is taken; the rest waits here, and in the senders."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            self.wake()
+
     def take(self, timeout_seconds: float) -> list[Arrival]:
         """What goes into the next transaction: the urgent ones, and others up to the size of a group.
 
         A request for a batch goes without the others. Waits for the first arrival at most the timeout.
         """
         with self._changed:
-            if self.empty:
+            if not self._urgent and (self._held or not self._others):
                 self._changed.wait(timeout_seconds)
             taken = list(self._urgent)
             self._urgent.clear()
-            if not any(isinstance(arrival.request.message, wire.SampleBatch) for arrival in taken):
+            asks_batch = any(isinstance(arrival.request.message, wire.SampleBatch) for arrival in taken)
+            if not (asks_batch or self._held):
                 taken += self._take_group()
             self._bytes -= sum(arrival.bytes for arrival in taken)
             return taken

@@ -48,7 +48,7 @@ class BufferServer:
         self._mailbox = Mailbox(queue_bytes)
         self._network = Network(channel, self._mailbox, clock)
         self._syncer = Syncer(store.sync, self._network.send)
-        self._checkpointer = Checkpointer(store.checkpoint)
+        self._checkpointer = Checkpointer(store, self._mailbox)
         self._parked: list[Arrival] = []
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -86,7 +86,6 @@ class BufferServer:
         if replies:
             state = self._service.state()
             self._syncer.add([(reply.peer, self._encode(reply, state)) for reply in replies])
-        self._restart_log()
 
     def _due(self, arrived: list[Arrival]) -> list[Arrival]:
         """What to try now: if something has changed, all that waits; else only those whose time is over."""
@@ -138,12 +137,6 @@ class BufferServer:
             if isinstance(outcome, Answer) and isinstance(outcome.message, PutAck):
                 self._service.note_put(item.request.header.sender, outcome.message)
         return outcomes
-
-    def _restart_log(self) -> None:
-        try:
-            self._store.restart_log()
-        except StorageError as error:  # what was committed stays so, and the log grows on
-            log.warning("the log could not be restarted", reason=str(error))
 
     def _answer_one_by_one(self, group: list[Arrival]) -> list[_Reply]:
         if len(group) == 1:

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import sqlite3
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -31,12 +30,12 @@ from tba.common.trajectory import ARRAY_KINDS
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
 _CACHE_KIB = 64 << 10
-_PATIENCE = "PRAGMA busy_timeout = 10000"  # milliseconds, for a lock of another program
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 _CHECKED_BYTES = 1 << 30  # two or three seconds
 _LONG_LOG_BYTES = 8 << 20
 _VERY_LONG_LOG_BYTES = 64 << 20
 _CHECKPOINT_ROUNDS = 2
+_FINISH_ROUNDS = 4
 _STORAGE_CODES = frozenset(
     {
         sqlite3.SQLITE_FULL,
@@ -131,10 +130,7 @@ class Store:
         self._new_payloads: list[Sequence[Any]] = []
         self._new_references: list[tuple[int, str, float]] = []
         self._next_id: int | None = None
-        # Bytes that went into the log, roughly: in all, at the last checkpoint, and at the last restart.
-        self._written = self._copied = self._restarted = 0
-        self._restart_due = False
-        self._checkpointing = threading.Lock()
+        self._written = self._copied = 0  # bytes that went into the log, roughly: in all, and at the last checkpoint
         with contextlib.ExitStack() as resources, _storage_errors(path):
             resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
             # Opened by one thread and used by another, never by two at a time.
@@ -144,12 +140,13 @@ class Store:
             self._refuse_foreign()
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
-            self._connection.execute(_PATIENCE)
+            self._connection.execute("PRAGMA busy_timeout = 10000")  # milliseconds, for a lock of another program
             self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `checkpoint` does it
             migrate(Database(self._connection))
             self._checkpointer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             resources.callback(self._checkpointer.close)
+            self._page_bytes = int(self._one("PRAGMA page_size")[0])
             self._log = self._open_log()
             resources.callback(os.close, self._log)
             self._resources = resources.pop_all()
@@ -199,40 +196,37 @@ class Store:
             with _storage_errors(self.path):
                 os.fdatasync(self._log)
 
-    def checkpoint(self) -> None:
-        """Copy a long log into the database, by a connection of its own: another thread may write meanwhile.
+    def checkpoint(self) -> bool:
+        """Copy the log into the database, if it is long, by a connection of its own: another thread may write.
 
-        SQLite writes the log from its beginning again once all of it is copied. Under load there is always a
-        little more: when the log is very long and little is left, `restart_log` is told to copy that.
+        Returns whether it is time for `finish_log`: under load there is always a little more to copy, and SQLite
+        writes the log from its beginning again only once all of it is copied.
         """
         if (written := self._written) - self._copied <= _LONG_LOG_BYTES:
-            return
+            return False
         self._copied = written
-        with self._checkpointing, _storage_errors(self.path):
+        with _storage_errors(self.path):
             for _ in range(_CHECKPOINT_ROUNDS):  # each has only to copy what came during the one before
-                self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        self._restart_due = written - self._restarted > _VERY_LONG_LOG_BYTES
+                frames, _ = self._copy_log()
+        return frames * self._page_bytes > _VERY_LONG_LOG_BYTES
 
-    def restart_log(self) -> None:
-        """If it is due, copy the rest of the log, between transactions, so that it does not grow for ever.
+    def finish_log(self) -> None:
+        """Copy all of the log. Whoever calls sees to it that little is written meanwhile.
 
-        It does not wait for a reader that still needs the log: then the log grows on, and this is tried again after
-        the next checkpoint. The file keeps its length: blocks that are there already are synced faster than new ones.
+        A reader that still needs the log keeps it from being written anew: then it grows on, until the next time.
+        The file keeps its length: blocks that are there already are synced faster than new ones.
         """
-        if self._restart_due:
-            self._restart_due = False
-            with self._checkpointing, self._impatient(), _storage_errors(self.path):
-                in_use = self._one("PRAGMA wal_checkpoint(RESTART)")[0]
-            if not in_use:
-                self._restarted = self._written
+        with _storage_errors(self.path):
+            for _ in range(_FINISH_ROUNDS):
+                before = self._written
+                frames, copied = self._copy_log()
+                if copied == frames and self._written == before:
+                    break
 
-    @contextlib.contextmanager
-    def _impatient(self) -> Iterator[None]:
-        self._connection.execute("PRAGMA busy_timeout = 0")
-        try:
-            yield
-        finally:
-            self._connection.execute(_PATIENCE)
+    def _copy_log(self) -> tuple[int, int]:
+        """(frames in the log, those of them that are in the database file now)."""
+        _, frames, copied = self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        return frames, copied
 
     def close(self) -> None:
         """Close the file; what was committed stays."""

@@ -11,6 +11,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from tba.buffer.mailbox import Mailbox
+from tba.buffer.store import Store
 from tba.common.channels import Peer
 from tba.common.codec import Frames
 from tba.common.errors import StorageError
@@ -65,10 +67,14 @@ class Syncer:
 
 
 class Checkpointer:
-    """Calls `checkpoint` now and then, so that neither the writer nor the acknowledgements wait for it."""
+    """Copies the log into the database now and then, so that neither the writer nor an acknowledgement waits for it.
 
-    def __init__(self, checkpoint: Callable[[], None]) -> None:
-        self._checkpoint = checkpoint
+    When the log has become very long the puts wait until all of it is copied; who asks for a batch does not.
+    """
+
+    def __init__(self, store: Store, mailbox: Mailbox) -> None:
+        self._store = store
+        self._mailbox = mailbox
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
         self.failure: BaseException | None = None
@@ -91,6 +97,8 @@ class Checkpointer:
 
     def _try(self) -> None:
         try:
-            self._checkpoint()
+            if self._store.checkpoint():
+                with self._mailbox.holding():
+                    self._store.finish_log()
         except StorageError as error:  # the log keeps what could not be copied, and there is a next time
             log.warning("checkpoint failed", reason=str(error))

@@ -33,7 +33,7 @@ _CACHE_KIB = 64 << 10
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 _CHECKED_BYTES = 1 << 30  # two or three seconds
 _LONG_LOG_BYTES = 8 << 20
-_VERY_LONG_LOG_BYTES = 64 << 20
+_VERY_LONG_LOG_BYTES = 16 << 20
 _CHECKPOINT_ROUNDS = 2
 _FINISH_ROUNDS = 4
 _STORAGE_CODES = frozenset(
@@ -133,6 +133,9 @@ class Store:
         self._written = self._copied = 0  # bytes that went into the log, roughly: in all, and at the last checkpoint
         with contextlib.ExitStack() as resources, _storage_errors(path):
             resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
+            # Closed after the connections: SQLite's locks are the process's, and go with any descriptor of the file.
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            resources.callback(os.close, self._file)
             # Opened by one thread and used by another, never by two at a time.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
             resources.callback(self._connection.close)
@@ -208,6 +211,7 @@ class Store:
         with _storage_errors(self.path):
             for _ in range(_CHECKPOINT_ROUNDS):  # each has only to copy what came during the one before
                 frames, _ = self._copy_log()
+                os.fdatasync(self._file)  # else `finish_log` would have to, with everybody waiting
         return frames * self._page_bytes > _VERY_LONG_LOG_BYTES
 
     def finish_log(self) -> None:

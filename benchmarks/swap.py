@@ -1,8 +1,10 @@
 """What a swap of weights costs a searcher on vLLM, in multiples of one flat copy of the same bytes.
 
 A random Qwen2 of 168 million bfloat16 weights with tied embeddings, on the CPU, with oneDNN's packed weights (vLLM's
-default) and without, where vLLM computes with its parameters as it does on a GPU. Each swap is prepared first, as a
-searcher does beside generation; the pause is what is left. The peer is vLLM's own `reload_weights`.
+default) and without, where vLLM computes with its parameters as it does on a GPU. Each swap is prepared in a thread
+while a full engine generates, as in a searcher; the pause is what is left. "longest step" is by how much the longest
+step meanwhile exceeds the median step before: there, layers are packed between two steps. The peer is vLLM's own
+`reload_weights`.
 """
 
 import copy
@@ -11,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +44,10 @@ def main() -> None:
             engine.load_weights(full[0])
             rows.append([f"full, {name}", *measure(engine, [full[1], full[0]])])
             rows.append([f"1 % delta, {name}", *measure(engine, [deltas[1], deltas[0]])])
-            rows.append([f"reload_weights, {name}", "", f"{reload(engine, full[0]):.2f}", "", ""])
+            rows.append([f"reload_weights, {name}", "", "", f"{reload(engine, full[0]):.2f}", "", ""])
             speeds[packed] = decoding(engine)
             engine.close()
-    headings = ["swap", "prepare, beside", "exchange", "canary", "pause"]
+    headings = ["swap", "prepare, beside", "longest step", "exchange", "canary", "pause"]
     print_table("a swap of 168 M bfloat16 weights, in flat copies of the same bytes", headings, rows)
     ratio = speeds[False] / speeds[True]
     print(f"\nDecoding {IN_FLIGHT} at a time: {ratio:.2f} of the tokens per second with oneDNN off.")
@@ -118,17 +121,44 @@ def start(model: Path, packed: bool) -> Any:
 
 
 def measure(engine: Any, snapshots: list[Snapshot]) -> list[str]:
-    """Medians of the parts of prepared swaps, each divided by a copy timed right before it."""
+    """Medians of the parts of swaps while a full engine generates, each divided by a copy timed right before it."""
     found: list[list[float]] = []
     for number in range(ROUNDS):
         snapshot = snapshots[number % 2]
-        engine.prepare(snapshot)
         unit = flat_copy(snapshot.weight_files[0].stat().st_size)
+        with ThreadPoolExecutor(1) as beside:
+            usual = steps_until(engine, time.perf_counter() + 1.0)
+            preparing = beside.submit(engine.prepare, snapshot)
+            steps = steps_until(engine, preparing)
+            preparing.result()
         report: LoadReport = engine.load_weights(snapshot)
+        while engine.in_flight:
+            engine.step()
         assert report.way != "reload"
-        parts = (report.read_seconds, report.exchange_seconds, report.canary_seconds, report.pause_seconds)
+        longest = max(steps) - statistics.median(usual)
+        parts = (report.read_seconds, longest, report.exchange_seconds, report.canary_seconds, report.pause_seconds)
         found.append([part / unit for part in parts])
     return [f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)]
+
+
+def steps_until(engine: Any, end: float | Future[None]) -> list[float]:
+    """Seconds of each step of an engine that is kept full until a time, or until something is done."""
+    seconds: list[float] = []
+    if not engine.in_flight:
+        for number in range(IN_FLIGHT):
+            engine.submit(request(number))
+    while not end.done() if isinstance(end, Future) else time.perf_counter() < end:
+        started = time.perf_counter()
+        finished = engine.step()
+        seconds.append(time.perf_counter() - started)
+        for generation in finished:
+            engine.submit(request(generation.id))
+    return seconds
+
+
+def request(number: int) -> GenerationRequest:
+    """A short prompt with a long response."""
+    return GenerationRequest(number, np.asarray(CANARY[0][:8], np.int32), SamplingSettings(1.0, 1.0, TOKENS))
 
 
 def reload(engine: Any, snapshot: Snapshot) -> float:
@@ -155,9 +185,8 @@ def flat_copy(size: int) -> float:
 
 def decoding(engine: Any) -> float:
     """Tokens per second with a full engine."""
-    sampling = SamplingSettings(1.0, 1.0, TOKENS)
-    for request in range(IN_FLIGHT):
-        engine.submit(GenerationRequest(request, np.asarray(CANARY[0][:8], np.int32), sampling))
+    for number in range(IN_FLIGHT):
+        engine.submit(request(number))
     started = time.perf_counter()
     while engine.in_flight:
         engine.step()

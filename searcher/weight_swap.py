@@ -1,15 +1,18 @@
-"""Swapping the weights of a model whose places are known (searcher/weight_places.py), in two steps.
+"""Swapping the weights of a model whose places are known (searcher/weight_places.py), in two steps or three.
 
-    prepare    beside generation, in a thread: read, convert, pack; nothing that serves is touched
+    prepare    beside generation, in a thread: read and convert; nothing that serves is touched
+    pack       a layer or a few between two generation steps, until all are
     exchange   between two generation steps: the visible part
 
-Where the model computes with its parameters (GPUs), the exchange copies into them: `in place`. On the CPU, vLLM
-computes with packed copies that only oneDNN can make; there `prepare` makes new parameters and new packed copies,
-and the exchange is of references: `exchange`. It takes the memory of a second set of weights until the new ones
-are kept.
+Where the model computes with its parameters (GPUs), there is nothing to pack, and the exchange copies into them:
+`in place`. On the CPU, vLLM computes with packed copies that only oneDNN can make; there `prepare` makes new
+parameters, `pack` new packed copies, and the exchange is of references: `exchange`. It takes the memory of a second
+set of weights until the new ones are kept. Packing is no thread's work: oneDNN has one scratch memory for all of them.
 """
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +44,7 @@ class _Prepared:
     copies: list[tuple[Place, Tensor]] = field(default_factory=list)
     scatters: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # parameter, index [n], values [n]
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    unpacked: list[tuple[str, Tensor]] = field(default_factory=list)  # modules to pack, with their new weights
     packed: dict[str, Multiply] = field(default_factory=dict)  # by module
     samples: list[tuple[str, str, Tensor, Tensor]] = field(default_factory=list)  # name, parameter, index, values
 
@@ -89,6 +93,22 @@ class WeightSwap:
             self._gather(prepared, checkpoint, changes or {})
         self._prepared = prepared
 
+    def pack(self, seconds: float) -> bool:
+        """Pack prepared weights for about so many seconds, one layer at least. True if none is left.
+
+        To be called between two steps. Raises EngineError for a packed copy that does not multiply as its weight.
+        """
+        if (prepared := self._prepared) is None:
+            return True
+        until = time.perf_counter() + seconds
+        with torch.no_grad():
+            while prepared.unpacked:
+                module, weight = prepared.unpacked.pop()
+                prepared.packed[module] = self._packed_copy(module, weight)
+                if time.perf_counter() >= until:
+                    break
+        return not prepared.unpacked
+
     def exchange(self) -> None:
         """Make the prepared weights serve, and see that they do. Raises EngineError if they do not.
 
@@ -96,6 +116,7 @@ class WeightSwap:
         """
         if self._prepared is None:
             raise EngineError("no weights are prepared")
+        self.pack(math.inf)
         prepared, self._prepared = self._prepared, None
         before = self._multiplies()
         with torch.no_grad():
@@ -167,7 +188,7 @@ class WeightSwap:
             prepared.copies.append((place, box))
 
     def _make_second_set(self, prepared: _Prepared, checkpoint: Checkpoint) -> None:
-        """For exchanges: new parameters, and new packed copies of them, of all that changed."""
+        """For exchanges: new parameters of all that changed, and what to pack of them."""
         live = self._parameters()
         for parameter in sorted({place.parameter for place in self._places if place.name in prepared.names}):
             shape, dtype = self._layouts[parameter]
@@ -176,8 +197,7 @@ class WeightSwap:
             for place in self._places:
                 if place.parameter == parameter:
                     place.view(new).copy_(place.box(checkpoint[place.name]))
-            for module in self._modules_of(parameter):
-                prepared.packed[module] = self._packed_copy(module, new)
+            prepared.unpacked += [(module, new) for module in self._modules_of(parameter)]
             if served.numel():
                 prepared.parameters[parameter] = new
             else:

@@ -143,6 +143,23 @@ def test_a_prepared_swap_changes_nothing_before_it_is_loaded(lab, engine, old, d
     np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=BOUNDS[dtype])
 
 
+def test_layers_are_packed_between_the_steps_of_an_engine_at_work(lab, engine, old, dtype, packed):
+    model = lab.rounded(lab.model(seed=10, tied=old.config.tie_word_embeddings))
+    snapshot = lab.snapshot(model, saved=saved(lab, model, dtype))
+    engine.prepare(snapshot)  # nobody steps
+    assert engine.call("tba_pack", 0.0) == [not packed], "one layer of many"
+    lab.submit(engine, lab.tokens(1, 12), SamplingSettings(1.0, 1.0, 200))
+    with ThreadPoolExecutor(1) as beside:
+        preparing = beside.submit(engine.prepare, snapshot)
+        while not preparing.done():
+            engine.step()
+        preparing.result()
+    assert engine.in_flight, "it was at work all the time"
+    assert engine.call("tba_pack", 0.0) == [True], "nothing is left for the pause"
+    assert engine.load_weights(snapshot).way == WAYS[packed]
+    lab.finish(engine)
+
+
 def test_what_is_prepared_and_then_overtaken_is_not_used(lab, engine, old, dtype):
     models = [lab.rounded(lab.model(seed=seed, tied=old.config.tie_word_embeddings)) for seed in (7, 8)]
     stale, wanted = (lab.snapshot(model, saved=saved(lab, model, dtype)) for model in models)

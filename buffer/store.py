@@ -34,7 +34,6 @@ _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 _CHECKED_BYTES = 1 << 30  # two or three seconds
 _LONG_LOG_BYTES = 8 << 20
 _VERY_LONG_LOG_BYTES = 16 << 20
-_CHECKPOINT_ROUNDS = 2
 _FINISH_ROUNDS = 4
 _STORAGE_CODES = frozenset(
     {
@@ -209,10 +208,12 @@ class Store:
             return False
         self._copied = written
         with _storage_errors(self.path):
-            for _ in range(_CHECKPOINT_ROUNDS):  # each has only to copy what came during the one before
-                frames, _ = self._copy_log()
-                os.fdatasync(self._file)  # else `finish_log` would have to, with everybody waiting
-        return frames * self._page_bytes > _VERY_LONG_LOG_BYTES
+            frames, _ = self._copy_log()
+            if frames * self._page_bytes <= _VERY_LONG_LOG_BYTES:
+                return False
+            os.fdatasync(self._file)  # else `finish_log` would do this, and more of the copying, with everybody waiting
+            self._copy_log()
+        return True
 
     def finish_log(self) -> None:
         """Copy all of the log. Whoever calls sees to it that little is written meanwhile.

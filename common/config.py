@@ -275,6 +275,9 @@ class TrainSection(Section):
     what had come by then. With buffer.max_staleness = 0 it is never asked ahead: there is no data for it yet."""
     micro_batch_tokens: Positive = 16384
     """Tokens (padding not counted) whose activations are held at once; a whole group is the least."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """packed: a micro-batch is one row of all its sequences, without padding, and attention stays within each. padded:
+    passes over rows of like length. auto packs on a GPU in bfloat16 where the model allows it, and pads on a CPU."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"

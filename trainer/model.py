@@ -125,8 +125,8 @@ class Scorer(nn.Module):
     def score(self, rows: Sequence[Row], *, pooled: bool = False, entropy: bool = False, passes: int = 0) -> Scores:
         """Rows in their order; `pooled` asks for the prompts' mean hidden states too, `entropy` for that.
 
-        All passes are parts of one graph: a loss on all rows together is exact. Where other ranks make more `passes`, some are over
-        nothing: FSDP's collectives need them, and no number comes of them.
+        All passes are parts of one graph: a loss on all rows together is exact. Where other ranks make more `passes`,
+        some are over nothing: FSDP's collectives need them, and no number comes of them.
         """
         parts = self.passes_of([row.tokens for row in rows])
         idle = range(len(rows), len(rows) + max(passes - len(parts), 0))

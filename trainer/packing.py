@@ -28,10 +28,10 @@ log = get_logger(__name__)
 
 ATTENTION = "tba_packed"
 # The first torch whose varlen_attn takes grouped heads and a window.
-_HAS_KERNEL = torch.__version__ >= "2.13"
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_TORCH = "2.13"
 _KERNEL_CAPABILITY = (8, 0)
 _KERNEL_HEAD = 256
+_HALF = (torch.bfloat16, torch.float16)
 _TOLERANCE = 1e-3
 
 
@@ -71,7 +71,9 @@ def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, 
     """Whether passes over a model are packed, as `train.packing` says; `device` and `half` are where it will compute,
     and whether in 16 bits. Raises ConfigError if they should be and cannot.
     """
-    if packing == "padded" or (packing == "auto" and not _kernel_fits(model, device, half=half)):
+    config = model.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if packing == "padded" or (packing == "auto" and not _has_kernel(device, head, half=half)):
         return False
     reason = obstacle(model)
     if reason and packing == "packed":
@@ -81,15 +83,14 @@ def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, 
     return not reason
 
 
-def _kernel_fits(model: PreTrainedModel, device: str, *, half: bool) -> bool:
-    config = model.config.get_text_config()
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _has_kernel(device: str, head: int, *, half: bool) -> bool:
+    """Whether there is one kernel for all sequences, for heads of this size."""
     return (
-        _HAS_KERNEL
+        device == "cuda"
         and half
-        and device == "cuda"
-        and torch.cuda.get_device_capability() >= _KERNEL_CAPABILITY
         and head <= _KERNEL_HEAD
+        and torch.__version__ >= _KERNEL_TORCH
+        and torch.cuda.get_device_capability() >= _KERNEL_CAPABILITY
     )
 
 
@@ -136,10 +137,10 @@ def attend(
     """Causal attention within each sequence, [N, T, A, D]. Without boundaries each row is a sequence."""
     assert attention_mask is None, "transformers makes no mask for an attention that has registered none"
     tensors = query_NATD, key_NGTD, value_NGTD
-    dtype = _compute_dtype(query_NATD)
-    if cu_seq_lens_q is not None and _HAS_KERNEL and query_NATD.is_cuda and dtype in _KERNEL_DTYPES:
-        query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in tensors)
-        return _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
+    dtype, device = _compute_dtype(query_NATD), query_NATD.device.type
+    if cu_seq_lens_q is not None and _has_kernel(device, query_NATD.shape[-1], half=dtype in _HALF):
+        query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in tensors)
+        return _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
     lengths = [query_NATD.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     sequences = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
     attended = [_causal(*sequence, scaling, sliding_window) for sequence in sequences]

@@ -176,7 +176,9 @@ class Job:
         groups = [[index] for index in range(len(self._held_out))]
         total = 0.0
         for part in cut(groups, lambda row: self._held_out[row].tokens, self._train.micro_batch_tokens):
-            total -= float(self.learner.scorer.score([self._held_out[index] for index in part]).logprob_R.double().sum())
+            total -= float(
+                self.learner.scorer.score([self._held_out[index] for index in part]).logprob_R.double().sum()
+            )
         return total / sum(len(row.response_ids) for row in self._held_out)
 
     def _save(self) -> None:

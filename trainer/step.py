@@ -73,8 +73,9 @@ class _Sums:
 class Learner:
     """The policy, its reference, the objective and the optimiser.
 
-    `steps_done` counts updates, the skipped ones included. `scorer` is of the policy. `watch` has the time of each phase. `reference` may be None
-    with adapters, whose reference is the policy without them, and for an objective that needs none.
+    `steps_done` counts updates, the skipped ones included. `scorer` is of the policy, `watch` has the time of each
+    phase. `reference` may be None with adapters, whose reference is the policy without them, and for an objective that
+    needs none.
     """
 
     def __init__(

@@ -96,6 +96,11 @@ def test_so_do_three_ranks_some_of_which_have_nothing_to_do(trained, scenario):
     assert_same(trained.result(scenario, 3), trained.result(scenario, 1), tolerance=1e-9)
 
 
+@pytest.mark.parametrize("scenario", ["packed", "packed_whole"])
+def test_packed_on_two_ranks_is_padded_on_one(trained, scenario):
+    assert_same(trained.result(scenario, 2), trained.result("plain", 1), tolerance=1e-9)
+
+
 @pytest.mark.parametrize("scenario", ["half", "lora_half"])
 def test_two_ranks_in_bfloat16_are_as_near_as_bfloat16_is(trained, scenario):
     found, expected = (trained.result(scenario, ranks)["metrics"][0] for ranks in (2, 1))

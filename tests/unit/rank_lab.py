@@ -35,6 +35,12 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "tied": ({"tie": True}, 4),
     "recomputed": ({"gradient_checkpointing": True, "micro_batch_tokens": 60, "sharding": "all"}, 5),
     "learned_z": ({"name": "tb_learned_z"}, 3),
+    "packed": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "all"}, 5),
+    "packed_whole": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "optimizer"}, 5),
+    "packed_lora": (
+        {"packing": "packed", "lora": LoraSection(rank=2), "gradient_checkpointing": True, "micro_batch_tokens": 60},
+        4,
+    ),
     "grpo": ({"name": "grpo", "micro_batch_tokens": 40}, 4),
     "lora": ({"lora": LoraSection(rank=2), "sharding": "all"}, 4),
     "lora_recomputed": ({"lora": LoraSection(rank=2), "gradient_checkpointing": True}, 4),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -18,7 +19,7 @@ from tba.common.config import LoraSection
 from tba.common.errors import ConfigError
 from tba.trainer.canary import make_canary, skeleton
 from tba.trainer.model import Scorer, weights_of
-from tba.trainer.packing import obstacle, pack, packs
+from tba.trainer.packing import _kernel, attend, obstacle, pack, packs
 
 from .rank_lab import make_learner
 from .tb_lab import make_row, random_batch, tiny_model
@@ -159,3 +160,45 @@ def test_on_a_cpu_rows_are_packed_only_if_asked_for():
         False,
         True,
     ]
+
+
+def test_the_gpu_kernel_takes_what_it_is_given():
+    """Without a GPU it computes shapes alone, of both passes."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(12, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        boundaries = torch.tensor([0, 5, 12], dtype=torch.int32)
+        attended = _kernel(query, key, value, boundaries, 7, 0.3, 4)
+        torch.autograd.backward(attended.sum())
+    assert (attended.shape, attended.dtype) == (query.shape, torch.bfloat16)
+    assert [tensor.grad.shape for tensor in (query, key, value)] == [(12, 4, 8), (12, 2, 8), (12, 2, 8)]
+
+
+def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's documentation says of varlen_attn, by one large mask."""
+    assert torch.equal(cu_q, cu_k)
+    assert max_q == max_k == int(cu_q.diff().max())
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+    assert enable_gqa
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    position = torch.arange(len(query))
+    sequence = torch.bucketize(position, cu_q[1:], right=True)
+    behind = position[:, None] - position
+    left, right = (width if width >= 0 else len(query) for width in window_size)
+    seen = (sequence[:, None] == sequence) & (behind <= left) & (-behind <= right)
+    scores = torch.einsum("qad,kad->aqk", query, key) * scale
+    return torch.einsum("aqk,kad->qad", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).bfloat16()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_gpu_kernel_is_asked_for_what_each_sequence_by_itself_gives(monkeypatch, window):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    told = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    expected, _ = attend(None, query, key, value, None, **told)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_kernel)
+    monkeypatch.setattr("tba.trainer.packing._has_kernel", lambda *_, **__: True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = attend(None, query, key, value, None, max_length_q=7, **told)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, atol=0.02)

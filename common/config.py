@@ -420,6 +420,9 @@ class MetricsSection(Section):
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: str = ""
     """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes to run.dir only); empty sends nothing."""
+    trackio: str = ""
+    """Project on Trackio (extra `trackio`; local, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set); empty sends
+    nothing."""
     prometheus: Annotated[str, Field(pattern=r"^(|[^\s:]+:\d+)$")] = ""
     """HOST:PORT where Prometheus may scrape the last step (extra `prometheus`); empty opens no port."""
     entropy: bool = True

@@ -143,7 +143,7 @@ def attend(
         return _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
     lengths = [query_NATD.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     sequences = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
-    attended = [_causal(*sequence, scaling, sliding_window) for sequence in sequences]
+    attended = [_causal(query, key, value, scaling, sliding_window) for query, key, value in sequences]
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -166,7 +166,7 @@ def _kernel(
     # Not at the top: it loads torch's compiler, seconds that a CPU has no use for.
     from torch.nn.attention.varlen import varlen_attn
 
-    attended_PAD: Tensor = varlen_attn(
+    attended_PAD = varlen_attn(
         query_PAD,
         key_PGD,
         value_PGD,
@@ -178,6 +178,7 @@ def _kernel(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query_PAD.shape[1] != key_PGD.shape[1],
     )
+    assert isinstance(attended_PAD, Tensor)  # nothing else was asked for
     return attended_PAD
 
 

@@ -71,16 +71,21 @@ def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, 
     """Whether passes over a model are packed, as `train.packing` says; `device` and `half` are where it will compute,
     and whether in 16 bits. Raises ConfigError if they should be and cannot.
     """
-    config = model.config.get_text_config()
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if packing == "padded" or (packing == "auto" and not _has_kernel(device, head, half=half)):
+    if packing == "padded" or (packing == "auto" and device == "cpu"):
         return False
     reason = obstacle(model)
+    if packing == "auto" and not reason and not _has_kernel(device, _head_size(model), half=half):
+        reason = "one kernel for all takes bfloat16, heads of at most 256, torch 2.13 and a GPU since Ampere"
     if reason and packing == "packed":
         raise ConfigError(f'train.packing = "packed", but {reason}: set it to "auto" or "padded"')
     if reason:
         log.info("rows are padded", reason=reason)
     return not reason
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
 
 
 def _has_kernel(device: str, head: int, *, half: bool) -> bool:

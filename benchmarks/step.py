@@ -7,7 +7,9 @@ mean 200 and at most 1,024 tokens, prompts have 40 to 120.
 
 - bare: the least that must be done: rows of like length side by side, a causal forward, cross-entropy of the logits
   at response positions, backward, one pass after the other. No objective, no groups.
-- tba: `Learner`, the whole of loss and gradient, from rows to gradients.
+- tba: `Learner`, the whole of loss and gradient, from rows to gradients, with the entropy that it measures by default.
+- quiet: the same without the entropy.
+- packed: the same as tba with `train.packing = "packed"`: one row without padding, attention sequence by sequence.
 - TRL: `GRPOTrainer._compute_loss` and backward on micro-batches of 8 rows, its default, all rows padded to the longest
   prompt and the longest completion of the batch, as its data preparation leaves them.
 - paper: as in TBA's released trainer, all K rows of a prompt padded side by side, logits of the whole rectangle,
@@ -25,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +45,7 @@ from tba.trainer.objectives.choose import choose
 from tba.trainer.step import Learner
 
 LONGEST, PAD = 1024, 0
-WAYS = ("bare", "tba", "TRL", "paper")
+WAYS = ("bare", "tba", "quiet", "packed", "TRL", "paper")
 VOCABULARIES = (32_000, 152_000)
 
 
@@ -55,14 +59,14 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(shape)
 
 
-def make_batch(prompts: int, samples: int, vocabulary: int) -> TrainBatch:
+def make_batch(prompts: int, samples: int, vocabulary: int, mean: int = 200) -> TrainBatch:
     """Groups of a prompt, with lengths that spread as those of a reasoning model do."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(prompts):
         prompt = rng.integers(1, vocabulary, size=rng.integers(40, 121)).astype(np.int32)
         for _ in range(samples):
-            length = int(np.clip(rng.lognormal(np.log(200) - 0.32, 0.8), 8, LONGEST))
+            length = int(np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8), min(mean, 8), LONGEST))
             rows.append(
                 Row(
                     id=len(rows),
@@ -83,9 +87,13 @@ def make_batch(prompts: int, samples: int, vocabulary: int) -> TrainBatch:
     )
 
 
-def tba_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
-    objective = choose(ObjectiveSection(), longest_response=LONGEST)
-    learner = Learner(model, None, TrainSection(micro_batch_tokens=16384), objective, autocast=False)
+def tba_way(
+    model: LlamaForCausalLM, batch: TrainBatch, *, packing: str = "padded", entropy: bool = True
+) -> Callable[[], None]:
+    # The batch has its reference log-probabilities, so no reference is needed.
+    objective = replace(choose(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
+    config = TrainSection.model_validate({"micro_batch_tokens": 16384, "packing": packing})
+    learner = Learner(model, None, config, objective, autocast=False, entropy=entropy)
     return lambda: learner.accumulate(batch, batch.reference_BK, 0.01)
 
 
@@ -170,8 +178,16 @@ def padded(rows: list[np.ndarray], side: str) -> Tensor:
 def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[], None]]:
     """A model, and a function that adds the gradient of the whole batch to its parameters."""
     model = make_model(options.vocabulary)
-    batch = make_batch(options.prompts, options.samples, options.vocabulary)
-    return model, {"bare": bare_way, "tba": tba_way, "TRL": trl_way, "paper": paper_way}[way](model, batch)
+    batch = make_batch(options.prompts, options.samples, options.vocabulary, options.mean)
+    ways: dict[str, Callable[[LlamaForCausalLM, TrainBatch], Callable[[], None]]] = {
+        "bare": bare_way,
+        "tba": tba_way,
+        "quiet": partial(tba_way, entropy=False),
+        "packed": partial(tba_way, packing="packed"),
+        "TRL": trl_way,
+        "paper": paper_way,
+    }
+    return model, ways[way](model, batch)
 
 
 def resident_mib(field: str) -> float:
@@ -204,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--mean", type=int, default=200, help="mean length of the responses")
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -231,17 +248,17 @@ def report_time(options: argparse.Namespace) -> None:
             started, cpu = time.perf_counter(), time.process_time()
             run()
             seconds[way].append((time.perf_counter() - started, time.process_time() - cpu))
-    tokens = sum(row.tokens for row in make_batch(options.prompts, options.samples, options.vocabulary).rows)
+    rows = make_batch(options.prompts, options.samples, options.vocabulary, options.mean).rows
+    tokens = sum(row.tokens for row in rows)
     medians = {way: np.median(values, axis=0) for way, values in seconds.items()}
     first = medians[options.ways[0]]
-    rows = [
+    lines = [
         (way, *(f"{value:.2f}" for pair in zip(median, median / first, strict=True) for value in pair))
         for way, median in medians.items()
     ]
-    rows_in_all = options.prompts * options.samples
-    title = f"loss and gradient of {rows_in_all} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
+    title = f"loss and gradient of {len(rows)} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
     name = options.ways[0]
-    print_table(title, ["way", "seconds", f"x {name}", "CPU seconds", f"x {name}"], rows)
+    print_table(title, ["way", "seconds", f"x {name}", "CPU seconds", f"x {name}"], lines)
 
 
 def report_memory(options: argparse.Namespace) -> None:

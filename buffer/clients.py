@@ -37,6 +37,7 @@ class Clients:
         self._patience_seconds = patience
         self._started = clock.monotonic()
         self._by_sender: dict[str, Client] = {}
+        self._succeeded: dict[str, str] = {}  # trainers that another one has followed, and its host
 
     def __getitem__(self, sender: str) -> Client:
         return self._by_sender[sender]
@@ -77,6 +78,18 @@ class Clients:
             if other != sender and client.role == "trainer" and client.host and alive:
                 return client
         return None
+
+    def succeed(self, sender: str) -> None:
+        """A trainer takes the run over: the earlier ones are not heard any more, should they come back.
+
+        One that was only cut off would go on with steps of its own, and announce weights that nobody has asked for.
+        """
+        earlier = {other for other, client in self._by_sender.items() if client.role == "trainer" and client.host}
+        self._succeeded |= dict.fromkeys(earlier - {sender}, self._by_sender[sender].host)
+
+    def successor_host(self, sender: str) -> str | None:
+        """Where the trainer is that has taken over from this one; None for all who are still heard."""
+        return self._succeeded.get(sender)
 
     def live_searchers(self) -> int:
         """Searchers that share the work."""

@@ -145,6 +145,12 @@ class BufferService:
         header = request.header
         if header.run not in ("", self._run.uuid):
             raise Refused("wrong_run", f"this buffer serves run {self._run.name}; the sender belongs to another one")
+        if (host := self._clients.successor_host(header.sender)) is not None:
+            raise Refused(
+                "trainer_exists",
+                f"a trainer on {host} took over run {self._run.name} while this one was not heard of: what this one "
+                "did since then does not count",
+            )
         if isinstance(request.message, wire.GetStatus):
             return Answer(self.status())
         if isinstance(request.message, wire.PutTrajectories):
@@ -185,7 +191,9 @@ class BufferService:
         self._sender_id(sender)
         self._store.describe_sender(sender, message.host, message.pid)
         self._clients.replace_earlier(sender)
-        if client.role == "trainer":  # it may have been told to make more steps
+        if client.role == "trainer":
+            self._clients.succeed(sender)
+            # It may have been told to make more steps.
             self._store.finish(self._run, None)
             self._finished = False
         newest = self._newest.version + 1 if self._newest else 0

@@ -275,6 +275,9 @@ class TrainSection(Section):
     what had come by then. With buffer.max_staleness = 0 it is never asked ahead: there is no data for it yet."""
     micro_batch_tokens: Positive = 16384
     """Tokens (padding not counted) whose activations are held at once; a whole group is the least."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """packed: a micro-batch is one row of all its sequences, without padding, and attention stays within each. padded:
+    passes over rows of like length. auto packs on a GPU in bfloat16 where the model allows it, and pads on a CPU."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -417,6 +420,9 @@ class MetricsSection(Section):
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: str = ""
     """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes to run.dir only); empty sends nothing."""
+    trackio: str = ""
+    """Project on Trackio (extra `trackio`; local, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set); empty sends
+    nothing."""
     prometheus: Annotated[str, Field(pattern=r"^(|[^\s:]+:\d+)$")] = ""
     """HOST:PORT where Prometheus may scrape the last step (extra `prometheus`); empty opens no port."""
     entropy: bool = True

@@ -6,6 +6,7 @@ R response tokens of all of them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,16 +60,19 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedRows:
-    """Rows side by side, padded on the right. Response token r is predicted at flat position `source_R[r]`.
+class Layout:
+    """Rows as a model takes them: side by side and padded, or packed into one (`tba.trainer.packing`).
 
-    There is no attention mask: attention is causal, and padding comes after everything that counts.
+    Flat positions count through `tokens_NT` row by row: a row begins at `starts[n]`, and response token r is predicted
+    at `source_R[r]`.
     """
 
     tokens_NT: Tensor
     source_R: Tensor
+    starts: list[int]
     prompt_lengths: list[int]
     lengths: list[int]  # response tokens of each row, summing to R
+    told: dict[str, Any] = field(default_factory=dict)  # what the model's forward gets beside the tokens
 
 
 def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples: int) -> TrainBatch:
@@ -156,8 +160,11 @@ def by_length(lengths: Sequence[int], overhead: int) -> list[list[int]]:
     return passes
 
 
-def pad(rows: Sequence[Row], device: torch.device) -> PaddedRows:
-    """Rows as tensors. Token 0 pads; nothing before it can see it."""
+def pad(rows: Sequence[Row], device: torch.device) -> Layout:
+    """Rows side by side, padded on the right with token 0.
+
+    There is no attention mask: attention is causal, and padding comes after everything that counts.
+    """
     width = max(row.tokens for row in rows)
     tokens = np.zeros((len(rows), width), np.int64)
     sources = []
@@ -165,9 +172,10 @@ def pad(rows: Sequence[Row], device: torch.device) -> PaddedRows:
         tokens[n, : row.tokens] = np.concatenate([row.prompt_ids, row.response_ids])
         first = n * width + len(row.prompt_ids) - 1
         sources.append(np.arange(first, first + len(row.response_ids)))
-    return PaddedRows(
+    return Layout(
         tokens_NT=torch.from_numpy(tokens).to(device),
         source_R=torch.from_numpy(np.concatenate(sources)).to(device),
+        starts=list(range(0, len(rows) * width, width)),
         prompt_lengths=[len(row.prompt_ids) for row in rows],
         lengths=[len(row.response_ids) for row in rows],
     )

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -48,8 +49,10 @@ Dial = Callable[[wire.Role, str], Client]
 
 
 def network(address: str) -> Dial:
-    """Clients of the server at an address."""
-    return lambda role, name: BufferClient(address, role=role, name=name)
+    """Clients of the server at an address. All are one sender, this start of the trainer: when another one takes the
+    run over, the buffer hears none of them any more, the publisher's thread included."""
+    sender = f"trainer.{uuid.uuid4().hex[:8]}"
+    return lambda role, name: BufferClient(address, role=role, name=name, sender=sender)
 
 
 class Connection:

@@ -1,6 +1,7 @@
 """The policy: loading it, and log-probabilities of responses under it.
 
-Shape suffixes: N rows, T tokens of the longest, R response tokens of all rows, H hidden size, V vocabulary.
+Shape suffixes: N rows, T tokens of the longest, P tokens of a pass with its padding, R response tokens of all rows,
+H hidden size, V vocabulary.
 """
 
 import copy
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
-from tba.trainer.batch import PaddedRows, Row, by_length, counted, pad
+from tba.trainer.batch import Layout, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
+from tba.trainer.packing import ATTENTION, pack
 from tba.trainer.selective import selective_logprobs, selective_logprobs_and_entropy
 
 # What a forward pass over nothing goes over: a token whose prediction nobody asks for.
@@ -94,15 +96,19 @@ class Scores:
 class Scorer(nn.Module):
     """Log-probabilities, at temperature 1, of response tokens under one model.
 
-    `autocast` computes in bfloat16 on float32 weights. It is a module so that FSDP can shard it: all that touches
-    weights happens inside its call.
+    `autocast` computes in bfloat16 on float32 weights. `packed` puts all rows of a call into one pass without padding,
+    else they go in passes of like length. It is a module so that FSDP can shard it: all that touches weights happens
+    inside its call.
     """
 
-    def __init__(self, model: PreTrainedModel, *, autocast: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, autocast: bool, packed: bool = False) -> None:
         super().__init__()
         self.model = model
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self._autocast = autocast
+        self._packed = packed
+        if packed:
+            model.set_attn_implementation(ATTENTION)
 
     @property
     def device(self) -> torch.device:
@@ -110,19 +116,19 @@ class Scorer(nn.Module):
         device: torch.device = self.model.device
         return device
 
-    @property
-    def overhead(self) -> int:
-        """What one forward pass more costs, in tokens."""
-        return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
+    def passes_of(self, lengths: Sequence[int]) -> list[list[int]]:
+        """How rows of these lengths are divided over forward passes: indices, each exactly once."""
+        if self._packed:
+            return [list(range(len(lengths)))] if lengths else []
+        return by_length(lengths, _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS)
 
     def score(self, rows: Sequence[Row], *, pooled: bool = False, entropy: bool = False, passes: int = 0) -> Scores:
         """Rows in their order; `pooled` asks for the prompts' mean hidden states too, `entropy` for that.
 
-        They go through the model in passes of like length, so that little padding is computed. All passes are parts
-        of one graph: a loss on all rows together is exact. Where other ranks make more `passes`, some are over
-        nothing: FSDP's collectives need them, and no number comes of them.
+        All passes are parts of one graph: a loss on all rows together is exact. Where other ranks make more `passes`,
+        some are over nothing: FSDP's collectives need them, and no number comes of them.
         """
-        parts = by_length([row.tokens for row in rows], self.overhead)
+        parts = self.passes_of([row.tokens for row in rows])
         idle = range(len(rows), len(rows) + max(passes - len(parts), 0))
         logprob_R, prompt_NH, entropy_R = self(
             [*rows, *(_NOTHING for _ in idle)], [*parts, *([n] for n in idle)], pooled, entropy
@@ -137,12 +143,12 @@ class Scorer(nn.Module):
         pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             for part in passes:
-                padded = pad([rows[n] for n in part], self.device)
-                hidden_NTH = self.model.base_model(input_ids=padded.tokens_NT, use_cache=False).last_hidden_state
-                hidden_RH = hidden_NTH.flatten(0, 1).index_select(0, padded.source_R)
-                hidden += torch.split(hidden_RH, padded.lengths)
+                laid = (pack if self._packed else pad)([rows[n] for n in part], self.device)
+                output = self.model.base_model(input_ids=laid.tokens_NT, use_cache=False, **laid.told)
+                hidden_PH = output.last_hidden_state.flatten(0, 1)
+                hidden += torch.split(hidden_PH.index_select(0, laid.source_R), laid.lengths)
                 if pooled:
-                    pools.append(_mean_of_prompts(hidden_NTH, padded))
+                    pools.append(_mean_of_prompts(hidden_PH, laid))
             order = np.argsort(np.concatenate(passes)).tolist()
             targets_R = torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64))
             head, hidden_RH = self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order])
@@ -155,11 +161,9 @@ class Scorer(nn.Module):
         return logprob_R, torch.cat(pools)[order] if pooled else nothing, nothing if entropy_R is None else entropy_R
 
 
-def _mean_of_prompts(hidden_NTH: Tensor, rows: PaddedRows) -> Tensor:
-    position_T = torch.arange(hidden_NTH.shape[1], device=hidden_NTH.device)
-    prompt_N = torch.tensor(rows.prompt_lengths, device=hidden_NTH.device)
-    inside_NT1 = (position_T < prompt_N[:, None])[..., None]
-    return torch.where(inside_NT1, hidden_NTH, 0.0).sum(dim=1) / prompt_N[:, None]
+def _mean_of_prompts(hidden_PH: Tensor, laid: Layout) -> Tensor:
+    prompts = zip(laid.starts, laid.prompt_lengths, strict=True)
+    return torch.stack([hidden_PH[start : start + length].mean(dim=0) for start, length in prompts])
 
 
 def sequence_logprobs(logprob_R: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -30,7 +30,7 @@ from tba.trainer import checkpoint
 from tba.trainer.batch import Row, TrainBatch, cut
 from tba.trainer.loop import prepare
 from tba.trainer.metrics import MetricsLog
-from tba.trainer.model import Scorer, load_model
+from tba.trainer.model import load_model
 from tba.trainer.objectives.choose import Objective
 from tba.trainer.objectives.likelihood import negative_log_likelihood
 from tba.trainer.sft_data import Encoder, read_rows
@@ -107,7 +107,6 @@ class Job:
         self._train = config.train.model_copy(update={"steps": self.steps})
         objective = Objective("likelihood", lambda responses, _: negative_log_likelihood(responses), False)
         self.learner = Learner(policy, None, self._train, objective, autocast=autocast)
-        self._scorer = Scorer(policy, autocast=autocast)
         if found is not None:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
@@ -177,7 +176,9 @@ class Job:
         groups = [[index] for index in range(len(self._held_out))]
         total = 0.0
         for part in cut(groups, lambda row: self._held_out[row].tokens, self._train.micro_batch_tokens):
-            total -= float(self._scorer.score([self._held_out[index] for index in part]).logprob_R.double().sum())
+            total -= float(
+                self.learner.scorer.score([self._held_out[index] for index in part]).logprob_R.double().sum()
+            )
         return total / sum(len(row.response_ids) for row in self._held_out)
 
     def _save(self) -> None:

@@ -5,10 +5,10 @@ number of both, in the same order, whatever its share of the batch is. So the sh
 of them, and a rank with less to do makes passes over nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tba.trainer.batch import by_length, cut
+from tba.trainer.batch import cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,17 @@ def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def turns_of(
-    groups: Sequence[Sequence[int]], tokens: Sequence[int], *, limit: int, overhead: int, rank: int, ranks: int
+    groups: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    *,
+    limit: int,
+    passes_of: Callable[[Sequence[int]], Sequence[Sequence[int]]],
+    rank: int,
+    ranks: int,
 ) -> list[Turn]:
     """The micro-batches of a rank: as many on every rank, of as many passes.
 
-    `groups` are indices into `tokens`, the length of each row; `limit` is `cut`'s and `overhead` is `by_length`'s.
+    `groups` are indices into `tokens`, the length of each row; `limit` is `cut`'s and `passes_of` the scorer's.
     """
     parts = [
         [[mine[index] for index in part] for part in cut([groups[group] for group in mine], tokens.__getitem__, limit)]
@@ -44,6 +50,6 @@ def turns_of(
     turns = []
     for turn in range(max(map(len, parts))):
         at_once = [of_rank[turn] if turn < len(of_rank) else [] for of_rank in parts]
-        passes = (by_length([tokens[row] for group in part for row in groups[group]], overhead) for part in at_once)
+        passes = (passes_of([tokens[row] for group in part for row in groups[group]]) for part in at_once)
         turns.append(Turn(at_once[rank], max(map(len, passes))))
     return turns

@@ -34,6 +34,7 @@ from tba.trainer.objectives.health import (
     truncated_fraction,
 )
 from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.packing import packs
 from tba.trainer.ranks import ALONE, Ranks
 from tba.trainer.reference import Reference
 from tba.trainer.schedule import beta_at, learning_rate_schedule
@@ -72,8 +73,9 @@ class _Sums:
 class Learner:
     """The policy, its reference, the objective and the optimiser.
 
-    `steps_done` counts updates, the skipped ones included. `watch` has the time of each phase. `reference` may be None
-    with adapters, whose reference is the policy without them, and for an objective that needs none.
+    `steps_done` counts updates, the skipped ones included. `scorer` is of the policy, `watch` has the time of each
+    phase. `reference` may be None with adapters, whose reference is the policy without them, and for an objective that
+    needs none.
     """
 
     def __init__(
@@ -100,8 +102,11 @@ class Learner:
         self._objective = objective
         self._ranks = ranks
         self._entropy = entropy
-        self._scorer = Scorer(policy, autocast=autocast)
-        scorer = self._scorer if reference is None else Scorer(reference.requires_grad_(False), autocast=autocast)
+        device = policy.device.type if ranks.mesh is None else ranks.mesh.device_type
+        packed = packs(config.packing, policy, device, half=autocast)
+        self.scorer = scorer = Scorer(policy, autocast=autocast, packed=packed)
+        if reference is not None:
+            scorer = Scorer(reference.requires_grad_(False), autocast=autocast, packed=packed)
         self.reference = Reference(scorer, reference_config or ReferenceSection(), lineage)
         self._just_computed: tuple[str, dict[int, float]] = ("", {})  # of the step before: reference, log-probabilities
         self._learning_rate = learning_rate_schedule(config)
@@ -109,7 +114,7 @@ class Learner:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
             policy.train()
         if ranks.size > 1:
-            for scorer in dict.fromkeys((self._scorer, self.reference.scorer)):
+            for scorer in dict.fromkeys((self.scorer, self.reference.scorer)):
                 shard(scorer, ranks, autocast=autocast)
         self._keeps_whole = ranks.size > 1 and fits_whole(config.sharding, policy, autocast=autocast)
         self.optimizer = torch.optim.AdamW(
@@ -209,10 +214,10 @@ class Learner:
         turns = self._turns(groups, batch.rows)
         for turn in turns:
             if self._keeps_whole:
-                keep_whole(self._scorer, last=turn is turns[-1])
+                keep_whole(self.scorer, last=turn is turns[-1])
             rows = [batch.rows[row] for b in turn.groups for row in groups[b]]
             with self.watch.phase("forward"):
-                scores = self._scorer.score(
+                scores = self.scorer.score(
                     rows, pooled=self._objective.learns_log_z, entropy=self._entropy, passes=turn.passes
                 )
             if rows:
@@ -252,7 +257,7 @@ class Learner:
             groups,
             [row.tokens for row in rows],
             limit=self._config.micro_batch_tokens,
-            overhead=self._scorer.overhead,
+            passes_of=self.scorer.passes_of,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )
@@ -333,10 +338,10 @@ class Learner:
         """An id outside the vocabulary would be an unreadable device error, or a silent wrong row."""
         for row in batch.rows:
             for tokens in (row.prompt_ids, row.response_ids):
-                if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._scorer.vocabulary):
+                if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.scorer.vocabulary):
                     raise TbaError(
                         f"trajectory {row.id} has token ids outside the model's vocabulary of "
-                        f"{self._scorer.vocabulary}: searchers and trainer must use the same model"
+                        f"{self.scorer.vocabulary}: searchers and trainer must use the same model"
                     )
 
 

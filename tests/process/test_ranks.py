@@ -11,7 +11,7 @@ import torch
 
 from tba.tests.unit import rank_lab
 
-RESUMED = ("all", "tied", "learned_z", "lora")
+RESUMED = ("all", "tied", "learned_z", "lora", "reset", "ema")
 
 
 def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
@@ -96,6 +96,19 @@ def test_so_do_three_ranks_some_of_which_have_nothing_to_do(trained, scenario):
     assert_same(trained.result(scenario, 3), trained.result(scenario, 1), tolerance=1e-9)
 
 
+@pytest.mark.parametrize("scenario", ["packed", "packed_whole"])
+def test_packed_on_two_ranks_is_padded_on_one(trained, scenario):
+    assert_same(trained.result(scenario, 2), trained.result("plain", 1), tolerance=1e-9)
+
+
+def test_a_moved_reference_is_a_different_one(trained):
+    """So that equal losses after a resume say something of the references."""
+    first, second = ([trained.result(name, 2)["metrics"][step]["kl"] for name in ("reset", "ema")] for step in (0, 1))
+    assert first[0] == first[1]
+    assert second[0] == 0  # the policy itself, which has not moved since
+    assert abs(second[1]) > 1e-3
+
+
 @pytest.mark.parametrize("scenario", ["half", "lora_half"])
 def test_two_ranks_in_bfloat16_are_as_near_as_bfloat16_is(trained, scenario):
     found, expected = (trained.result(scenario, ranks)["metrics"][0] for ranks in (2, 1))
@@ -117,3 +130,11 @@ def test_one_process_goes_on_from_two_and_two_from_one(trained, tmp_path):
         straight = rank_lab.run(again, tmp_path / "one")
         assert_same(rank_lab.run(again, tmp_path / "two"), straight, tolerance=tolerance)
         assert_same(trained.result(again, 2), straight, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("scenario", ["reset", "ema"])
+def test_ranks_that_go_on_with_a_moved_reference_make_the_steps_of_one_process_that_never_stopped(
+    trained, tmp_path, scenario
+):
+    straight = rank_lab.run(scenario, tmp_path, steps=4)
+    assert_same(trained.result(f"{scenario}/again", 2), straight | {"metrics": straight["metrics"][2:]}, tolerance=1e-9)

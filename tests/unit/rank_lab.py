@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tba.common.config import LoraSection, TrainSection
+from tba.common.config import LoraSection, ReferenceSection, TrainSection
 from tba.common.process import RENDEZVOUS_VARIABLE
 from tba.trainer import checkpoint
 from tba.trainer.adapters import add_adapters, merged
@@ -35,6 +35,14 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "tied": ({"tie": True}, 4),
     "recomputed": ({"gradient_checkpointing": True, "micro_batch_tokens": 60, "sharding": "all"}, 5),
     "learned_z": ({"name": "tb_learned_z"}, 3),
+    "packed": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "all"}, 5),
+    "packed_whole": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "optimizer"}, 5),
+    "packed_lora": (
+        {"packing": "packed", "lora": LoraSection(rank=2), "gradient_checkpointing": True, "micro_batch_tokens": 60},
+        4,
+    ),
+    "reset": ({"reference": ReferenceSection(kind="reset", every=1), "sharding": "all"}, 3),
+    "ema": ({"reference": ReferenceSection(kind="ema", every=1, decay=0.5)}, 3),
     "grpo": ({"name": "grpo", "micro_batch_tokens": 40}, 4),
     "lora": ({"lora": LoraSection(rank=2), "sharding": "all"}, 4),
     "lora_recomputed": ({"lora": LoraSection(rank=2), "gradient_checkpointing": True}, 4),
@@ -51,24 +59,34 @@ def make_learner(
     double: bool = True,
     autocast: bool = False,
     lora: LoraSection | None = None,
+    reference: ReferenceSection | None = None,
     **keys: Any,
 ) -> Learner:
     """A learner of two layers; its reference is another random model, or the model without its adapters."""
-    policy, reference = (tiny_model(seed=seed, tie=tie, layers=2) for seed in (0, 1))
+    policy, initial = (tiny_model(seed=seed, tie=tie, layers=2) for seed in (0, 1))
     if lora is not None:
-        reference = None
+        initial = None
         add_adapters(policy, lora)
         with torch.no_grad():
             for name_, parameter in policy.named_parameters():
                 if "lora_B" in name_:
                     parameter.normal_(std=0.1)
     if double:
-        policy, reference = policy.double(), reference and reference.double()
+        policy, initial = policy.double(), initial and initial.double()
     config = TrainSection.model_validate(_FLAT | keys)
-    return Learner(policy, reference, config, objective(name), autocast=autocast, ranks=ranks, entropy=True)
+    return Learner(
+        policy,
+        initial,
+        config,
+        objective(name),
+        autocast=autocast,
+        ranks=ranks,
+        reference_config=reference,
+        entropy=True,
+    )
 
 
-def run(scenario: str, directory: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2) -> dict[str, Any]:
     """Train a scenario: {"metrics": one dict per step, "weights": by name, "reductions": of gradients}."""
     keys, prompts = SCENARIOS[scenario.removesuffix("/again")]
     torch.manual_seed(0)
@@ -78,7 +96,9 @@ def run(scenario: str, directory: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
         checkpoint.restore(found, learner)
     first = learner.steps_done
     REDUCTIONS.clear()
-    metrics = [learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(first, first + 2)]
+    metrics = [
+        learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(first, first + steps)
+    ]
     weights = {name: tensor.clone() for name, tensor in merged(learner.policy, weights_of(learner.policy))}
     if ranks.rank == 0:
         checkpoint.save(directory / f"{scenario}.after", learner, run="r", keep=1)

@@ -21,7 +21,11 @@ def divided(draw):
     tokens = draw(st.lists(st.integers(1, 90), min_size=prompts * samples, max_size=prompts * samples))
     groups = [range(b * samples, (b + 1) * samples) for b in range(prompts)]
     limit, overhead = draw(st.integers(1, 400)), draw(st.integers(0, 100))
-    turns = [turns_of(groups, tokens, limit=limit, overhead=overhead, rank=r, ranks=ranks) for r in range(ranks)]
+
+    def passes_of(lengths):
+        return by_length(lengths, overhead)
+
+    turns = [turns_of(groups, tokens, limit=limit, passes_of=passes_of, rank=r, ranks=ranks) for r in range(ranks)]
     return groups, tokens, overhead, turns
 
 

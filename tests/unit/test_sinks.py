@@ -1,9 +1,11 @@
 """The sinks with the real packages, and what happens when one fails."""
 
 import json
+import sqlite3
 import struct
 import time
 import urllib.request
+from contextlib import closing
 
 import pytest
 
@@ -12,6 +14,7 @@ from tba.common.errors import MissingExtra
 from tba.trainer.sinks import choose
 from tba.trainer.sinks.guarded import Guarded
 from tba.trainer.sinks.prometheus import PrometheusSink
+from tba.trainer.sinks.trackio import TrackioSink
 from tba.trainer.sinks.weights_and_biases import WandbSink
 
 
@@ -109,6 +112,23 @@ def test_weights_and_biases_offline_has_one_run_over_two_starts_and_no_step_twic
     state = json.loads((tmp_path / "wandb.json").read_text())
     assert names == {f"run-{state['id']}.wandb"}
     assert wandb_steps(tmp_path) == [0, 1, 2, 3, 4]
+
+
+def test_trackio_has_one_run_over_two_starts_and_no_step_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # before the import, which reads it
+    pytest.importorskip("trackio")
+    for first, last in ((0, 3), (2, 5)):
+        sink = TrackioSink(tmp_path, "project", "run", {"train": {"beta": 0.1}})
+        for step in range(first, last):
+            sink.record(step, 1000.0 + step, {"loss": float(step)})
+        sink.close()
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    state = json.loads((tmp_path / "trackio.json").read_text())
+    assert {name for name, _, _ in rows} == {f"run-{state['id']}"}
+    assert [step for _, step, _ in rows] == [0, 1, 2, 3, 4]
+    assert json.loads(rows[3][2]) == {"loss": 3.0, "wall_time": 1003.0}
 
 
 def test_a_sink_whose_package_is_missing_is_one_sentence(tmp_path, monkeypatch):

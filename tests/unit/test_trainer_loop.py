@@ -150,8 +150,8 @@ def same_weights(a: Run, b: Run) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def finished_run(make_run: Callable[..., Run]) -> Run:
-    run = make_run("straight")
+def finished_run(make_run: Callable[..., Run], name: str = "straight", **train_keys: Any) -> Run:
+    run = make_run(name, **train_keys)
     feeder = run.feed()
     run.train()
     feeder.join()
@@ -161,6 +161,13 @@ def finished_run(make_run: Callable[..., Run]) -> Run:
 def without_reference_counts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A repeated step finds the reference stored that it had computed at first."""
     return [{k: v for k, v in line.items() if k != "reference_computed"} for line in lines]
+
+
+def test_a_run_with_packed_rows_is_the_padded_run_as_far_as_float32_goes(make_run):
+    padded, packed = (finished_run(make_run, packing, packing=packing) for packing in ("padded", "packed"))
+    assert published(packed) == published(padded)
+    for mine, theirs in zip(packed.metrics(), padded.metrics(), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("step", [1, 2, 4, 5])

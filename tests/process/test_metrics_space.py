@@ -1,0 +1,90 @@
+"""Metrics on a full disk: training goes on, no line is torn, and all are there once there is space."""
+
+import json
+import os
+
+import pytest
+
+from tba.common.errors import CheckpointError, TbaError
+from tba.trainer import line_file
+from tba.trainer.metrics import MetricsLog
+
+from .test_storage_faults import small_disk  # noqa: F401
+
+# No divisor of a page, so that the disk is full in the middle of a line.
+NUMBERS = {"text": "x" * 301}
+
+
+@pytest.fixture
+def metrics(small_disk):  # noqa: F811
+    log = MetricsLog(small_disk.path, first_step=0)
+    yield log
+    log.close()
+
+
+def fill(disk) -> None:
+    """Take all space that is left."""
+    with disk.ballast.open("wb") as file:
+        free = os.statvfs(disk.path).f_bavail * os.statvfs(disk.path).f_frsize
+        os.posix_fallocate(file.fileno(), 0, free)
+
+
+def record_until_lines_wait(log, first: int, waiting: int) -> int:
+    """Record steps; returns the next one."""
+    step = first
+    while log._file.waiting < waiting:
+        log.record(step, 0.0, NUMBERS)
+        step += 1
+        assert step < first + 1000
+    return step
+
+
+def steps(disk) -> list[int]:
+    return [json.loads(line)["step"] for line in (disk.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_wait_for_space_and_are_then_there_whole_and_in_order(metrics, small_disk, caplog):  # noqa: F811
+    metrics.record(0, 0.0, NUMBERS)
+    fill(small_disk)
+    step = record_until_lines_wait(metrics, 1, 20)
+    with pytest.raises(CheckpointError, match=r"20 lines of metrics are not on disk: .*No space left"):
+        metrics.sync()
+    small_disk.relieve()
+    metrics.record(step, 0.0, NUMBERS)
+    assert steps(small_disk) == list(range(step + 1))
+    metrics.sync()
+    assert sum("lines wait in memory" in message for message in caplog.messages) == 1
+
+
+def test_a_checkpoint_alone_brings_the_lines_to_the_disk(metrics, small_disk):  # noqa: F811
+    fill(small_disk)
+    step = record_until_lines_wait(metrics, 0, 3)
+    small_disk.relieve()
+    metrics.sync()
+    assert steps(small_disk) == list(range(step))
+
+
+def test_what_waits_is_bounded_the_oldest_are_lost_and_counted(metrics, small_disk, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(line_file, "_MOST_WAITING", 5)
+    fill(small_disk)
+    for step in range(8):
+        metrics.record(step, 0.0, NUMBERS)
+    assert (metrics._file.waiting, metrics._file.lost) == (5, 3)
+    small_disk.relieve()
+    metrics.record(8, 0.0, NUMBERS)
+    assert steps(small_disk) == [3, 4, 5, 6, 7, 8]
+
+
+def test_what_never_could_be_written_is_said_at_the_end(small_disk, caplog):  # noqa: F811
+    log = MetricsLog(small_disk.path, first_step=0)
+    fill(small_disk)
+    log.record(0, 0.0, NUMBERS)
+    log.close()
+    assert any("lines were never written" in message for message in caplog.messages)
+
+
+def test_a_start_on_a_full_disk_is_one_sentence(small_disk):  # noqa: F811
+    (small_disk.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    fill(small_disk)
+    with pytest.raises(TbaError, match=r"metrics\.jsonl cannot be written: No space left on device"):
+        MetricsLog(small_disk.path, first_step=1)

@@ -1,0 +1,204 @@
+"""A micro-batch as one row of all its sequences gives the numbers of a padded one."""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
+
+from tba.common.config import LoraSection
+from tba.common.errors import ConfigError
+from tba.trainer.canary import make_canary, skeleton
+from tba.trainer.model import Scorer, weights_of
+from tba.trainer.packing import _kernel, attend, obstacle, pack, packs
+
+from .rank_lab import make_learner
+from .tb_lab import make_row, random_batch, tiny_model
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def tiny_gpt2():
+    """Positions are learned: a sequence in the middle of a row must begin at 0."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).eval().double()
+
+
+def tiny_mistral(window: int):
+    torch.manual_seed(0)
+    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 32, "sliding_window": window}
+    return MistralForCausalLM(MistralConfig(**shape, max_position_embeddings=64, initializer_range=0.3)).eval().double()
+
+
+def tiny_lfm2():
+    """Every other layer is a convolution, which runs over the boundary."""
+    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 32, "layer_types": ["conv", "full_attention"]}
+    return Lfm2ForCausalLM(Lfm2Config(**shape, initializer_range=0.3)).eval()
+
+
+def logprobs_both_ways(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padded, then packed; the padded ones by the attention that the model came with."""
+    with torch.no_grad():
+        return tuple(Scorer(model, autocast=False, packed=packed).score(rows).logprob_R for packed in (False, True))
+
+
+def test_rows_are_one_row_whose_positions_begin_anew():
+    laid = pack([make_row(1, [1, 2], [3]), make_row(2, [4], []), make_row(3, [5, 6], [7, 0])], CPU)
+    assert laid.tokens_NT.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert laid.source_R.tolist() == [1, 5, 6]
+    assert (laid.starts, laid.prompt_lengths, laid.lengths) == ([0, 3, 4], [2, 1, 2], [1, 0, 2])
+    assert laid.told["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+    assert laid.told["cu_seq_lens_q"].tolist() == [0, 3, 4, 8]
+    assert laid.told["max_length_q"] == 4
+
+
+@pytest.mark.parametrize(
+    "make_model",
+    [
+        lambda: tiny_model(layers=2).double(),
+        tiny_gpt2,
+        lambda: tiny_mistral(window=4),
+        lambda: tiny_mistral(window=100),
+    ],
+    ids=["llama, grouped heads", "gpt2, learned positions", "mistral, short window", "mistral, long window"],
+)
+def test_log_probabilities_are_those_of_padded_rows(make_model):
+    padded, packed = logprobs_both_ways(make_model(), random_batch(3, prompts=5).rows)
+    assert torch.allclose(packed, padded, atol=1e-12, rtol=0)
+
+
+def test_a_short_window_is_not_the_same_as_none():
+    rows = random_batch(3, prompts=5).rows
+    short, long = (logprobs_both_ways(tiny_mistral(window), rows)[1] for window in (4, 100))
+    assert float((short - long).abs().max()) > 1e-3
+
+
+def test_a_model_set_to_pack_still_takes_rows_side_by_side():
+    model, rows = tiny_mistral(window=4), random_batch(3).rows
+    expected, _ = logprobs_both_ways(model, rows)
+    assert model.config._attn_implementation == "tba_packed"
+    assert torch.allclose(Scorer(model, autocast=False).score(rows).logprob_R, expected, atol=1e-12, rtol=0)
+
+
+def steps(count: int = 2, **keys):
+    """Metrics and weights of a learner that takes some steps."""
+    torch.manual_seed(0)
+    learner = make_learner(**keys)
+    metrics = [learner.step(random_batch(step, prompts=5, step=step)).metrics for step in range(count)]
+    return metrics, dict(learner.policy.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 60},
+        {"gradient_checkpointing": True},
+        {"lora": LoraSection(rank=2)},
+        {"lora": LoraSection(rank=2), "gradient_checkpointing": True, "micro_batch_tokens": 60},
+        {"name": "tb_learned_z"},
+        {"name": "grpo"},
+    ],
+    ids=lambda keys: " ".join(keys) or "plain",
+)
+def test_steps_are_those_of_padded_rows(keys):
+    # The head that predicts log Z is float32 in any model.
+    tolerance = 1e-6 if keys.get("name") == "tb_learned_z" else 1e-10
+    (padded, expected), (packed, found) = (steps(packing=packing, **keys) for packing in ("padded", "packed"))
+    for mine, theirs in zip(packed, padded, strict=True):
+        assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
+        assert mine["grad_norm"] > 1e-3
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, atol=tolerance, rtol=0), name
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+def test_a_micro_batch_is_one_pass(micro_batch_tokens):
+    learner = make_learner(packing="packed", micro_batch_tokens=micro_batch_tokens)
+    calls = []
+    learner.policy.base_model.register_forward_hook(lambda *_: calls.append(1))
+    batch = random_batch(0, prompts=5)
+    learner.accumulate(batch, batch.reference_BK.nan_to_num(-5.0), 0.1)
+    assert len(calls) == (5 if micro_batch_tokens == 1 else 1)
+
+
+def test_the_canary_of_a_packed_model_is_that_of_the_model():
+    model, sequences = tiny_mistral(window=4), [[1, 2, 3, 4, 5, 6, 7]]
+    expected = make_canary(skeleton(model), weights_of(model), sequences)
+    Scorer(model, autocast=False, packed=True)
+    found = make_canary(skeleton(model), weights_of(model), sequences)
+    assert np.allclose(found.logprobs, expected.logprobs, atol=1e-6, rtol=0)
+
+
+def test_what_passes_from_sequence_to_sequence_outside_of_attention_is_found():
+    model = tiny_lfm2()
+    assert "a sequence notices the ones that are packed before it" in obstacle(model)
+    assert model.config._attn_implementation != "tba_packed"
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused_where_packing_is_asked_for():
+    shape = OpenAIGPTConfig(vocab_size=16, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(ConfigError, match="does not leave its attention to others"):
+        packs("packed", OpenAIGPTLMHeadModel(shape), "cpu", half=False)
+
+
+def test_on_a_cpu_rows_are_packed_only_if_asked_for():
+    assert [packs(packing, tiny_model(), "cpu", half=False) for packing in ("auto", "padded", "packed")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_the_gpu_kernel_takes_what_it_is_given():
+    """Without a GPU it computes shapes alone, of both passes."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(12, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        boundaries = torch.tensor([0, 5, 12], dtype=torch.int32)
+        attended = _kernel(query, key, value, boundaries, 7, 0.3, 4)
+        torch.autograd.backward(attended.sum())
+    assert (attended.shape, attended.dtype) == (query.shape, torch.bfloat16)
+    assert [tensor.grad.shape for tensor in (query, key, value)] == [(12, 4, 8), (12, 2, 8), (12, 2, 8)]
+
+
+def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's documentation says of varlen_attn, by one large mask."""
+    assert torch.equal(cu_q, cu_k)
+    assert max_q == max_k == int(cu_q.diff().max())
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+    assert enable_gqa
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    position = torch.arange(len(query))
+    sequence = torch.bucketize(position, cu_q[1:], right=True)
+    behind = position[:, None] - position
+    left, right = (width if width >= 0 else len(query) for width in window_size)
+    seen = (sequence[:, None] == sequence) & (behind <= left) & (-behind <= right)
+    scores = torch.einsum("qad,kad->aqk", query, key) * scale
+    return torch.einsum("aqk,kad->qad", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).bfloat16()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_gpu_kernel_is_asked_for_what_each_sequence_by_itself_gives(monkeypatch, window):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    told = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    expected, _ = attend(None, query, key, value, None, **told)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_kernel)
+    monkeypatch.setattr("tba.trainer.packing._has_kernel", lambda *_, **__: True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = attend(None, query, key, value, None, max_length_q=7, **told)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, atol=0.02)

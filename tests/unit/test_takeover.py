@@ -1,0 +1,101 @@
+"""A trainer that was cut off and replaced: when it is back, nothing that it says counts."""
+
+import pytest
+import torch
+
+from tba.common import wire
+from tba.common.config import Config
+from tba.common.errors import EXIT_CONFIG, Refused
+from tba.trainer.loop import Trainer
+
+from .tb_lab import BufferThread, save_tiny_model
+
+HELLO = wire.Hello(host="node7", pid=1, software="x")
+HEARTBEAT = wire.Heartbeat(activity="training", reason="", weights_version=None, metrics={})
+WEIGHTS = wire.WeightsRef(version=1, step=2, path="/v1", manifest_sha256="0" * 64)
+REQUESTS = [
+    HEARTBEAT,
+    wire.SampleBatch(step=0, prompts=1, samples=2, reference="initial", wait_seconds=0.0),
+    wire.ReportStep(step=0, metrics={}, reference="initial", trajectory_ids=[], reference_logprobs=[]),
+    wire.AnnounceSnapshot(weights=WEIGHTS, bytes=1),
+    wire.FinishRun(step=3),
+    HELLO,
+]
+
+
+@pytest.fixture
+def replaced(harness):
+    """A buffer whose trainer t.1 fell silent, and was followed by t.2."""
+    buffer = harness()
+    buffer.announce(0, 0)
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.clock.advance(6)
+    buffer.ask(HELLO, role="trainer", sender="t.2")
+    return buffer
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda message: message.TYPE)
+def test_nothing_that_a_replaced_trainer_says_is_heard(replaced, request_):
+    with pytest.raises(Refused, match="a trainer on node7 took over run test") as refused:
+        replaced.ask(request_, role="trainer", sender="t.1")
+    assert refused.value.exit_code == EXIT_CONFIG
+    assert not replaced.service.state().finished
+    assert replaced.service.state().weights.version == 0
+
+
+def test_nor_long_after_the_buffer_has_forgotten_when_it_was_there(replaced):
+    replaced.clock.advance(100_000)
+    replaced.service.expire_leases()
+    with pytest.raises(Refused, match="took over"):
+        replaced.ask(HEARTBEAT, role="trainer", sender="t.1")
+
+
+def test_the_one_that_took_over_is(replaced):
+    replaced.ask(HEARTBEAT, role="trainer", sender="t.2")
+    replaced.ask(wire.AnnounceSnapshot(weights=WEIGHTS, bytes=1), role="publisher", sender="t.2")
+    assert replaced.service.state().weights == WEIGHTS
+
+
+def test_a_trainer_that_is_only_refused_takes_nothing_over(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    with pytest.raises(Refused, match="is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Trainers of one run, each in a directory of its own, with their buffer."""
+    model = save_tiny_model(tmp_path / "model")
+    keys = {"model": {"path": str(model), "dtype": "float32"}, "train": {"prompts_per_step": 1}}
+    run = {"dir": str(tmp_path / "buffer"), "name": "test"}
+    buffer = BufferThread(Config.model_validate({**keys, "run": run}))
+    trainers = []
+
+    def make(name: str) -> Trainer:
+        sections = {**keys, "run": run | {"dir": str(tmp_path / name)}, "buffer": {"address": buffer.address}}
+        trainers.append(Trainer(Config.model_validate(sections), None, torch.device("cpu"), lambda: False))
+        trainers[-1].connect()
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.close()
+    buffer.stop()
+
+
+def test_its_publisher_is_not_heard_either_and_its_versions_are_free(make_trainer, monkeypatch):
+    cut_off = make_trainer("a")
+    cut_off.publish()
+    assert cut_off._publisher.flush(20)
+    monkeypatch.setattr("tba.buffer.clients._TRAINER_SECONDS", 0.0)  # it has been silent for long enough
+    successor = make_trainer("b")
+    cut_off.publish()
+    with pytest.raises(Refused, match="took over run test"):
+        cut_off._publisher.flush(20)
+    with pytest.raises(Refused, match="took over run test"):
+        cut_off.sample()
+    successor.publish()
+    assert successor._publisher.flush(20)
+    assert successor._connection.weights_version == 1

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.llama import LlamaForSequenceClassification
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
@@ -45,6 +46,38 @@ def test_the_score_is_the_logit_that_the_head_gives_at_the_last_token(tmp_path):
     with torch.inference_mode():
         hidden = model._model.model(ids).last_hidden_state
     assert score(model, [("1+2=", "3")]) == pytest.approx((hidden[0, -1] @ head.T).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("pad", [None, -1, 1, 0])
+def test_a_pair_that_ends_with_eos_is_read_where_transformers_reads_it_when_it_is_alone(tmp_path, pad):
+    """1 is eos: without a padding token of its own a model is read at eos, and before it if it was trained to pad so."""
+    directory = make_classifier(tmp_path / "model", pad_token_id=pad, chat_template=TEMPLATE + "<eos>")
+    chat = load(directory, template="chat")
+    plain = LlamaForSequenceClassification.from_pretrained(directory).eval()
+    with torch.inference_mode():
+        ids = [torch.tensor([chat.encode(*pair)]) for pair in PAIRS]
+        alone = [plain(one).logits.item() for one in ids]
+        place = -2 if pad == 1 else -1
+        there = [plain.score(plain.model(one).last_hidden_state[0, place]).item() for one in ids]
+    assert score(chat, PAIRS) == pytest.approx(alone, abs=1e-5)
+    assert alone == pytest.approx(there, abs=1e-5)
+
+
+def test_a_batch_that_ends_with_every_token_but_one_still_has_one_to_pad_with(tmp_path):
+    model = load(make_classifier(tmp_path / "model", pad_token_id=None))
+    pairs = [[3] * n + [token] for n, token in enumerate(range(16), 1)]
+    assert [len(part) for part in model.cut(pairs)] == [15, 1]
+    found = [model.score([pair], lambda *_: None)[0] for pair in pairs]
+    for part in model.cut(pairs):
+        assert model.score([pairs[n] for n in part], lambda *_: None) == pytest.approx([found[n] for n in part], abs=1e-5)
+
+
+def test_a_padding_token_without_an_embedding_is_refused(tmp_path):
+    directory = make_classifier(tmp_path / "model")
+    config = directory / "config.json"
+    config.write_text(config.read_text().replace('"pad_token_id": 0', '"pad_token_id": 16'))
+    with pytest.raises(ConfigError, match="pads with token 16, and has 16 embeddings: set pad_token_id"):
+        load(directory)
 
 
 def test_batches_are_cut_longest_first_by_tokens_with_their_padding(tmp_path):

@@ -1,6 +1,7 @@
 """The reward model's process: `python -m tba.searcher.reward_model_worker FD`, started by `model_rewards.py`.
 
-In: the settings, then lists of [ticket, prompt, response]. Out: `["ready"]`, or `["refused", sentence]`; then for each
+In: the settings, then lists of [ticket, prompt, response]. Out: `["ready"]`, or the sentence of why not: `["refused",
+sentence]` if the files are no reward model, `["failed", sentence]` if it may load another time. Then for each
 forward pass `["begin", tickets]` and, of the same and other tickets, `["scores", [[ticket, score, error], ...]]`. So of
 a worker that dies it is known which pairs it died of.
 
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
+from tba.searcher.memory import out_of_memory
 from tba.searcher.reward_model import RewardModel
 from tba.searcher.tasks.scoring import storable
 from tba.searcher.worker_process import Connection
@@ -35,6 +37,11 @@ def main() -> None:
         model = RewardModel(Path(settings["directory"]), config, settings["device"])
     except ConfigError as trouble:
         connection.send(["refused", storable(str(trouble))])
+        sys.exit(1)
+    except Exception as error:
+        log.exception("the reward model was not loaded")
+        told = "out of memory" if out_of_memory(error) else f"{type(error).__name__}: {error}"
+        connection.send(["failed", storable(f"{told} while it loaded {settings['directory']}")])
         sys.exit(1)
     connection.send(["ready"])
     for items in connection:

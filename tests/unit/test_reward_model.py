@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.llama import LlamaForSequenceClassification
 
-from tba.common.config import RewardModelSection
+from tba.common.config import Config, RewardModelSection
 from tba.common.errors import ConfigError
+from tba.deploy.doctor import examine
 from tba.searcher.reward_model import RewardModel
-from tba.tests.classifiers import make_classifier, without_head
+from tba.searcher.reward_model_files import check_files
+from tba.tests.classifiers import EXAMPLE_MODEL, make_classifier, without_head
 
 PAIRS = [("1+2=", "3"), ("12+34=", "46"), ("1+1=", "2" * 90), ("9+8=", ""), ("7+70=", "77+1")]
 # Marks that the example's tokenizer knows.
@@ -69,7 +71,9 @@ def test_a_batch_that_ends_with_every_token_but_one_still_has_one_to_pad_with(tm
     assert [len(part) for part in model.cut(pairs)] == [15, 1]
     found = [model.score([pair], lambda *_: None)[0] for pair in pairs]
     for part in model.cut(pairs):
-        assert model.score([pairs[n] for n in part], lambda *_: None) == pytest.approx([found[n] for n in part], abs=1e-5)
+        assert model.score([pairs[n] for n in part], lambda *_: None) == pytest.approx(
+            [found[n] for n in part], abs=1e-5
+        )
 
 
 def test_a_padding_token_without_an_embedding_is_refused(tmp_path):
@@ -127,3 +131,31 @@ def test_files_that_are_no_reward_model_are_refused_with_a_sentence(tmp_path):
     (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(directory)
+
+
+def diagnosis(path: object, template: str) -> tuple[str, str]:
+    """What `tba doctor` finds."""
+    config = Config.model_validate({"reward_model": {"path": str(path), "template": template}})
+    (finding,) = [row for row in examine(config, lambda _: None, check_files) if row["check"] == "reward model"]
+    return finding["result"], finding["detail"]
+
+
+def test_the_doctor_tells_a_reward_model_from_what_is_none(tmp_path):
+    good = make_classifier(tmp_path / "good", chat_template=TEMPLATE)
+    plain = make_classifier(tmp_path / "plain", "bert")
+    damaged, empty = make_classifier(tmp_path / "damaged"), make_classifier(tmp_path / "empty")
+    (damaged / "config.json").write_text((damaged / "config.json").read_text().replace('"llama"', '"lama"'))
+    (empty / "model.safetensors").unlink()
+    for path, template, result, words in (
+        (good, "chat", "ok", "good: LlamaForSequenceClassification, pads with token 0, chat"),
+        (plain, "concatenation", "ok", "plain: BertForSequenceClassification, pads with token 0, concatenation"),
+        (plain, "chat", "fail", "has no chat template"),
+        (damaged, "concatenation", "fail", "model type `lama`"),
+        (empty, "concatenation", "fail", "has no safetensors files"),
+        (EXAMPLE_MODEL, "concatenation", "fail", "has 2 labels: a reward needs a classifier with one"),
+        (tmp_path / "missing", "concatenation", "fail", "missing does not exist"),
+        ("org/model", "concatenation", "warn", "it will be taken from the hub"),
+        ("", "concatenation", "ok", "none is configured"),
+    ):
+        found, detail = diagnosis(path, template)
+        assert (found, words in detail) == (result, True), (found, detail)

@@ -52,7 +52,7 @@ def test_the_score_is_the_logit_that_the_head_gives_at_the_last_token(tmp_path):
 
 @pytest.mark.parametrize("pad", [None, -1, 1, 0])
 def test_a_pair_that_ends_with_eos_is_read_where_transformers_reads_it_when_it_is_alone(tmp_path, pad):
-    """1 is eos: without a padding token of its own a model is read at eos, and before it if it was trained to pad so."""
+    """1 is eos. Without a padding token of its own a model is read at eos; before it, if it was trained to pad so."""
     directory = make_classifier(tmp_path / "model", pad_token_id=pad, chat_template=TEMPLATE + "<eos>")
     chat = load(directory, template="chat")
     plain = LlamaForSequenceClassification.from_pretrained(directory).eval()

@@ -1,13 +1,23 @@
-"""Telling a lack of memory, which passes, from all that is wrong with a model's files, which does not."""
+"""Telling a lack of memory, which may pass, from all that is wrong with a model's files, which does not."""
 
 import errno
 from collections.abc import Iterator
 
 import torch
 
+from tba.common.errors import ConfigError, MemoryShort, TbaError
+
 # torch has a class for a GPU's lack of memory. For the CPU's it has words, as have the libraries that map files and
 # start threads.
 _WORDS = ("DefaultCPUAllocator", "Cannot allocate memory", "bad_alloc", "can't start new thread")
+
+
+def not_loaded(what: str, error: Exception) -> TbaError:
+    """What to raise where a library has not loaded `what`: MemoryShort, or else ConfigError."""
+    if out_of_memory(error):
+        return MemoryShort(f"out of memory while {what} was loaded")
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ConfigError(f"{what} cannot be loaded: {reason}")
 
 
 def out_of_memory(error: BaseException) -> bool:

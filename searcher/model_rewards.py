@@ -99,8 +99,6 @@ class ModelScorer:
         try:
             while not (self._ready or stop()):
                 self._tend()
-                if self._failures:
-                    raise WorkerLost(f"reward_model.path {self.config.path} is not loaded: {self._trouble}")
                 multiprocessing.connection.wait(self.channels, _POLL_SECONDS)
         except BaseException:
             self.close()
@@ -157,6 +155,9 @@ class ModelScorer:
 
     def _bury(self, worker: WorkerProcess, trouble: str) -> None:
         self._receive(worker)  # what it answered before its end counts
+        trouble, self._last_words = self._last_words or trouble, ""
+        if not self._was_ready:
+            raise WorkerLost(f"reward_model.path {self.config.path} is not loaded: {trouble}")
         worker.kill()
         # One that ends before it begins may have died of any of them. One that has answered some made progress, and
         # what it had not begun goes back.
@@ -165,7 +166,6 @@ class ModelScorer:
         self._sent.clear()
         self._worker, self._ready = None, False
         self._failures += 1
-        trouble, self._last_words = self._last_words or trouble, ""
         self._trouble, self._down_since = trouble, time.monotonic() if self._failures == 1 else self._down_since
         pause = pause_after(self._failures)
         self._start_at = time.monotonic() + pause

@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
-from tba.searcher.memory import out_of_memory
-from tba.searcher.reward_model_files import own_pad_id, read_config, read_tokenizer, unloadable
+from tba.searcher.memory import not_loaded, out_of_memory
+from tba.searcher.reward_model_files import own_pad_id, read_config, read_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
@@ -26,7 +26,7 @@ Score = float | str  # or the sentence of why there is none
 class RewardModel:
     """A classifier of a directory on one device.
 
-    Raises ConfigError if the files are no reward model, and whatever torch raises where memory is short.
+    Raises ConfigError if the files are no reward model, MemoryShort or (of a GPU) torch's own error for lack of memory.
     """
 
     def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
@@ -138,9 +138,7 @@ def _load(directory: Path, dtype: str) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if out_of_memory(error):
-            raise
-        raise unloadable(directory, error) from error
+        raise not_loaded(f"the reward model in {directory}", error) from error
     # A checkpoint without a head loads all the same, with a random one.
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"the reward model in {directory} is no classifier: it has no {', '.join(missing[:3])}")

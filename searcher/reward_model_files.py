@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
 from tba.common.model_files import model_directory, weight_files
-from tba.searcher.memory import out_of_memory
+from tba.searcher.memory import not_loaded
 
 SETTING = "reward_model.path"
 
@@ -25,18 +25,18 @@ def check_files(section: RewardModelSection) -> str:
         try:
             name = type(AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)).__name__
         except Exception as error:  # whatever a model's constructor makes of such values
-            raise unloadable(directory, error) from error
+            raise not_loaded(f"the reward model in {directory}", error) from error
     weight_files(directory)
     read_tokenizer(directory, chat=section.template == "chat")
     return f"{section.path}: {name}, {_padding(config)}, {section.template}"
 
 
 def read_config(directory: Path) -> Any:
-    """The configuration of a classifier with one label. Raises ConfigError if it is something else."""
+    """The configuration of a classifier with one label. Raises ConfigError if it is something else, or MemoryShort."""
     try:
         config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise unloadable(directory, error) from error
+        raise not_loaded(f"the reward model in {directory}", error) from error
     if config.num_labels != 1:
         raise ConfigError(
             f"the reward model in {directory} has {config.num_labels} labels: a reward needs a classifier with one"
@@ -51,14 +51,11 @@ def read_config(directory: Path) -> Any:
 
 
 def read_tokenizer(directory: Path, *, chat: bool) -> Any:
-    """Its tokenizer; with a template if it is to `chat`. Raises ConfigError."""
+    """Its tokenizer; with a template if it is to `chat`. Raises ConfigError, MemoryShort."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds; all but one mean that the files are no tokenizer
-        if out_of_memory(error):
-            raise
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"the reward model in {directory} has no tokenizer that loads: {reason}") from error
+    except Exception as error:  # the library raises many kinds; all but one mean that the files are none
+        raise not_loaded(f"the tokenizer of the reward model in {directory}", error) from error
     if chat and not tokenizer.chat_template:
         raise ConfigError(
             f'reward_model.template = "chat", and the tokenizer in {directory} has no chat template: '
@@ -76,9 +73,3 @@ def own_pad_id(config: Any) -> int | None:
 def _padding(config: Any) -> str:
     pad = own_pad_id(config)
     return "no padding token of its own" if pad is None else f"pads with token {pad}"
-
-
-def unloadable(directory: Path, error: Exception) -> ConfigError:
-    """The sentence for files that a library refuses."""
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return ConfigError(f"the reward model in {directory} cannot be loaded: {reason}")

@@ -19,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
-from tba.searcher.memory import out_of_memory
 from tba.searcher.reward_model import RewardModel
 from tba.searcher.tasks.scoring import storable
 from tba.searcher.worker_process import Connection
@@ -40,8 +39,7 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         log.exception("the reward model was not loaded")
-        told = "out of memory" if out_of_memory(error) else f"{type(error).__name__}: {error}"
-        connection.send(["failed", storable(f"{told} while it loaded {settings['directory']}")])
+        connection.send(["failed", storable(f"{type(error).__name__}: {error}")])
         sys.exit(1)
     connection.send(["ready"])
     for items in connection:

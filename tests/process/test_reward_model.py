@@ -152,7 +152,10 @@ def meddle(monkeypatch, tmp_path):
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="what a limit counts is Linux's")
 @pytest.mark.parametrize(
     ("fate", "sentence"),
-    [("short", "out of memory while it loaded .*classifier"), ("killed", "the worker was killed by SIGKILL")],
+    [
+        ("short", "out of memory while the reward model in .*classifier was loaded"),
+        ("killed", "the worker was killed by SIGKILL"),
+    ],
 )
 def test_a_model_that_lacks_memory_while_it_loads_is_not_a_wrong_configuration(meddle, tmp_path, fate, sentence):
     meddle(fate)

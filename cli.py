@@ -110,6 +110,9 @@ def search(
 
 def _search_here(resolved: "Resolved", device: str, label: str) -> None:
     stop = start_process(f"search-{label}", gpu=label)
+    # Read when torch is loaded. Threads that spin while they wait for each other lose what anything else takes of their
+    # cores, such as the thread that prepares weights, many times over (docs/vllm.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tba.searcher.run import search as run_searcher
 
     run_searcher(resolved.config, device=device, label=label, stop=stop)

@@ -167,9 +167,10 @@ def test_a_model_that_lacks_memory_while_it_loads_is_not_a_wrong_configuration(m
 
 
 def test_a_searcher_that_is_asked_to_stop_while_its_reward_model_loads_leaves_at_once(
-    meddle, classifier, make_config, start_tba, example_model, tmp_path
+    meddle, classifier, make_config, start_tba, example_model, tmp_path, monkeypatch
 ):
     loading = meddle("hangs")
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
     (tmp_path / "classifier").symlink_to(classifier)
     run = make_config(
         model={"path": str(example_model), "dtype": "float32"},
@@ -177,9 +178,12 @@ def test_a_searcher_that_is_asked_to_stop_while_its_reward_model_loads_leaves_at
         reward_model={"path": str(tmp_path / "classifier")},
     )
     searcher = start_tba("search", "--config", run.file)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not loading.exists():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "it did not come to load the model"
         time.sleep(0.05)
     searcher.terminate()
     assert searcher.wait(30) == 0
+    # By the way: no OpenMP thread of a searcher spins while it waits, which would starve those that do something.
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (tmp_path / "tba0.log").read_text())
+    assert set(spins) == {"0"}

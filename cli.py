@@ -30,6 +30,7 @@ from tba.common.terminal import (
 
 if TYPE_CHECKING:
     from tba.buffer.offline import Past
+    from tba.common.config import RewardModelSection
     from tba.common.config_layers import Resolved
 
 app = typer.Typer(
@@ -109,6 +110,9 @@ def search(
 
 def _search_here(resolved: "Resolved", device: str, label: str) -> None:
     stop = start_process(f"search-{label}", gpu=label)
+    # Read when torch is loaded. Threads that spin while they wait for each other lose what anything else takes of their
+    # cores, such as the thread that prepares weights, many times over (docs/vllm.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tba.searcher.run import search as run_searcher
 
     run_searcher(resolved.config, device=device, label=label, stop=stop)
@@ -419,12 +423,12 @@ def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
 
 @app.command()
 def doctor(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
-    """Check this machine: packages, GPUs, disk, address, model, task."""
+    """Check this machine: packages, GPUs, disk, address, model, task, reward model."""
     resolved = resolve(config, sets)
     from tba.deploy.doctor import examine
     from tba.searcher.tasks import load_task
 
-    findings = examine(resolved.config, load_task)
+    findings = examine(resolved.config, load_task, _check_reward_model)
     if as_json:
         print_json(findings)
     else:
@@ -434,6 +438,15 @@ def doctor(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _check_reward_model(section: "RewardModelSection") -> str:
+    """What the reward model is. Imports torch, which a machine without a reward model need not have."""
+    need("torch", "train")
+    need("transformers", "train")
+    from tba.searcher.reward_model_files import check_files
+
+    return check_files(section)
 
 
 def _pass_on(file: Path | None, sets: Sequence[str] | None) -> list[str]:

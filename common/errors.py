@@ -23,7 +23,9 @@
     ├── TrainingBroken       exit 70  too many steps in a row with a loss or gradient that is not finite
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
-    └── TaskError                     a task's data is missing or malformed
+    ├── MemoryShort                   there was not enough memory to load a model
+    ├── WorkerLost                    a worker process ended before it was ready, as where memory is short
+    └── TaskError            exit 78  a task's data is missing or malformed
 
 Exit codes follow sysexits where one fits: systemd is told not to restart on 70 and 78. A run that Ctrl-C has stopped
 before its end is 130, as shells have it, so that what is chained to it does not go on; the roles drain and exit 0.
@@ -159,6 +161,14 @@ class EngineError(TbaError):
 
 class EngineFaulty(EngineError):
     """The generation engine cannot be trusted any more: the process has to end and start again."""
+
+
+class MemoryShort(TbaError):
+    """There was not enough memory to load a model. Passes by itself, where others give theirs back."""
+
+
+class WorkerLost(TbaError):
+    """A worker process ended before it was ready. It may pass by itself, as a lack of memory does."""
 
 
 class TaskError(TbaError):

@@ -18,9 +18,15 @@ def model_directory(path: str, *, setting: str = "model.path") -> Path:
         if not (local / "config.json").is_file():
             raise ConfigError(f"{setting} {path} has no config.json: it is not a Hugging Face model directory")
         return local
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if not is_hub_name(path):
         raise ConfigError(f"{setting} {path} does not exist")
     return _from_hub(path, setting)
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this is no directory here, and may be a model of the hub."""
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    return not (is_path or Path(path).is_dir())
 
 
 def _from_hub(name: str, setting: str) -> Path:

@@ -9,16 +9,25 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tba.common.config import Config, TaskSection
+from tba.common.config import Config, RewardModelSection, TaskSection
 from tba.common.devices import CPU, choose_gpus, list_gpus
-from tba.common.errors import TbaError
+from tba.common.errors import MissingExtra, TbaError
+from tba.common.model_files import is_hub_name
 
 Finding = dict[str, str]
 _LOW_DISK_GIB = 10
 
 
-def examine(config: Config, load_task: Callable[[TaskSection], object]) -> list[Finding]:
-    """All checks; `result` is ok, warn or fail. `load_task` raises TbaError for a task that does not load."""
+def examine(
+    config: Config,
+    load_task: Callable[[TaskSection], object],
+    check_reward_model: Callable[[RewardModelSection], str],
+) -> list[Finding]:
+    """All checks; `result` is ok, warn or fail.
+
+    `load_task` raises TbaError for a task that does not load, and so does `check_reward_model`, which else says what
+    the model is.
+    """
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
         ("python", _python),
         ("packages", _packages),
@@ -28,6 +37,7 @@ def examine(config: Config, load_task: Callable[[TaskSection], object]) -> list[
         ("buffer address", _address),
         ("model", _model),
         ("task", partial(_task, load_task)),
+        ("reward model", partial(_reward_model, check_reward_model)),
     ]
     findings = []
     for name, check in checks:
@@ -94,7 +104,23 @@ def _model(config: Config) -> tuple[str, str]:
     if Path(path).is_dir():
         complete = (Path(path) / "config.json").exists()
         return ("ok", path) if complete else ("fail", f"{path} has no config.json: not a Hugging Face model directory")
+    if not is_hub_name(path):
+        return "fail", f"{path} does not exist"
     return "warn", f"{path} is no directory here: it will be taken from the hub"
+
+
+def _reward_model(check: Callable[[RewardModelSection], str], config: Config) -> tuple[str, str]:
+    path = config.reward_model.path
+    if not path:
+        return "ok", "none is configured"
+    if is_hub_name(path):
+        return "warn", f"{path} is no directory here: it will be taken from the hub"
+    try:
+        return "ok", check(config.reward_model)
+    except MissingExtra as error:
+        return "warn", f"{path} is not looked into: {error}"
+    except TbaError as error:
+        return "fail", str(error)
 
 
 def _task(load_task: Callable[[TaskSection], object], config: Config) -> tuple[str, str]:

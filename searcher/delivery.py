@@ -56,7 +56,7 @@ class Delivery:
         self._estates: deque[_Estate] = deque()
         self._said = ""
         self._disk_trouble = ""
-        self.damaged = 0  # puts that could not be read back from the disk
+        self._damaged = 0  # what could not be read back from the disk, of spools that are done with included
         self.undeleted = 0  # segments that the disk does not give back
         self.away = False  # the buffer has not answered for AWAY_SECONDS
 
@@ -113,7 +113,7 @@ class Delivery:
         return {
             "unacknowledged_groups": float(self.groups),
             "spool_bytes": float(self.bytes),
-            "spool_damaged": float(self.damaged),
+            "spool_damaged": float(self._damaged + sum(estate.damaged for estate in self._estates)),
             "spool_undeleted": float(self.undeleted),
         }
 
@@ -143,7 +143,7 @@ class Delivery:
         self.away = self._client.unanswered_seconds > AWAY_SECONDS
         self._post_waiting()
         if self._estates and self._estates[0].turn():
-            self._estates.popleft()
+            self._damaged += self._estates.popleft().damaged
         self._say()
 
     @property
@@ -190,14 +190,15 @@ class Delivery:
         return not (self._posted and full)
 
     def _read(self, put: _Put) -> Frames | None:
-        """A put from the disk. None if it is damaged: its prompt is then leased again, since we do not name it."""
+        """A put from the disk. None if it cannot be read: its prompt is then leased again, since we do not name it."""
         assert self._spool is not None
         assert put.place is not None
-        if (record := self._spool.read(put.place)) is not None:
-            return record.frames
-        self.damaged += 1
+        try:
+            return self._spool.read(put.place).frames
+        except StorageError as error:
+            self._damaged += 1
+            log.warning("a put is lost, and kept aside", reason=str(error), kept=self._spool.aside(put.place))
         self._acknowledge(put.place)
-        log.error("a spooled put is damaged, its segment is kept", directory=self._spool.directory, puts=self.damaged)
         return None
 
     def _acknowledge(self, place: Place) -> None:
@@ -253,6 +254,11 @@ class _Estate:
             self._report()
         self.close()
         return True
+
+    @property
+    def damaged(self) -> int:
+        """Places of the spool that could not be read."""
+        return self._orphan.damaged
 
     def close(self) -> None:
         """Leave the rest to another searcher."""

@@ -27,6 +27,7 @@ from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
 from tba.searcher.batch_cache import GROUPED, BatchCache
 from tba.searcher.engine import Generation, GenerationRequest, LoadReport, append_version, check_request
+from tba.searcher.memory import not_loaded
 from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
 from tba.searcher.token_sampling import sample
 
@@ -61,8 +62,7 @@ class TransformersEngine:
                 directory, dtype=getattr(torch, dtype), use_safetensors=True
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"the model in {directory} cannot be loaded: {reason}") from error
+            raise not_loaded(f"the model in {directory}", error) from error
         self._model.to(device).eval().requires_grad_(False)
         _use_grouped_attention(self._model, directory)
         self._device = device

@@ -78,14 +78,14 @@ class Evaluator:
 def evaluate_snapshots(config: Config, paths: Sequence[Path], *, device: str) -> Iterator[Evaluation]:
     """Evaluate published snapshots, each verified first, with one engine. Of a delta the complete weights are made."""
     task, tokenizer = load_task(config.task), load_tokenizer(config.model.path)
-    directory = weights_directory(config)
     with contextlib.ExitStack() as ending:
+        copies = HostCopy(weights_directory(config), "path", SystemClock())
+        ending.callback(copies.remove_made)
         # Before the engine in the stack, so after it at the end: it may read again what it serves.
         serving = ending.enter_context(contextlib.ExitStack())
         engine = make_engine(config, device=device, name="eval")
         ending.callback(engine.close)
         evaluator = Evaluator(engine, task, tokenizer, config.search.max_tokens)
-        copies = HostCopy(directory, "path", SystemClock())
         for path in paths:
             snapshot, held = copies.prepare(_ref(path))
             before = serving.pop_all()

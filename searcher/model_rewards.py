@@ -5,18 +5,19 @@ submit ──► waiting ──► a round to the idle worker, which cuts it int
 The searcher never waits for the model. A worker that exceeds its time or dies is started again, after a pause that
 doubles; the pairs of the forward pass that it died of get the error, the others go back to the front of the queue.
 While there is no worker, a pair waits `reward_model.time_limit_seconds` before it gets the error: generation, which
-is two loads ahead at most, then goes on at that pace. Nothing that happens to the model ends the searcher, except
-files that are no reward model when it starts.
+is two loads ahead at most, then goes on at that pace. Once the model has been loaded, nothing that happens to it ends
+the searcher.
 """
 
+import multiprocessing.connection
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tba.common.config import Config, RewardModelSection
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, WorkerLost
 from tba.common.guard import SessionGuard
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
@@ -43,11 +44,12 @@ class ModelScorer:
     """Scores by the classifier of `[reward_model]`. `device` is the searcher's own: `cpu` or `cuda`.
 
     Start it in the main thread (the worker dies with the thread that started it) and before the engine. Returns when
-    the model is loaded, so that an engine on the same GPU finds its memory taken, or when its first start failed.
-    Raises ConfigError if the files are no reward model.
+    the model is loaded, so that an engine on the same GPU finds its memory taken, or after `stop()`: then it scores
+    nothing and is to be closed. Raises ConfigError if the files are no reward model, WorkerLost if it was not loaded
+    for another reason.
     """
 
-    def __init__(self, config: RewardModelSection, device: str) -> None:
+    def __init__(self, config: RewardModelSection, device: str, stop: Callable[[], bool] = lambda: False) -> None:
         self.config = config
         self._directory = model_directory(config.path, setting="reward_model.path")
         self._device, self._environment = _placement(config.device, device)
@@ -61,10 +63,11 @@ class ModelScorer:
         self._answered = False  # something of what was sent last
         self._failures = 0  # in a row, without a score in between
         self._trouble = ""  # the last one
+        self._last_words = ""  # of a worker that does not load the model
         self._down_since = 0.0  # monotonic
         self._start_at = 0.0  # monotonic; not before this
         self.timeouts = 0
-        self._await_first_start()
+        self._await_first_start(stop)
 
     @property
     def channels(self) -> Sequence[socket.socket]:
@@ -92,11 +95,11 @@ class ModelScorer:
             self._worker = None
         self._guard.close()
 
-    def _await_first_start(self) -> None:
+    def _await_first_start(self, stop: Callable[[], bool]) -> None:
         try:
-            while not (self._ready or self._failures):
+            while not (self._ready or stop()):
                 self._tend()
-                time.sleep(_POLL_SECONDS)
+                multiprocessing.connection.wait(self.channels, _POLL_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -122,6 +125,8 @@ class ModelScorer:
                 self._ready = self._was_ready = True
             elif kind == "refused" and not self._was_ready:
                 raise ConfigError(content[0])
+            elif kind in ("refused", "failed"):
+                self._last_words = content[0]
             elif kind == "begin":
                 self._running = content[0]
             elif kind == "scores":
@@ -150,6 +155,9 @@ class ModelScorer:
 
     def _bury(self, worker: WorkerProcess, trouble: str) -> None:
         self._receive(worker)  # what it answered before its end counts
+        trouble, self._last_words = self._last_words or trouble, ""
+        if not self._was_ready:
+            raise WorkerLost(f"reward_model.path {self.config.path} is not loaded: {trouble}")
         worker.kill()
         # One that ends before it begins may have died of any of them. One that has answered some made progress, and
         # what it had not begun goes back.
@@ -185,9 +193,9 @@ class ModelScorer:
             self._answers.append(ModelScore(self._waiting.popleft().ticket, 0.0, f"no worker: {self._trouble}"))
 
 
-def make_model_scorer(config: Config, device: str) -> ModelScorer | None:
-    """The scorer of `[reward_model]`, None without one. Raises ConfigError."""
-    return ModelScorer(config.reward_model, device) if config.reward_model.path else None
+def make_model_scorer(config: Config, device: str, stop: Callable[[], bool]) -> ModelScorer | None:
+    """The scorer of `[reward_model]`, None without one. Raises ConfigError, WorkerLost."""
+    return ModelScorer(config.reward_model, device, stop) if config.reward_model.path else None
 
 
 def _placement(wanted: str, own: str) -> tuple[str, dict[str, str]]:

@@ -54,6 +54,7 @@ class NodeCache:
         self._wanted = wanted
         self._tell = tell
         self._proved: set[str] = set()  # names this process has made or checked
+        self._made: set[Path] = set()  # what this process has made, or begun
         make_directory(directory)
 
     def find(self, name: str, check: Callable[[Path], None]) -> Held | None:
@@ -86,6 +87,7 @@ class NodeCache:
             part = self._lock_part(name)
             try:
                 if part is not None and not (self.directory / name).exists():
+                    self._made |= {self.directory / name, part.path}
                     make(part.path)
                     os.rename(part.path, self.directory / name)
                     self._proved.add(name)
@@ -111,6 +113,13 @@ class NodeCache:
                 self._proved.discard(path.name)
         for rest in self.directory.glob(_DELETED):
             shutil.rmtree(rest, ignore_errors=True)
+
+    def remove_made(self) -> None:
+        """Delete what this process has made, unless somebody holds it, and the directory if nothing is left of it."""
+        for path in self._made:
+            _delete(path)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
 
     def _hold(self, path: Path) -> Held | None:
         """A shared lock on a directory that has its name."""

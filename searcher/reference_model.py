@@ -16,24 +16,23 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tba.common.errors import ConfigError
 from tba.common.model_files import model_directory
 from tba.common.trajectory import Trajectory
+from tba.searcher.memory import not_loaded
 
 _BATCH_TOKENS = 8192  # padding included
 _CHUNK = 256  # response positions whose logits exist at the same time
 
 
 class ReferenceModel:
-    """The model of a directory or hub id on one device. Raises ConfigError if it does not load."""
+    """The model of a directory or hub id on one device. Raises ConfigError if it does not load, or MemoryShort."""
 
     def __init__(self, model: str, *, device: str, dtype: str) -> None:
         directory = model_directory(model)
         try:
             self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"the model in {directory} cannot be loaded: {reason}") from error
+            raise not_loaded(f"the model in {directory}", error) from error
         self._model.to(device).eval().requires_grad_(False)
         self._device = torch.device(device)
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings

@@ -11,28 +11,31 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
+from tba.searcher.memory import not_loaded, out_of_memory
+from tba.searcher.reward_model_files import own_pad_id, read_config, read_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
-# What torch says when the CPU's allocator fails; a GPU has a class of errors of its own.
-_CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 
 Score = float | str  # or the sentence of why there is none
 
 
 class RewardModel:
-    """A classifier of a directory on one device. Raises ConfigError if it does not load or is no reward model."""
+    """A classifier of a directory on one device.
+
+    Raises ConfigError if the files are no reward model, MemoryShort or (of a GPU) torch's own error for lack of memory.
+    """
 
     def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
         self._config = config
         self._device = torch.device(device)
         self._model = _load(directory, config.dtype)
-        self._tokenizer = _load_tokenizer(directory, chat=config.template == "chat")
+        self._tokenizer = read_tokenizer(directory, chat=config.template == "chat")
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
-        self._pad_id = _padded_with(self._model, self._tokenizer)
+        self._own_pad_id = own_pad_id(self._model.config)
         self._longest = _longest(self._model, self._tokenizer, config.max_length)
         self._model.to(self._device).eval().requires_grad_(False)
 
@@ -55,10 +58,14 @@ class RewardModel:
         return ids
 
     def cut(self, pairs: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Places of pairs, longest first, in batches of at most `batch_tokens` with their padding."""
+        """Places of pairs, longest first, in batches of at most `batch_tokens` with their padding.
+
+        A batch has fewer pairs than there are tokens, so that there is one that none of them ends with.
+        """
         part: list[int] = []
         for n in sorted(range(len(pairs)), key=lambda n: -len(pairs[n])):
-            if part and (len(part) + 1) * len(pairs[part[0]]) > self._config.batch_tokens:
+            tokens = (len(part) + 1) * len(pairs[part[0]]) if part else 0
+            if tokens > self._config.batch_tokens or len(part) == self._vocabulary - 1:
                 yield part
                 part = []
             part.append(n)
@@ -79,7 +86,7 @@ class RewardModel:
                 scores += self._forward(pairs[start:stop])
                 continue
             except (MemoryError, RuntimeError) as error:
-                if not _out_of_memory(error):
+                if not out_of_memory(error):
                     raise
             # Here, where the error and the tensors of its frames are gone.
             if self._device.type == "cuda":
@@ -93,7 +100,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def _forward(self, pairs: Sequence[Sequence[int]]) -> list[Score]:
-        ids_NT = np.full((len(pairs), max(map(len, pairs))), self._pad_id, np.int64)
+        ids_NT = np.full((len(pairs), max(map(len, pairs))), self._pad_with(pairs), np.int64)
         attention_NT = np.zeros_like(ids_NT)
         for n, pair in enumerate(pairs):
             ids_NT[n, : len(pair)], attention_NT[n, : len(pair)] = pair, 1
@@ -104,20 +111,34 @@ class RewardModel:
         scores: list[float] = logits[:, 0].float().tolist()
         return [score if np.isfinite(score) else f"the score is {score}" for score in scores]
 
+    def _pad_with(self, pairs: Sequence[Sequence[int]]) -> int:
+        """The padding token of a batch, which the model knows.
+
+        transformers ignores the mask when it chooses where a decoder's score is read: at the last token that is not
+        `pad_token_id`. A model that was trained with one is read as in its training. One without is read at the last
+        token of all where a pair is alone: with a token that no pair ends with, it is so in a batch.
+        """
+        if self._own_pad_id is not None:
+            return self._own_pad_id
+        ends = {pair[-1] for pair in pairs}
+        pad = next(token for token in range(self._vocabulary) if token not in ends)
+        self._model.config.get_text_config().pad_token_id = pad
+        return pad
+
 
 def _load(directory: Path, dtype: str) -> Any:
+    config = read_config(directory)
     try:
         model, found = AutoModelForSequenceClassification.from_pretrained(
-            directory, dtype=_DTYPES[dtype], use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            directory,
+            config=config,
+            dtype=_DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"the reward model in {directory} cannot be loaded: {reason}") from error
-    if model.config.num_labels != 1:
-        raise ConfigError(
-            f"the reward model in {directory} has {model.config.num_labels} labels: "
-            "a reward needs a classifier with one"
-        )
+        raise not_loaded(f"the reward model in {directory}", error) from error
     # A checkpoint without a head loads all the same, with a random one.
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"the reward model in {directory} is no classifier: it has no {', '.join(missing[:3])}")
@@ -127,36 +148,8 @@ def _load(directory: Path, dtype: str) -> Any:
     return model
 
 
-def _load_tokenizer(directory: Path, *, chat: bool) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds; all mean that the files are no tokenizer
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"the reward model in {directory} has no tokenizer that loads: {reason}") from error
-    if chat and not tokenizer.chat_template:
-        raise ConfigError(
-            f'reward_model.template = "chat", and the tokenizer in {directory} has no chat template: '
-            'set reward_model.template = "concatenation"'
-        )
-    return tokenizer
-
-
-def _padded_with(model: Any, tokenizer: Any) -> int:
-    """The padding token, made known to the model: a decoder is read at its last token that is not this one."""
-    text = model.config.get_text_config()
-    for candidate in (text.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0):
-        if candidate is not None:
-            text.pad_token_id = int(candidate)
-            break
-    return int(text.pad_token_id)
-
-
 def _longest(model: Any, tokenizer: Any, max_length: int) -> int:
     """The most tokens of a pair: what the model has positions for and the configuration, or the tokenizer, allows."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (max_length or tokenizer.model_max_length, positions) if limit]
     return int(min(limits))
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in str(error)

@@ -1,6 +1,7 @@
 """The reward model's process: `python -m tba.searcher.reward_model_worker FD`, started by `model_rewards.py`.
 
-In: the settings, then lists of [ticket, prompt, response]. Out: `["ready"]`, or `["refused", sentence]`; then for each
+In: the settings, then lists of [ticket, prompt, response]. Out: `["ready"]`, or the sentence of why not: `["refused",
+sentence]` if the files are no reward model, `["failed", sentence]` if it may load another time. Then for each
 forward pass `["begin", tickets]` and, of the same and other tickets, `["scores", [[ticket, score, error], ...]]`. So of
 a worker that dies it is known which pairs it died of.
 
@@ -35,6 +36,10 @@ def main() -> None:
         model = RewardModel(Path(settings["directory"]), config, settings["device"])
     except ConfigError as trouble:
         connection.send(["refused", storable(str(trouble))])
+        sys.exit(1)
+    except Exception as error:
+        log.exception("the reward model was not loaded")
+        connection.send(["failed", storable(f"{type(error).__name__}: {error}")])
         sys.exit(1)
     connection.send(["ready"])
     for items in connection:

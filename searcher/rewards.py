@@ -58,7 +58,7 @@ class Rewards:
             self._model.submit(item)
 
     def done(self) -> list[Scored]:
-        """What is scored by now. Never blocks. Raises TaskError if a worker cannot load the task."""
+        """What is scored by now. Never blocks. Raises TaskError and WorkerLost as `TaskScorer.done`."""
         came: dict[int, None] = {}  # tickets in order, each once
         for scored in self._task.done():
             self._open[scored.ticket].by_task = scored

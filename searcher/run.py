@@ -32,7 +32,8 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
 
     `label` tells the searchers of this machine apart: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
 
-    Raises ConfigError for a model or task that cannot be loaded, Refused if the buffer will not have us.
+    Raises ConfigError for a model or task that cannot be loaded, WorkerLost where a reward model or a task could not be
+    loaded now, Refused if the buffer will not have us.
     """
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
     task = load_task(config.task)
@@ -45,8 +46,10 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
         ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
         # Before the engine: its threads and memory are no concern of the workers, and the model's memory is one of its.
-        rewards = make_rewards(config, task, device)
+        rewards = make_rewards(config, task, device, stop)
         ending.callback(rewards.close)
+        if stop():
+            return
         engine = make_engine(config, device=device, name=name)
         ending.callback(engine.close)
         references = make_references(config, device)  # after the engine, which must find the memory of a GPU free
@@ -92,9 +95,12 @@ def make_engine(config: Config, *, device: str, name: str) -> Engine:
     )
 
 
-def make_rewards(config: Config, task: Task, device: str) -> Rewards:
-    """The workers of the task, and the reward model if there is one. Raises ConfigError, TaskError."""
-    model = make_model_scorer(config, device)
+def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], bool]) -> Rewards:
+    """The workers of the task, and the reward model if there is one; after `stop()` they are good for nothing.
+
+    Raises ConfigError, TaskError, WorkerLost.
+    """
+    model = make_model_scorer(config, device, stop)
     try:
         return Rewards(task, config.task, model)
     except BaseException:

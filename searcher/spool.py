@@ -26,6 +26,9 @@ from typing import IO
 import xxhash
 
 from tba.common.errors import StorageError
+from tba.common.log import get_logger
+
+log = get_logger(__name__)
 
 _MAGIC = b"tbaP"
 _HEAD = struct.Struct("<4sIQQ")  # magic, number of frames, request id, bytes after the checksum
@@ -152,6 +155,7 @@ def _checksum(*parts: bytes | memoryview) -> int:
 class _Segment:
     bytes: int = 0
     unacknowledged: int = 0
+    damaged: bool = False  # it is put aside when it would be deleted
 
 
 class Spool:
@@ -192,16 +196,28 @@ class Spool:
         segment.unacknowledged += 1
         return place
 
-    def read(self, place: Place) -> Record | None:
-        """A record that was appended; None, and its segment is kept aside, if it is damaged on the disk."""
+    def read(self, place: Place) -> Record:
+        """A record that was appended. Raises StorageError if it cannot be read, or is damaged on the disk.
+
+        Its segment is then put aside, once the puts of all others in it are acknowledged: to copy it now would take
+        space, which a spool is short of, and the disk may not give it at all.
+        """
         path = self._path(place.segment)
-        with _storage_errors(path), path.open("rb") as file:
-            file.seek(place.offset)
-            found = next(scan(file.read(place.bytes)), None)
-            if isinstance(found, Record):
-                return found
-            _set_aside(path, copy=True)
-        return None
+        with _storage_errors(path):
+            try:
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    found = next(scan(file.read(place.bytes)), None)
+                if isinstance(found, Record):
+                    return found
+                raise OSError(f"the record at byte {place.offset} is damaged")
+            except OSError:
+                self._segments[place.segment].damaged = True
+                raise
+
+    def aside(self, place: Place) -> Path:
+        """Where the segment of a damaged record will be."""
+        return _aside(self._path(place.segment))
 
     def acknowledge(self, place: Place) -> None:
         """The put of this record is in the database: a segment without any other goes, the current one if it is full.
@@ -215,12 +231,16 @@ class Spool:
             return
         path = self._path(place.segment)
         with _storage_errors(path):
-            if place.segment != self._current or self._file is None:
-                del self._segments[place.segment]
+            if place.segment == self._current and self._file is not None and not segment.damaged:
+                if segment.bytes >= self._segment_bytes:
+                    segment.bytes = 0  # it is written over, also where it cannot be cut off
+                    os.ftruncate(self._file, 0)
+                return
+            del self._segments[place.segment]
+            if segment.damaged:
+                _set_aside(path)
+            else:
                 path.unlink(missing_ok=True)
-            elif segment.bytes >= self._segment_bytes:
-                segment.bytes = 0  # it is written over, also where it cannot be cut off
-                os.ftruncate(self._file, 0)
 
     def close(self) -> None:
         """Leave what is not acknowledged to the next searcher; if that is nothing, leave no directory."""
@@ -234,8 +254,8 @@ class Spool:
     def _open_segment(self) -> tuple[int, _Segment]:
         """The segment to append to: the current one, or a new one."""
         segment = self._segments.get(self._current)
-        if self._file is not None and segment is not None:
-            if segment.bytes < self._segment_bytes:
+        if self._file is not None:
+            if segment is not None and segment.bytes < self._segment_bytes:
                 return self._file, segment
             os.close(self._file)
             self._file = None
@@ -285,19 +305,23 @@ class Orphan:
         self._aside: set[Path] = set()
 
     def records(self) -> Iterator[tuple[Path, Record]]:
-        """Its records in the order of writing, each with its segment. Counts what is damaged.
-
-        Raises StorageError if a segment cannot be read.
-        """
+        """Its records in the order of writing, each with its segment. Counts and tells what cannot be read."""
         for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
-            with _storage_errors(path):
+            try:
                 segment = path.read_bytes()
+            except OSError as error:
+                self._damage(path, str(error.strerror))
+                continue
             for found in scan(segment):
                 if isinstance(found, Record):
                     yield path, found
                 elif not found.torn:
-                    self.damaged += 1
-                    self.keep(path)
+                    self._damage(path, f"bytes {found.start} to {found.stop} are no record")
+
+    def _damage(self, path: Path, reason: str) -> None:
+        self.damaged += 1
+        self.keep(path)
+        log.warning("a part of a dead searcher's spool cannot be read", path=path, reason=reason, kept=_aside(path))
 
     def keep(self, segment: Path) -> None:
         """Something of this segment was not delivered: it is put aside when the spool is removed."""
@@ -312,7 +336,7 @@ class Orphan:
         """All that can be delivered is. Raises StorageError."""
         with _storage_errors(self.directory):
             for path in self._aside:
-                _set_aside(path, copy=False)
+                _set_aside(path)
             shutil.rmtree(self.directory)
         self._lock.close()
 
@@ -356,12 +380,10 @@ def _aside(segment: Path) -> Path:
     return segment.parent.parent / _ASIDE / f"{segment.parent.name}-{segment.name}"
 
 
-def _set_aside(segment: Path, *, copy: bool) -> None:
+def _set_aside(segment: Path) -> None:
     kept = _aside(segment)
     kept.parent.mkdir(exist_ok=True)
-    if copy:
-        shutil.copyfile(segment, kept)
-    else:
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
         segment.rename(kept)
 
 

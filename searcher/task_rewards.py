@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tba.common.config import TaskSection
-from tba.common.errors import TaskError
+from tba.common.errors import TaskError, WorkerLost
 from tba.common.guard import SessionGuard
 from tba.common.log import get_logger
 from tba.searcher.scores import Item, Scored
@@ -69,7 +69,10 @@ class TaskScorer:
             self._answers.append(Scored(item.ticket, item.text, reward, error))
 
     def done(self) -> list[Scored]:
-        """What is scored by now. Never blocks. Raises TaskError if a worker cannot load the task."""
+        """What is scored by now. Never blocks.
+
+        Raises TaskError if the task does not load, WorkerLost if no worker lives until it has loaded it.
+        """
         for worker in list(self._workers):
             worker.process.flush()
             self._receive(worker)
@@ -143,7 +146,7 @@ class TaskScorer:
             return
         self._failed_starts += 1
         if self._failed_starts == _STARTS:
-            raise TaskError(
+            raise WorkerLost(
                 f"task {self._config.name}: {trouble} while it loaded the task, {_STARTS} times in a row; "
                 "see its output above"
             )

@@ -12,7 +12,10 @@ _SIZES = {
 
 
 def make_classifier(directory: Path, kind: str = "llama", *, chat_template: str = "", **changes: Any) -> Path:
-    """Save one: `llama` is read at its last token, `bert` at its first. `changes` are keys of its configuration."""
+    """Save one: `llama` is read at its last token, `bert` at its first. `changes` are keys of its configuration.
+
+    Without a padding token of its own, its tokenizer has none either.
+    """
     import torch
     from transformers import AutoTokenizer, BertConfig, LlamaConfig
     from transformers.models.bert import BertForSequenceClassification
@@ -27,6 +30,8 @@ def make_classifier(directory: Path, kind: str = "llama", *, chat_template: str 
     model.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE_MODEL)
     tokenizer.chat_template = chat_template or None
+    if keys["pad_token_id"] in (None, -1):
+        tokenizer.pad_token = None
     tokenizer.model_max_length = keys["max_position_embeddings"]
     tokenizer.save_pretrained(directory)
     return directory

@@ -26,7 +26,9 @@ def _task(config: TaskSection) -> Task:
     module, _, factory = config.name.partition(":")
     try:
         task: Task = getattr(importlib.import_module(module), factory)()
-    except Exception as error:  # user code: whatever it raises, the task cannot be loaded
+    except MemoryError:  # which may pass
+        raise
+    except Exception as error:  # user code: whatever else it raises, the task cannot be loaded
         raise TaskError(
             f"task.name {config.name} cannot be loaded: {type(error).__name__}: {error}; the module must be on "
             "PYTHONPATH and the factory take no arguments"

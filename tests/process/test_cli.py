@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tba.common.devices import list_gpus
+from tba.tests.classifiers import make_classifier
 
 from .conftest import clean_environment
 
@@ -122,6 +123,17 @@ def test_doctor_reports_every_check(tba, make_config, example_model):
     findings = {row["check"]: row["result"] for row in json.loads(result.stdout)}
     assert findings["model"] == findings["gpus"] == findings["python"] == "ok"
     assert result.returncode == 0
+
+
+def test_doctor_looks_into_the_reward_model(tba, make_config, example_model, tmp_path):
+    classifier = make_classifier(tmp_path / "classifier")
+    model, reward_model = {"path": str(example_model)}, {"path": str(classifier), "template": "chat"}
+    roles = {"search": {"gpus": "cpu"}, "train": {"gpu": "cpu"}}
+    result = tba("doctor", "--json", "--config", make_config(model=model, reward_model=reward_model, **roles).file)
+    (finding,) = [row for row in json.loads(result.stdout) if row["check"] == "reward model"]
+    assert finding["result"] == "fail"
+    assert "has no chat template" in finding["detail"]
+    assert result.returncode == 1
 
 
 @pytest.mark.parametrize("command", [("config", "check", "--config"), ("doctor", "--config"), ("run",)])

@@ -13,6 +13,7 @@ import pytest
 from tba.common import wire
 from tba.common.client import BufferClient
 from tba.searcher.delivery import Delivery
+from tba.searcher.spool import scan
 
 from .conftest import free_port
 from .fault_lab import prepare, row
@@ -229,6 +230,32 @@ def test_what_the_disk_does_not_delete_stays_there_and_delivery_goes_on(courier,
     assert one.delivery.pause == ""
     monkeypatch.undo()
     assert in_order(run_config) == {one.client.sender: list(range(one.made))}
+
+
+def test_what_cannot_be_read_back_is_told_and_kept_and_the_rest_comes_in_order(
+    courier, network, run_config, tmp_path, caplog
+):
+    one = courier(limit_mib=1.0)  # segments of 128 KiB
+    network.cut()
+    one.put(300, tokens=100)
+    torn, flipped, unreadable = sorted(one.delivery._spool.directory.glob("*.puts"))[2:5]
+    lost = [len(list(scan(unreadable.read_bytes()))), 1, 1]
+    os.truncate(torn, torn.stat().st_size - 1)
+    with flipped.open("r+b") as file:
+        file.seek(3000)
+        file.write(bytes([file.read(1)[0] ^ 1]))
+    unreadable.unlink()
+    unreadable.symlink_to("/proc/self/mem")  # each read is an I/O error
+    network.heal()
+    one.turn_until(lambda: one.delivery.is_done)
+    (stored,) = in_order(run_config).values()
+    assert stored == sorted(stored)
+    assert len(stored) == one.made - ROWS * sum(lost)
+    assert one.delivery.metrics["spool_damaged"] == sum(lost)
+    kept = {path.name.rpartition("-")[2] for path in (tmp_path / "spool/aside").iterdir()}
+    assert kept == {torn.name, flipped.name, unreadable.name}
+    told = "".join(str(one.fields) for one in caplog.records)
+    assert all(path.name in told for path in (torn, flipped, unreadable))
 
 
 def refuse(*_: object, **__: object) -> int:

@@ -4,11 +4,13 @@ import os
 import re
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tba.common.config import Config
+from tba.common.errors import EXIT_FAILED, WorkerLost
 from tba.searcher.model_rewards import ModelScorer
 from tba.searcher.reward_model import RewardModel
 from tba.searcher.rewards import Rewards
@@ -16,6 +18,24 @@ from tba.searcher.tasks import load_task
 from tba.tests.classifiers import make_classifier
 
 WEIGHT = 0.25
+# Runs in each Python that is started: a worker meets its fate when it opens the configuration of the model.
+MEDDLER = """
+import os, re, resource, sys, time
+
+def at_open(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("classifier/config.json"):
+        open(os.environ["MEDDLER"] + "/loading", "w").close()
+        {fate}
+
+if "tba.searcher.reward_model_worker" in sys.orig_argv:
+    sys.addaudithook(at_open)
+"""
+FATES = {
+    "short": """data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (data + (64 << 20),) * 2)""",
+    "killed": "os.kill(os.getpid(), 9)",
+    "hangs": "time.sleep(3600)",
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +134,56 @@ def test_a_pair_that_wants_more_memory_than_there_is_fails_and_the_others_do_not
     errors = [scored.error for scored in collect(rewards)]
     assert errors == [None, "reward: model: out of memory on cpu with 8006 tokens", None]
     assert rewards._model._worker.pid == pid
+
+
+@pytest.fixture
+def meddle(monkeypatch, tmp_path):
+    """Has workers meet a fate while they load a model; returns the file that is there from then on."""
+
+    def begin(fate):
+        (tmp_path / "sitecustomize.py").write_text(MEDDLER.format(fate=FATES[fate]))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setenv("MEDDLER", str(tmp_path))
+        return tmp_path / "loading"
+
+    return begin
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="what a limit counts is Linux's")
+@pytest.mark.parametrize(
+    ("fate", "sentence"),
+    [
+        ("short", "out of memory while the reward model in .*classifier was loaded"),
+        ("killed", "the worker was killed by SIGKILL"),
+    ],
+)
+def test_a_model_that_lacks_memory_while_it_loads_is_not_a_wrong_configuration(meddle, tmp_path, fate, sentence):
+    meddle(fate)
+    path = make_classifier(tmp_path / "classifier", num_hidden_layers=1, intermediate_size=1 << 19)
+    config = Config.model_validate({"reward_model": {"path": str(path)}})
+    with pytest.raises(WorkerLost, match=sentence) as raised:
+        ModelScorer(config.reward_model, "cpu")
+    assert raised.value.exit_code == EXIT_FAILED
+
+
+def test_a_searcher_that_is_asked_to_stop_while_its_reward_model_loads_leaves_at_once(
+    meddle, classifier, make_config, start_tba, example_model, tmp_path, monkeypatch
+):
+    loading = meddle("hangs")
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    (tmp_path / "classifier").symlink_to(classifier)
+    run = make_config(
+        model={"path": str(example_model), "dtype": "float32"},
+        search={"engine": "transformers", "gpus": "cpu"},
+        reward_model={"path": str(tmp_path / "classifier")},
+    )
+    searcher = start_tba("search", "--config", run.file)
+    deadline = time.monotonic() + 120
+    while not loading.exists():
+        assert time.monotonic() < deadline, "it did not come to load the model"
+        time.sleep(0.05)
+    searcher.terminate()
+    assert searcher.wait(30) == 0
+    # By the way: no OpenMP thread of a searcher spins while it waits, which would starve those that do something.
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (tmp_path / "tba0.log").read_text())
+    assert set(spins) == {"0"}

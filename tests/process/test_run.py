@@ -154,6 +154,7 @@ def test_weights_go_through_the_socket_as_deltas_where_no_file_system_is_shared(
     evaluated = tba("eval", "--config", run.file, "--all", "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     assert len(json.loads(evaluated.stdout)) == len(manifests)
+    assert not (tmp_path / "weights/test").exists(), "nor does an evaluation"
 
 
 def starts_of(run, role: str) -> int:

@@ -104,6 +104,34 @@ def test_damaged_weights_of_an_earlier_process_are_made_anew(tmp_path, trainer):
     assert (again.path / WEIGHTS).read_bytes() == trainer.truth[0]
 
 
+def test_who_leaves_takes_along_what_it_made_and_nobody_holds_and_nothing_else(tmp_path, trainer):
+    searcher, evaluation = (HostCopy(tmp_path / "node", "path", SystemClock()) for _ in range(2))
+    full = trainer.full()
+    searcher.prepare(full)[1].release()
+    own, shared = trainer.delta(), trainer.delta()
+    for ref in (full, own, shared):
+        evaluation.prepare(ref)[1].release()
+    served, held = searcher.prepare(shared)
+    evaluation.remove_made()
+    assert {path.name[:9] for path in (tmp_path / "node").iterdir()} <= {"v00000000", "v00000002"}
+    assert (served.path / WEIGHTS).read_bytes() == trainer.truth[2]
+    held.release()
+    searcher.remove_made()
+    evaluation.remove_made()
+    assert not (tmp_path / "node").exists()
+
+
+def test_what_was_begun_goes_as_well(tmp_path, trainer):
+    copies = HostCopy(tmp_path / "node", "path", SystemClock())
+    ref = trainer.full()
+    trainer.path(0, WEIGHTS).unlink()
+    with pytest.raises(SnapshotError):
+        copies.prepare(ref)
+    assert list((tmp_path / "node").iterdir())
+    copies.remove_made()
+    assert not (tmp_path / "node").exists()
+
+
 @pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink, lambda path: path.write_bytes(b"")])
 def test_a_missing_or_damaged_delta_is_refused_and_the_next_full_snapshot_goes(trainer, copies, damage):
     copies.prepare(trainer.full())

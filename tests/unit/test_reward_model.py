@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.llama import LlamaForSequenceClassification
 
-from tba.common.config import RewardModelSection
+from tba.common.config import Config, RewardModelSection
 from tba.common.errors import ConfigError
+from tba.deploy.doctor import examine
 from tba.searcher.reward_model import RewardModel
-from tba.tests.classifiers import make_classifier, without_head
+from tba.searcher.reward_model_files import check_files
+from tba.tests.classifiers import EXAMPLE_MODEL, make_classifier, without_head
 
 PAIRS = [("1+2=", "3"), ("12+34=", "46"), ("1+1=", "2" * 90), ("9+8=", ""), ("7+70=", "77+1")]
 # Marks that the example's tokenizer knows.
@@ -45,6 +48,40 @@ def test_the_score_is_the_logit_that_the_head_gives_at_the_last_token(tmp_path):
     with torch.inference_mode():
         hidden = model._model.model(ids).last_hidden_state
     assert score(model, [("1+2=", "3")]) == pytest.approx((hidden[0, -1] @ head.T).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("pad", [None, -1, 1, 0])
+def test_a_pair_that_ends_with_eos_is_read_where_transformers_reads_it_when_it_is_alone(tmp_path, pad):
+    """1 is eos. Without a padding token of its own a model is read at eos; before it, if it was trained to pad so."""
+    directory = make_classifier(tmp_path / "model", pad_token_id=pad, chat_template=TEMPLATE + "<eos>")
+    chat = load(directory, template="chat")
+    plain = LlamaForSequenceClassification.from_pretrained(directory).eval()
+    with torch.inference_mode():
+        ids = [torch.tensor([chat.encode(*pair)]) for pair in PAIRS]
+        alone = [plain(one).logits.item() for one in ids]
+        place = -2 if pad == 1 else -1
+        there = [plain.score(plain.model(one).last_hidden_state[0, place]).item() for one in ids]
+    assert score(chat, PAIRS) == pytest.approx(alone, abs=1e-5)
+    assert alone == pytest.approx(there, abs=1e-5)
+
+
+def test_a_batch_that_ends_with_every_token_but_one_still_has_one_to_pad_with(tmp_path):
+    model = load(make_classifier(tmp_path / "model", pad_token_id=None))
+    pairs = [[3] * n + [token] for n, token in enumerate(range(16), 1)]
+    assert [len(part) for part in model.cut(pairs)] == [15, 1]
+    found = [model.score([pair], lambda *_: None)[0] for pair in pairs]
+    for part in model.cut(pairs):
+        assert model.score([pairs[n] for n in part], lambda *_: None) == pytest.approx(
+            [found[n] for n in part], abs=1e-5
+        )
+
+
+def test_a_padding_token_without_an_embedding_is_refused(tmp_path):
+    directory = make_classifier(tmp_path / "model")
+    config = directory / "config.json"
+    config.write_text(config.read_text().replace('"pad_token_id": 0', '"pad_token_id": 16'))
+    with pytest.raises(ConfigError, match="pads with token 16, and has 16 embeddings: set pad_token_id"):
+        load(directory)
 
 
 def test_batches_are_cut_longest_first_by_tokens_with_their_padding(tmp_path):
@@ -94,3 +131,31 @@ def test_files_that_are_no_reward_model_are_refused_with_a_sentence(tmp_path):
     (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(directory)
+
+
+def diagnosis(path: object, template: str) -> tuple[str, str]:
+    """What `tba doctor` finds."""
+    config = Config.model_validate({"reward_model": {"path": str(path), "template": template}})
+    (finding,) = [row for row in examine(config, lambda _: None, check_files) if row["check"] == "reward model"]
+    return finding["result"], finding["detail"]
+
+
+def test_the_doctor_tells_a_reward_model_from_what_is_none(tmp_path):
+    good = make_classifier(tmp_path / "good", chat_template=TEMPLATE)
+    plain = make_classifier(tmp_path / "plain", "bert")
+    damaged, empty = make_classifier(tmp_path / "damaged"), make_classifier(tmp_path / "empty")
+    (damaged / "config.json").write_text((damaged / "config.json").read_text().replace('"llama"', '"lama"'))
+    (empty / "model.safetensors").unlink()
+    for path, template, result, words in (
+        (good, "chat", "ok", "good: LlamaForSequenceClassification, pads with token 0, chat"),
+        (plain, "concatenation", "ok", "plain: BertForSequenceClassification, pads with token 0, concatenation"),
+        (plain, "chat", "fail", "has no chat template"),
+        (damaged, "concatenation", "fail", "model type `lama`"),
+        (empty, "concatenation", "fail", "has no safetensors files"),
+        (EXAMPLE_MODEL, "concatenation", "fail", "has 2 labels: a reward needs a classifier with one"),
+        (tmp_path / "missing", "concatenation", "fail", "missing does not exist"),
+        ("org/model", "concatenation", "warn", "it will be taken from the hub"),
+        ("", "concatenation", "ok", "none is configured"),
+    ):
+        found, detail = diagnosis(path, template)
+        assert (found, words in detail) == (result, True), (found, detail)

@@ -134,8 +134,24 @@ def test_what_the_disk_refuses_leaves_the_spool_as_it_was(spool, monkeypatch):
 def test_a_record_that_the_disk_has_changed_is_not_delivered_and_its_segment_is_kept(spool, tmp_path):
     places = [spool.append(record(n)) for n in range(2)]
     damage(files_of(spool)[0], places[0].offset + 500)
-    assert [spool.read(place) for place in places] == [None, record(1)]
-    assert [path.name for path in (tmp_path / "aside").iterdir()] == ["node-cpu0.1-00000000.puts"]
+    with pytest.raises(StorageError, match=r"00000000\.puts: the record at byte 0 is damaged"):
+        spool.read(places[0])
+    assert spool.read(places[1]) == record(1)
+    for place in places:
+        assert not (tmp_path / "aside").exists()
+        spool.acknowledge(place)
+    kept = (tmp_path / "aside/node-cpu0.1-00000000.puts").read_bytes()
+    assert [found for found in scan(kept) if isinstance(found, Record)] == [record(1)]
+    assert spool.read(spool.append(record(2))) == record(2)
+
+
+def test_a_segment_that_somebody_has_removed_costs_its_records_only(spool):
+    place = spool.append(record(1))
+    files_of(spool)[0].unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        spool.read(place)
+    spool.acknowledge(place)
+    assert spool.read(spool.append(record(2))) == record(2)
 
 
 def damage(path: Path, at: int) -> None:
@@ -215,6 +231,28 @@ def test_what_is_damaged_is_counted_and_kept_aside_and_the_rest_comes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["aside"]
     assert [path.is_file() for path in orphan.kept] == [True]
     assert find_orphans(tmp_path, "node") == []
+
+
+def test_a_segment_that_the_disk_does_not_read_is_kept_and_the_others_come(tmp_path, caplog):
+    records = abandoned(tmp_path, 9)
+    first, second, *_ = sorted(tmp_path.glob("*/*.puts"))
+    lost = len(list(scan(second.read_bytes())))
+    make_unreadable(second)
+    orphan = the_orphan(tmp_path)
+    before = len(list(scan(first.read_bytes())))
+    assert [item for _, item in orphan.records()] == records[:before] + records[before + lost :]
+    assert orphan.damaged == 1
+    (told,) = caplog.records
+    assert told.fields["path"] == second
+    assert told.fields["reason"] == "Input/output error"
+    orphan.remove()
+    assert [path.is_symlink() for path in orphan.kept] == [True]
+
+
+def make_unreadable(path: Path) -> None:
+    """A file of which each read is an I/O error: the memory at address 0."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
 
 
 def test_a_directory_that_is_no_spool_is_left_alone(tmp_path):

@@ -3,7 +3,7 @@
 import importlib
 
 from tba.common.config import TaskSection
-from tba.common.errors import TaskError
+from tba.common.errors import TaskError, TbaError
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.limited import LimitedTask
@@ -11,7 +11,10 @@ from tba.searcher.tasks.task import Task
 
 
 def load_task(config: TaskSection) -> Task:
-    """The task of a configuration. Raises TaskError if its data is missing or malformed."""
+    """The task of a configuration.
+
+    Raises TaskError if its data is missing or malformed, TbaError if there is too little memory for it, which passes.
+    """
     task = _task(config)
     if config.limit or config.held_out_limit:
         return LimitedTask(task, config.limit, config.held_out_limit)
@@ -26,6 +29,8 @@ def _task(config: TaskSection) -> Task:
     module, _, factory = config.name.partition(":")
     try:
         task: Task = getattr(importlib.import_module(module), factory)()
+    except MemoryError as error:
+        raise TbaError(f"task.name {config.name}: there is too little memory to load it: {error!r}") from error
     except Exception as error:  # user code: whatever it raises, the task cannot be loaded
         raise TaskError(
             f"task.name {config.name} cannot be loaded: {type(error).__name__}: {error}; the module must be on "

@@ -381,12 +381,16 @@ def _print_trajectory(known: dict[str, Any]) -> None:
 
 
 def _readable(name: str, value: Any) -> Any:
-    """Unix seconds as a time in UTC, everything else as it is."""
+    """Unix seconds as a time in UTC, everything else as it is, times too that no calendar has."""
     from datetime import UTC, datetime
 
     if not name.endswith("_at") or value is None:
         return value
-    return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
+    try:
+        time = datetime.fromtimestamp(value, UTC)
+    except (OverflowError, OSError, ValueError):
+        return value
+    return time.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
 
 
 def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:

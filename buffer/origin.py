@@ -62,7 +62,8 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
         names = [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
         if run is None and len(names) != 1:
             raise UsageError(f"{database} has the runs {', '.join(names) or 'none'}: name one with --set run.name=NAME")
-        query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_LAST} LIMIT 1"
+        starts = "SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ?"
+        query = f"{starts} {SERVED_LAST} LIMIT 1"
         row = connection.execute(query, (run or names[0],)).fetchone()
     sections: dict[str, Any] = json.loads(row[0]) if row else {}
     return {

@@ -10,7 +10,7 @@ import resource
 import sys
 
 from tba.common.config import TaskSection
-from tba.common.errors import TbaError
+from tba.common.errors import TaskError
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.scoring import score, storable
 from tba.searcher.tasks.task import Prompt
@@ -27,7 +27,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
     try:
         task = load_task(TaskSection.model_validate(settings["task"]))
-    except TbaError as trouble:
+    except TaskError as trouble:
         connection.send(f"in a reward worker: {storable(str(trouble))}")
         sys.exit(1)
     connection.send("ready")

@@ -3,7 +3,7 @@
 import importlib
 
 from tba.common.config import TaskSection
-from tba.common.errors import TaskError, TbaError
+from tba.common.errors import TaskError
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.limited import LimitedTask
@@ -11,10 +11,7 @@ from tba.searcher.tasks.task import Task
 
 
 def load_task(config: TaskSection) -> Task:
-    """The task of a configuration.
-
-    Raises TaskError if its data is missing or malformed, TbaError if there is too little memory for it, which passes.
-    """
+    """The task of a configuration. Raises TaskError if its data is missing or malformed."""
     task = _task(config)
     if config.limit or config.held_out_limit:
         return LimitedTask(task, config.limit, config.held_out_limit)
@@ -29,9 +26,9 @@ def _task(config: TaskSection) -> Task:
     module, _, factory = config.name.partition(":")
     try:
         task: Task = getattr(importlib.import_module(module), factory)()
-    except MemoryError as error:
-        raise TbaError(f"task.name {config.name}: there is too little memory to load it: {error!r}") from error
-    except Exception as error:  # user code: whatever it raises, the task cannot be loaded
+    except MemoryError:  # which may pass
+        raise
+    except Exception as error:  # user code: whatever else it raises, the task cannot be loaded
         raise TaskError(
             f"task.name {config.name} cannot be loaded: {type(error).__name__}: {error}; the module must be on "
             "PYTHONPATH and the factory take no arguments"

@@ -226,7 +226,9 @@ def test_a_second_run_neither_joins_nor_harms_the_first(small_run, start_tba, tb
 
 def test_of_two_runs_that_start_at_once_the_second_starts_nothing_but_its_buffer(small_run, start_tba):
     """Both find the address free. The buffer that has it says so to its own launcher alone."""
-    run = small_run(train={"steps": 100_000}, launch={"restart_delay_seconds": 0.1, "max_restarts": 1, "drain_seconds": 1.0})
+    run = small_run(
+        train={"steps": 100_000}, launch={"restart_delay_seconds": 0.1, "max_restarts": 1, "drain_seconds": 1.0}
+    )
     folders = [run.directory.with_name(name) for name in ("one", "two")]
     launchers = [start_tba("run", run.file, "--set", f"run.dir={folder}") for folder in folders]
     wait_until(lambda: any(launcher.poll() is not None for launcher in launchers))

@@ -139,8 +139,7 @@ def test_an_import_does_not_change_what_compact_takes_for_the_configuration(capp
 
 
 def test_where_no_server_ever_was_compact_takes_the_configuration_of_the_import(tba_buffer, tmp_path):
-    lines = ['{"prompt_ids": [1], "response_ids": [%d]}\n' % token for token in (2, 3)]
-    (tmp_path / "two.jsonl").write_text("".join(lines))
+    (tmp_path / "two.jsonl").write_text("".join(f'{{"prompt_ids": [1], "response_ids": [{n}]}}\n' for n in (2, 3)))
     options = ["-b", "new.sqlite", "--set", "run.name=imported", "--set", "buffer.prompt_cap=1"]
     assert tba_buffer("import", "two.jsonl", *options).exit_code == 0
     done = tba_buffer("compact", "-b", "new.sqlite", "--json").json

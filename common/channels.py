@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import socket
-import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -196,7 +195,7 @@ def _free_socket_file(address: str) -> Iterator[None]:
     try:
         with contextlib.suppress(OSError):  # some network file systems lock no directories
             fcntl.flock(directory, fcntl.LOCK_EX)
-        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        if path.exists() and not path.is_socket():
             raise FileExistsError(errno.EEXIST, "the file is no socket")
         if _listens(path):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

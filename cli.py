@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tba.buffer.offline import Past
     from tba.common.config import RewardModelSection
     from tba.common.config_layers import Resolved
+    from tba.common.process import StopSignal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -274,27 +275,35 @@ def run(
     """Run buffer, searchers and trainer on this machine, with one live display."""
     resolved = resolve(config, sets)
     stop = start_process("", level="WARNING")
-    from tba.common.durable import exclusive_lock
-    from tba.deploy.display import Display
-    from tba.deploy.launcher import Launcher, check_start, check_task
+    from tba.deploy.launcher import check_start, check_task
 
     check_start(resolved.config, resume=resume)
-    check_task(resolved.config.task, _pass_on(config, sets))
-    directory = resolved.config.run.dir
-    with exclusive_lock(directory / "launcher.lock", f"{directory} is being run already by another `tba run`"):
-        terminal = console()
-        launcher = Launcher(resolved.config, _pass_on(config, sets), resume=resume)
+    check_task(resolved.config.task, _pass_on(config, sets), stop)
+    if not stop():
+        _launch(resolved, config, sets, stop, resume=resume)
+    if stop.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _launch(
+    resolved: "Resolved", file: Path | None, sets: Sequence[str] | None, stop: "StopSignal", *, resume: bool
+) -> None:
+    """Run all roles to the end of the run, or until `stop()`, and say what to do next."""
+    from tba.deploy.display import Display
+    from tba.deploy.launcher import Launcher, sole_launcher
+
+    arguments, directory, terminal = _pass_on(file, sets), resolved.config.run.dir, console()
+    with sole_launcher(resolved.config):
+        launcher = Launcher(resolved.config, arguments, resume=resume)
         finished = launcher.run(stop, Display(terminal, steps=resolved.config.train.steps))
         if not finished:
-            again = shlex.join(["tba", "run", *([str(config)] if config else []), *_assignments(sets), "--resume"])
+            again = shlex.join(["tba", "run", *([str(file)] if file else []), *_assignments(sets), "--resume"])
             terminal.print(f"stopped; go on with: {again}", soft_wrap=True, highlight=False)
         elif resolved.config.eval.at_end:
-            _evaluate_at_end(resolved, _pass_on(config, sets), stop)
+            _evaluate_at_end(resolved, arguments, stop)
         if finished:
             _clear_weights(resolved)
         terminal.print(f"everything is in {directory}", soft_wrap=True)
-    if stop.interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _clear_weights(resolved: "Resolved") -> None:

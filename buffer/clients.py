@@ -91,10 +91,10 @@ class Clients:
         """Where the trainer is that has taken over from this one; None for all who are still heard."""
         return self._succeeded.get(sender)
 
-    def live_searchers(self) -> int:
-        """Searchers that share the work."""
+    def living(self, role: wire.Role) -> int:
+        """How many of a role are at work, as far as is known."""
         return sum(
-            client.role == "searcher" and client.activity != GONE and not self.is_silent(sender)
+            client.role == role and client.activity != GONE and not self.is_silent(sender)
             for sender, client in self._by_sender.items()
         )
 

@@ -223,17 +223,17 @@ def compact(
 ) -> None:
     """Drop the tokens of what has left sampling; rewards, texts and history stay. Needs the server stopped.
 
-    What can be sampled follows from the configuration: without one, that which the run recorded.
+    What can be sampled follows from the configuration that the run was last served with; what is given here goes
+    before it.
     """
     resolved = _resolved(config, sets, buffer)
-    settings = resolved.config
+    path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None
     from tba.buffer.compact import compact as run_compact
-    from tba.buffer.origin import recorded_config
+    from tba.buffer.origin import recorded_settings
     from tba.common.clock import SystemClock
 
-    if not resolved.origins.keys() - {"buffer.database"}:
-        settings = recorded_config(settings.database)
-
+    recorded = {**recorded_settings(path, given), "buffer.database": path}
+    settings = resolved.over(recorded, f"recorded in {path}")
     done = run_compact(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
     if as_json:
         return print_json(done)
@@ -381,12 +381,16 @@ def _print_trajectory(known: dict[str, Any]) -> None:
 
 
 def _readable(name: str, value: Any) -> Any:
-    """Unix seconds as a time in UTC, everything else as it is."""
+    """Unix seconds as a time in UTC, everything else as it is, times too that no calendar has."""
     from datetime import UTC, datetime
 
     if not name.endswith("_at") or value is None:
         return value
-    return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
+    try:
+        time = datetime.fromtimestamp(value, UTC)
+    except (OverflowError, OSError, ValueError):
+        return value
+    return time.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
 
 
 def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:

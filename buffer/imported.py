@@ -54,7 +54,7 @@ class Line(BaseModel):
     reward_parts: dict[str, float] = {}
     stop_reason: wire.StopReason = "eos"
     sampling: dict[str, Any] | None = None
-    created_at: float | None = None
+    created_at: wire.UnixTime | None = None
     generation_seconds: float = 0.0
     text: str | None = None
     error: str | None = None

@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from tba.buffer.reader import open_reader
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
 
 _KEY = "offline"
+_IMPORT = "import"
+# Of the starts `s` of a run, the newest of a server first, and then those of imports.
+SERVED_LAST = f"ORDER BY json_extract(s.config, '$.{_IMPORT}') IS NOT NULL, s.id DESC"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Origin:
         return {**settings, _KEY: asdict(self)}
 
 
+def of_import(settings: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as an import that found no server records it."""
+    return {**settings, _IMPORT: True}
+
+
 def recorded_origin(database: Path) -> tuple[str, Origin | None] | None:
     """(name of the first run in a database, what that trains from if it is offline); None if there is no file.
 
@@ -46,23 +52,26 @@ def recorded_origin(database: Path) -> tuple[str, Origin | None] | None:
     return row[0], None if origin is None else Origin(**origin)
 
 
-def recorded_config(database: Path) -> Config:
-    """The configuration that the only run in a database was last started with.
+def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
+    """The settings, by dotted key, that a run was last served with; `run` None is the only one of the file.
 
-    Raises UsageError if there is no file, no run or more than one, or if another release wrote it.
+    An import that found no server was started with settings of its own: they count only where no server ever was.
+    Empty if there is no such run. Raises UsageError if there is no file, or no run or more than one to choose from.
     """
     with open_reader(database, any_schema=True) as connection:
         names = [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
-        if len(names) != 1:
-            raise UsageError(f"{database} has the runs {', '.join(names) or 'none'}: name one with --config")
-        ((text,),) = connection.execute("SELECT config FROM starts ORDER BY id DESC LIMIT 1").fetchall()
-    sections = {name: section for name, section in json.loads(text).items() if name in Config.model_fields}
-    run = {**sections.get("run", {}), "name": names[0]}
-    buffer = {**sections.get("buffer", {}), "database": str(database)}
-    try:
-        return Config.model_validate({**sections, "run": run, "buffer": buffer})
-    except ValidationError as error:
-        raise UsageError(f"{database} records a configuration of another release: name one with --config") from error
+        if run is None and len(names) != 1:
+            raise UsageError(f"{database} has the runs {', '.join(names) or 'none'}: name one with --set run.name=NAME")
+        starts = "SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ?"
+        query = f"{starts} {SERVED_LAST} LIMIT 1"
+        row = connection.execute(query, (run or names[0],)).fetchone()
+    sections: dict[str, Any] = json.loads(row[0]) if row else {}
+    return {
+        f"{section}.{name}": value
+        for section, content in sections.items()
+        if isinstance(content, dict)
+        for name, value in content.items()
+    }
 
 
 def earlier_origin(config: Config) -> Origin | None:

@@ -291,19 +291,20 @@ class BufferService:
         target = (limit + 1) * self._config.train.prompts_per_step
         need = self._rules.need(self._config.train.samples_per_prompt)
         underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful, need))
-        share = math.ceil(target / max(1, self._clients.live_searchers())) - self._leases.held_by(sender)
+        share = math.ceil(target / max(1, self._clients.living("searcher"))) - self._leases.held_by(sender)
         room = max(0, min(message.want, room, target - underway, share))
         return room, f"{underway} of {target} prompts under way"
 
     def _room_by_rate(self) -> int:
         """How many prompts the ratio of samples to inserts leaves room for.
 
-        Nobody is held back while the trainer lacks prompts, not trajectories: what was inserted may be too few
-        prompts, or too much alike, for a batch.
+        Nobody is held back while a trainer lacks prompts, not trajectories: what was inserted may be too few
+        prompts, or too much alike, for a batch. One that has gone lacks nothing.
         """
         each = self._config.search.samples_per_prompt
         room = self._rate.room(self._trajectories, self._leases.held() * each, self._sampled)
-        return sys.maxsize if room is None or self._too_little_data else room // each
+        lacking = self._too_little_data and self._clients.living("trainer")
+        return sys.maxsize if room is None or lacking else room // each
 
     def _new_visit(self, sender: str) -> OpenVisit:
         epoch, place, prompt = self._leases.next_place()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tba.buffer.origin import SERVED_LAST
 from tba.buffer.reader import open_reader
 from tba.common.errors import UsageError
 from tba.common.trajectory import ARRAY_KINDS
@@ -51,10 +52,9 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
 
 def recorded_model(path: Path, trajectory: int) -> str:
     """`model.path` of the run of a trajectory, as its server recorded it; empty if it is not known."""
-    sql = (
-        "SELECT json_extract(s.config, '$.model.path') AS model FROM starts s JOIN trajectory_rows t ON t.run = s.run "
-        "WHERE t.id = ? ORDER BY s.id DESC LIMIT 1"
-    )
+    model = "SELECT json_extract(s.config, '$.model.path') AS model"
+    starts = "FROM starts s JOIN trajectory_rows t ON t.run = s.run WHERE t.id = ?"
+    sql = f"{model} {starts} {SERVED_LAST} LIMIT 1"
     with open_reader(path) as connection:
         row = _row(connection, sql, trajectory)
     return (row["model"] or "") if row else ""

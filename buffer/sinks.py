@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import tba
 from tba.buffer.importing import Sink
-from tba.buffer.origin import refuse_offline_record
+from tba.buffer.origin import of_import, refuse_offline_record
 from tba.buffer.run import software
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
@@ -50,7 +50,7 @@ class LocalSink:
     """A buffer service of our own, on a database that no server has."""
 
     def __init__(self, store: Store, config: Config) -> None:
-        settings = config.model_dump(mode="json")
+        settings = of_import(config.model_dump(mode="json"))
         run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
         self.run = run.uuid
         self._store = store

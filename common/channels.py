@@ -5,8 +5,13 @@ not read loses replies and asks again, since every request is idempotent.
 """
 
 import contextlib
+import errno
+import fcntl
+import os
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -37,7 +42,8 @@ class ServerChannel:
     """The listening side: receives multiparts of many peers and answers each.
 
     `setting` is the configuration key that names the address; `unsent` is how many answers may wait for a peer.
-    Raises AddressInUse if another program listens there, ConfigError if it cannot be bound at all.
+    Raises AddressInUse if another program listens there, ConfigError if it cannot be bound at all. The socket file of
+    a server that died is taken over.
     """
 
     def __init__(self, address: str, *, setting: str = "buffer.address", unsent: int = _HIGH_WATER_MARK) -> None:
@@ -48,8 +54,9 @@ class ServerChannel:
         self._socket.setsockopt(zmq.SNDHWM, unsent)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            with _free_socket_file(address):
+                self._socket.bind(address)
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise _bind_error(setting, address, error) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -173,9 +180,45 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
 
 
-def _bind_error(setting: str, address: str, error: zmq.ZMQError) -> TbaError:
-    if error.errno == zmq.EADDRINUSE:
+@contextlib.contextmanager
+def _free_socket_file(address: str) -> Iterator[None]:
+    """Make sure that nobody listens at the file of an ipc address, while the block binds it.
+
+    ZeroMQ unlinks what is there and binds the name anew: whoever listened would hear of nobody any more, and not know
+    it. The lock on the directory is for two servers that start at once. Raises OSError.
+    """
+    path = Path(address.removeprefix("ipc://"))
+    if not address.startswith("ipc://") or path.name.startswith(("@", "*")):  # abstract, or a new file
+        yield
+        return
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems lock no directories
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        if path.exists() and not path.is_socket():
+            raise FileExistsError(errno.EEXIST, "the file is no socket")
+        if _listens(path):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        yield
+    finally:
+        os.close(directory)
+
+
+def _listens(path: Path) -> bool:
+    """Whether somebody accepts connections at a socket file, or may: what cannot be asked is not to be taken away."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # it would wait where too many wait already
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            # Without a number: longer than a name can be, which to bind it will say.
+            return error.errno not in (None, errno.ENOENT, errno.ECONNREFUSED)
+    return True
+
+
+def _bind_error(setting: str, address: str, error: OSError | zmq.ZMQError) -> TbaError:
+    if error.errno == errno.EADDRINUSE:
         return AddressInUse(
-            f"{setting} {address} is in use: another program listens there; stop it or choose another port"
+            f"{setting} {address} is in use: another program listens there; stop it or choose another address"
         )
-    return ConfigError(f"{setting} {address!r} cannot be bound: {error}")
+    return ConfigError(f"{setting} {address!r} cannot be bound: {error.strerror or error}")

@@ -34,6 +34,16 @@ class Resolved:
         """What set a key: a file, an environment variable, a flag, or the default."""
         return self.origins.get(key, DEFAULT_ORIGIN)
 
+    def over(self, base: Mapping[str, Any], origin: str) -> Config:
+        """What was set here over settings by dotted key, of which those that this release has not are left out.
+
+        Raises ConfigError with one sentence that names the key and its origin.
+        """
+        known = {key for key, _ in fields()}
+        values = {key: _Value(value, origin) for key, value in base.items() if key in known}
+        values |= {key: _Value(value_of(self.config, key), origin) for key, origin in self.origins.items()}
+        return _validate(values)
+
 
 @dataclass(frozen=True, slots=True)
 class _Value:

@@ -106,6 +106,8 @@ def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockTaken(sentence) from None
+        if not os.fstat(file.fileno()).st_nlink:  # who held it has removed it: another one may be made meanwhile
+            raise LockTaken(sentence)
         yield
 
 

@@ -24,6 +24,8 @@ Id = Annotated[int, Field(ge=0, lt=1 << 63)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Sentence = Annotated[str, Field(max_length=4000)]
 Seconds = Annotated[float, Field(ge=0)]
+# Seconds since 1970, before the year 10000: what can be shown as a date.
+UnixTime = Annotated[float, Field(ge=0, lt=253_402_300_800)]
 LONGEST_WAIT_SECONDS = 60
 Wait = Annotated[float, Field(ge=0, le=LONGEST_WAIT_SECONDS)]
 Role = Literal["searcher", "trainer", "publisher", "monitor", "importer"]
@@ -108,7 +110,7 @@ class Rows(ArrayCounts):
     reward_parts: list[dict[str, float]]
     stop_reason: list[StopReason]
     sampling: list[Sampling]
-    created_at: list[float]
+    created_at: list[UnixTime]
     generation_seconds: list[Seconds]
     text: list[str | None]
     error: list[Sentence | None]

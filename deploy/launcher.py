@@ -1,20 +1,27 @@
 """`tba run` and `tba search` with several searchers: child processes of this machine under one supervisor."""
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
 from tba.common.config import Config, TaskSection
 from tba.common.cores import Core, share_cores, threads_of, usable_cores
 from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
+from tba.common.durable import exclusive_lock
 from tba.common.errors import (
+    EXIT_CONFIG,
     AddressInUse,
     BufferUnavailable,
+    ConfigError,
     Refused,
     TaskError,
     TbaError,
@@ -31,10 +38,15 @@ log = get_logger(__name__)
 
 _TEND_SECONDS = 0.1
 _STATUS_SECONDS = 0.5
+_LOCK_FILE = "launcher.lock"
 
 
 class Launcher:
-    """Buffer, searchers and trainer of one configuration. `arguments` are passed on to every child."""
+    """Buffer, searchers and trainer of one configuration. `arguments` are passed on to every child.
+
+    The others start when our own buffer is ready: until then another buffer may answer at its address, which they
+    would join.
+    """
 
     def __init__(self, config: Config, arguments: Sequence[str], *, resume: bool) -> None:
         self._config = config
@@ -46,6 +58,8 @@ class Launcher:
             child.log_file = log_files / f"{child.name}.log"
         first, later = (["--resume"], []) if resume else ([], ["--resume"])
         self._trainer = self._child("trainer", "trainer", ["train", *arguments, *first], after_first=later)
+        for child in (*self._searchers, self._trainer):
+            child.after = self._buffer
         self._supervisor = Supervisor([self._buffer, *self._searchers, self._trainer], config.launch)
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
@@ -67,7 +81,7 @@ class Launcher:
         with display:
             self._watch(client, stop, display)
             _raise_if_failed(self._supervisor)
-            if (status := ask_status(client)) is not None:
+            if (status := self._ask_status(client)) is not None:
                 display.show(status, last=True)
             if stop():
                 display.say("stopping: the trainer saves a checkpoint")
@@ -81,9 +95,13 @@ class Launcher:
                 raise TbaError(f"the buffer was stopped before the run was done; its log is {self._buffer.log_file}")
             if time.monotonic() - asked_at >= _STATUS_SECONDS:
                 asked_at = time.monotonic()
-                if (status := ask_status(client)) is not None:
+                if (status := self._ask_status(client)) is not None:
                     display.show(status)
             time.sleep(_TEND_SECONDS)
+
+    def _ask_status(self, client: BufferClient) -> Status | None:
+        """The status of our own buffer; None also while another one may answer in its place."""
+        return ask_status(client) if self._buffer.ready else None
 
     def _end(self) -> None:
         """The trainer first (it saves a checkpoint), the buffer last (it takes what the others hand over)."""
@@ -170,7 +188,7 @@ class Fleet:
 def check_start(config: Config, *, resume: bool) -> None:
     """Refuse what would fail later, and leave nothing behind.
 
-    Raises UsageError if a new run would overwrite an old one, or none is there; AddressInUse.
+    Raises UsageError if a new run would overwrite an old one, or none is there.
     """
     if config.search.gpus != CPU:
         searcher_groups(config)  # names missing and busy GPUs
@@ -183,30 +201,67 @@ def check_start(config: Config, *, resume: bool) -> None:
         )
     if resume and not config.database.exists():
         raise UsageError(f"{config.run.dir} holds no run to resume: leave --resume away, or name its run.dir")
-    _check_address(config.buffer.address)
 
 
-def check_task(task: TaskSection, arguments: Sequence[str]) -> None:
-    """Load a task of the user's own as the children will, in one of them. Raises TaskError with its sentence."""
+def check_task(task: TaskSection, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
+    """Load a task of the user's own as the children will, in one of them, or until `stop()`.
+
+    Raises TaskError with its sentence, TbaError if it was not the configuration, as where memory is short.
+    """
     if not task.is_own:
         return
-    result = subprocess.run(  # noqa: S603
-        [sys.executable, "-m", "tba", "config", "check", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode:
-        said = result.stderr.strip().splitlines() or [f"exit code {result.returncode} of the check of task.name"]
-        raise TaskError(said[-1].removeprefix("error: "))
+    command = [sys.executable, "-m", "tba", "config", "check", *arguments]
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        # In a session of its own: Ctrl-C reaches us alone, and what the task has started by then ends with it.
+        subprocess.Popen(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        ) as check,
+    ):
+        while check.poll() is None and not stop():
+            time.sleep(_TEND_SECONDS)
+        if check.poll() is None:
+            os.killpg(check.pid, signal.SIGKILL)
+        elif check.returncode:
+            errors.seek(0)
+            raise _task_failure(task, check.returncode, errors.read().strip().splitlines())
+
+
+def _task_failure(task: TaskSection, code: int, said: Sequence[str]) -> TbaError:
+    """Only what the check calls a bad configuration is one: to run out of memory passes."""
+    sentence = said[-1] if said else ""
+    if not sentence.startswith("error: "):
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        sentence = f"task.name {task.name}: the process that loaded it {how}: {sentence or 'it said nothing'}"
+    return (TaskError if code == EXIT_CONFIG else TbaError)(sentence.removeprefix("error: "))
+
+
+@contextlib.contextmanager
+def sole_launcher(config: Config) -> Iterator[None]:
+    """Hold the run's directory while the block runs, after a look at the buffer's address.
+
+    Raises LockTaken if another `tba run` has it; AddressInUse, and then leaves no directory that was not there.
+    """
+    directory = config.run.dir
+    was_there = directory.exists()
+    with exclusive_lock(directory / _LOCK_FILE, f"{directory} is being run already by another `tba run`"):
+        try:
+            _check_address(config.buffer.address)
+        except (AddressInUse, ConfigError):
+            if not was_there:
+                _remove_unused(directory)
+            raise
+        yield
+
+
+def _remove_unused(directory: Path) -> None:
+    (directory / _LOCK_FILE).unlink()
+    with contextlib.suppress(OSError):  # something else has come into it
+        directory.rmdir()
 
 
 def _check_address(address: str) -> None:
-    """Raise AddressInUse unless our buffer can be served there.
-
-    Searchers would join another one, and put their trajectories into somebody else's run.
-    """
+    """Raise AddressInUse unless our buffer can be served there, ConfigError if none can."""
     client = BufferClient(address, role="monitor", name="launcher")
     try:
         status = ask_status(client, deadline_seconds=0.5)
@@ -215,10 +270,9 @@ def _check_address(address: str) -> None:
     if status is not None:
         raise AddressInUse(
             f"buffer.address {address} is in use: a buffer serves run {status.run_name} there; stop it or choose "
-            "another port"
+            "another address"
         )
-    if address.startswith("tcp://"):  # to bind a socket file would take it from whoever serves there
-        ServerChannel(address).close()
+    ServerChannel(address).close()
 
 
 def searcher_groups(config: Config) -> list[list[str]]:

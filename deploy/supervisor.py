@@ -57,6 +57,7 @@ class Child:
     after_first: Sequence[str] = ()
     always: bool = False  # also start it again when it ended with exit code 0
     once: bool = False  # never start it again
+    after: "Child | None" = None  # it starts, and starts again, only while that one is ready
     environment: dict[str, str] = field(default_factory=dict)
     cores: Sequence[Core] | None = None  # None: those of the supervisor
     process: subprocess.Popen[bytes] | None = None
@@ -78,6 +79,11 @@ class Child:
     def ended(self) -> bool:
         """It is not running and will not be started again."""
         return self.exit_code is not None
+
+    @property
+    def due(self) -> bool:
+        """It may start now, if it does not run."""
+        return not self.ended and (self.after is None or self.after.ready) and time.monotonic() >= self.start_at
 
     def log_tail(self) -> str:
         """The last lines that it wrote."""
@@ -118,7 +124,7 @@ class Supervisor:
             if child.process is not None:
                 child.ready |= "READY=1" in self._notices[child.name].receive()
                 self._notice_end(child)
-            elif not child.ended and time.monotonic() >= child.start_at:
+            elif child.due:
                 self._start(child)
 
     def broken(self, child: Child) -> bool:

@@ -15,7 +15,7 @@ from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock
-from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, TrainingBroken, UsageError
+from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, Refused, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
@@ -319,7 +319,17 @@ class Trainer:
 
     def _report(self, report: wire.ReportStep) -> None:
         self._unreported = report.model_dump()
-        self._connection.ask(report, wire.Done)
+        try:
+            self._connection.ask(report, wire.Done)
+        except Refused as refusal:
+            if refusal.code != "unknown_step":
+                raise
+            # The update is made, and no later start could report it either: what would another try be for?
+            log.warning(
+                "the buffer does not know this step: is its database an older copy? Training goes on, and the step "
+                "stays missing in it",
+                step=report.step,
+            )
         self._unreported = None
 
     def save(self) -> None:

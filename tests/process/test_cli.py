@@ -1,13 +1,16 @@
 """The command line, as a user runs it: real processes, exit codes, one sentence for each mistake."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tba.common.devices import list_gpus
+from tba.common.errors import EXIT_INTERRUPTED
 from tba.tests.classifiers import make_classifier
 
 from .conftest import clean_environment
@@ -150,6 +153,37 @@ def test_a_task_of_ones_own_that_does_not_load_is_told_before_anything_starts(
     result = tba(*command, run.file)
     assert result.returncode == (1 if command[0] == "doctor" else 78)
     assert "my_task:Missing cannot be loaded: AttributeError" in result.stderr + result.stdout
+    assert not run.directory.exists()
+
+
+@pytest.fixture
+def own_task(make_config, example_model, tmp_path):
+    """A configuration whose task is this source code."""
+
+    def make(source: str):
+        (tmp_path / "my_task.py").write_text(source)
+        sections = {"model": {"path": str(example_model)}, "search": {"gpus": "cpu"}, "train": {"gpu": "cpu"}}
+        return make_config(task={"name": "my_task:Mine"}, **sections)
+
+    return make
+
+
+@pytest.mark.parametrize("raised", ["raise MemoryError", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_task_that_finds_too_little_memory_is_no_wrong_configuration(tba, own_task, raised):
+    refused(tba("run", own_task(raised).file), 1, "task.name my_task:Mine")
+
+
+def test_ctrl_c_while_a_task_is_loaded_is_an_interrupt_and_ends_what_loads_it(own_task, start_tba, tmp_path):
+    run = own_task("import os, time\nopen('pid', 'w').write(f'{os.getpid()}\\n')\ntime.sleep(600)")
+    launcher = start_tba("run", run.file)
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text().endswith("\n")):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    check = psutil.Process(int(pid.read_text()))
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(20) == EXIT_INTERRUPTED
+    assert not check.is_running()
     assert not run.directory.exists()
 
 

@@ -220,9 +220,23 @@ def test_a_second_run_neither_joins_nor_harms_the_first(small_run, start_tba, tb
     assert (other.returncode, "is in use: a buffer serves run test" in other.stderr) == (1, True)
     assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
     same = tba("run", run.file, "--resume")
-    assert (same.returncode, "is in use: a buffer serves run test" in same.stderr) == (1, True)
+    assert (same.returncode, "is being run already by another `tba run`" in same.stderr) == (78, True)
     trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=60)
     assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
+
+
+def test_of_two_runs_that_start_at_once_the_second_starts_nothing_but_its_buffer(small_run, start_tba):
+    """Both find the address free. The buffer that has it says so to its own launcher alone."""
+    run = small_run(
+        train={"steps": 100_000}, launch={"restart_delay_seconds": 0.1, "max_restarts": 1, "drain_seconds": 1.0}
+    )
+    folders = [run.directory.with_name(name) for name in ("one", "two")]
+    launchers = [start_tba("run", run.file, "--set", f"run.dir={folder}") for folder in folders]
+    wait_until(lambda: any(launcher.poll() is not None for launcher in launchers))
+    assert sorted(launcher.poll() is None for launcher in launchers) == [False, True]
+    refused = [launcher.poll() for launcher in launchers].index(1)
+    assert {path.name for path in folders[refused].glob("logs/*")} <= {"buffer.log"}
+    assert "is in use" in (folders[0].parent / f"tba{refused}.log").read_text()
 
 
 def test_ctrl_c_ends_every_child_and_the_run_goes_on_with_resume(small_run, start_tba, tba, tmp_path):

@@ -5,6 +5,7 @@ import random
 import signal
 import sqlite3
 import time
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -237,6 +238,32 @@ def test_a_second_server_on_the_same_address_is_one_sentence_and_exit_code_1(ser
     assert result.returncode == 1, "systemd is to try again: the other one may be on its way out"
     assert "is in use" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture
+def ipc_config(make_config, tmp_path):
+    """As `run_config`, at a socket file."""
+    address = f"ipc://{tmp_path}/socket"
+    return replace(make_config(buffer={"address": address}, train={"prompts_per_step": 1}), address=address)
+
+
+def test_a_second_server_does_not_take_the_socket_file_of_the_first(start_tba, ipc_config, tba):
+    start_tba("buffer", "serve", "--config", ipc_config.file)
+    with connect(ipc_config) as client:
+        client.call(wire.GetStatus(), wire.Status, deadline_seconds=20)
+        result = tba("buffer", "serve", "--config", ipc_config.file, "--set", "buffer.database=other.sqlite")
+        assert (result.returncode, f"buffer.address {ipc_config.address} is in use" in result.stderr) == (1, True)
+    assert status_of(ipc_config).run_name == "test", "one that dials now still finds the first"
+
+
+def test_the_socket_file_of_a_server_that_was_killed_is_taken_over(start_tba, ipc_config, tmp_path):
+    for _ in range(2):
+        server = start_tba("buffer", "serve", "--config", ipc_config.file)
+        with connect(ipc_config) as client:
+            client.call(wire.GetStatus(), wire.Status, deadline_seconds=20)
+        server.kill()
+        server.wait()
+        assert (tmp_path / "socket").is_socket()
 
 
 def test_stats_are_read_while_the_server_runs(server, run_config, trajectory, tba):

@@ -206,6 +206,17 @@ def test_show_decodes_with_the_model_that_the_server_recorded_and_prints_times_f
     assert "at text" not in shown
 
 
+@pytest.mark.parametrize("time", [1e300, -1e300, 9e999, None])
+def test_a_time_that_no_calendar_has_is_shown_as_it_is(tba_buffer, filled, time):
+    """As an older release stored what a searcher said."""
+    with sqlite3.connect(filled) as connection:
+        connection.execute("UPDATE trajectory_rows SET created_at = ? WHERE id = 2", (time,))
+    shown = tba_buffer("show", 2, "-b", filled)
+    assert (shown.exit_code, "answer 01" in shown.output) == (0, True)
+    assert tba_buffer("show", 2, "-b", filled, "--json").json["created_at"] == time
+    assert "answer 01" in tba_buffer("tail", "-b", filled).output
+
+
 def test_show_of_a_trajectory_that_nobody_trained_on_says_so(tba_buffer, filled):
     assert "no step has trained on it" in tba_buffer("show", 7, "-b", filled).output
 

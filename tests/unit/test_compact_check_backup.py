@@ -115,14 +115,51 @@ def test_compact_needs_the_server_stopped(harness, tba_buffer):
     assert "another buffer server has" in refused.said
 
 
-def test_compact_without_a_configuration_takes_the_one_that_the_run_recorded(capped, tba_buffer):
-    store = Store(capped, durability="process")
-    store.open_run(
-        "test", seed=0, config=Config.model_validate({"buffer": {"prompt_cap": 2}}).model_dump(mode="json"), software={}
-    )
+def record_start(path, **sections) -> None:
+    """As a server does."""
+    settings = Config.model_validate(sections).model_dump(mode="json")
+    store = Store(path, durability="process")
+    store.open_run("test", seed=0, config=settings, software={})
     store.close()
+
+
+def test_compact_without_a_configuration_takes_the_one_that_the_run_recorded(capped, tba_buffer):
+    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
     done = tba_buffer("compact", "-b", capped, "--keep-steps", 0, "--json").json
     assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
+
+
+def test_an_import_does_not_change_what_compact_takes_for_the_configuration(capped, tba_buffer, tmp_path):
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
+    (tmp_path / "one.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
+    assert tba_buffer("import", "one.jsonl", "-b", capped, *TEST_RUN).exit_code == 0
+    done = tba_buffer("compact", "-b", capped, "--keep-steps", 0, "--json").json
+    assert (done["trajectories_compacted"], done["trajectories_kept"]) == (8, 3)
+
+
+def test_where_no_server_ever_was_compact_takes_the_configuration_of_the_import(tba_buffer, tmp_path):
+    (tmp_path / "two.jsonl").write_text("".join(f'{{"prompt_ids": [1], "response_ids": [{n}]}}\n' for n in (2, 3)))
+    options = ["-b", "new.sqlite", "--set", "run.name=imported", "--set", "buffer.prompt_cap=1"]
+    assert tba_buffer("import", "two.jsonl", *options).exit_code == 0
+    done = tba_buffer("compact", "-b", "new.sqlite", "--json").json
+    assert (done["run"], done["trajectories_compacted"]) == ("imported", 1)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("buffer.dedup=false", 2), ("buffer.prompt_cap=4", 4)])
+def test_what_is_given_to_compact_goes_before_what_is_recorded_and_leaves_the_rest(capped, tba_buffer, given, kept):
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
+    done = tba_buffer("compact", "-b", capped, "--set", given, "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_kept"]) == ("test", kept)
+
+
+def test_settings_of_another_release_are_left_out_and_a_wrong_one_is_named(capped, tba_buffer):
+    change(capped, """INSERT INTO starts (run, config) VALUES (1, '{"buffer": {"prompt_cap": 0, "old": 1}, "o": 2}')""")
+    refused = tba_buffer("compact", "-b", capped)
+    assert refused.exit_code == 78
+    assert f"buffer.prompt_cap = 0 (recorded in {capped})" in refused.said
+    done = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
+    assert done["trajectories_kept"] == 2
 
 
 def test_compact_without_a_configuration_does_not_choose_between_runs(capped, tba_buffer):

@@ -273,6 +273,7 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (GOOD | {"colour": 1}, "line 2: unknown key 'colour': what else there is to say goes into metadata"),
         (GOOD | {"reward": "1"}, "line 2: reward: Input should be a valid number"),
         (GOOD | {"reward": float("nan")}, "line 2: reward: Input should be a finite number"),
+        (GOOD | {"created_at": 1e300}, "line 2: created_at: Input should be less than 253402300800"),
         (GOOD | {"prompt_ids": [-1]}, "line 2: prompt_ids.0: Input should be greater than or equal to 0"),
         (GOOD | {"prompt_ids": [2**31]}, "line 2: prompt_ids.0: Input should be less than"),
         (GOOD | {"response_ids": []}, "line 2: a trajectory without an error has empty response_ids"),

@@ -151,6 +151,29 @@ def test_searchers_are_not_held_back_while_the_trainer_lacks_prompts(harness, tr
     assert len(buffer.lease(2).visits) == 2
 
 
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_searchers_are_held_back_again_when_the_trainer_that_lacked_prompts_has_gone(harness, trajectory, says_goodbye):
+    sections = {
+        "train": {"prompts_per_step": 2, "samples_per_prompt": 2},
+        "search": {"samples_per_prompt": 4},
+        "buffer": {"samples_per_insert": 1, "samples_per_insert_slack": 12, "min_fill": 20, "lease_seconds": 30},
+    }
+    buffer = harness(**sections)
+    buffer.register(20)
+    buffer.announce(0, 0)
+    buffer.put([trajectory(lease=0, tokens=[n]) for n in range(30)], 0)
+    assert buffer.sample(0, prompts=2, samples=2) is None
+    assert len(buffer.lease(2).visits) == 2
+    if says_goodbye:
+        buffer.ask(wire.Goodbye(), role="trainer", sender="t.1")
+    else:
+        buffer.clock.advance(31)
+    assert buffer.lease(2, held=[1, 2]) is None
+    again = wire.SampleBatch(step=0, prompts=2, samples=2, reference="initial", wait_seconds=0.0)
+    assert buffer.ask(again, role="trainer", sender="t.2") is None
+    assert len(buffer.lease(2, held=[1, 2]).visits) == 2, "another trainer lacks them again"
+
+
 def test_a_limit_on_bytes_holds_after_a_restart(harness, trajectory):
     buffer = harness(buffer={"max_payload_bytes": 200})
     buffer.fill(1, 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tba.buffer.backup import backup
 from tba.buffer.offline import OfflineBuffer, read_past
 from tba.common import snapshot, wire
 from tba.common.client import BufferClient
@@ -253,6 +254,55 @@ def test_a_step_that_could_not_be_reported_is_reported_after_the_resume(make_run
     references = run.query("SELECT COUNT(*) FROM consumption_rows LEFT JOIN reference_logprobs USING (trajectory) "
                            "WHERE logprob IS NULL")  # fmt: skip
     assert references == [0]
+
+
+def restore(run: Run, copy: Path) -> None:
+    """Go back to a copy of the database, as docs/operations.md says."""
+    run.buffer.stop()
+    for left in ("-wal", "-shm"):
+        run.config.database.with_name(run.config.database.name + left).unlink(missing_ok=True)
+    copy.replace(run.config.database)
+    run.buffer.start()
+
+
+def keep_copy(run: Run, copy: Path) -> Path:
+    backup(run.config.database, copy, force=True, progress=lambda *_: None)
+    return copy
+
+
+@pytest.mark.parametrize("resumes", [True, False], ids=["resume", "live"])
+def test_a_step_that_an_older_copy_of_the_database_does_not_know_is_missing_in_it_and_no_end(
+    make_run, tmp_path, caplog, resumes
+):
+    run = make_run(publish_every=2)
+    feeder = run.feed()
+    stop = threading.Event()
+    trainer = Trainer(run.config, None, torch.device("cpu"), stop.is_set)
+    trainer.connect()
+    trainer.publish()
+    trainer.learn(trainer.sample())
+    feeder.join()
+    copy = keep_copy(run, tmp_path / "older.sqlite")
+    batch = trainer.sample()
+    if resumes:  # from a checkpoint that keeps the report
+        run.buffer.stop()
+        stop.set()
+        with pytest.raises(BufferUnavailable):
+            trainer.learn(batch)
+        trainer.save()
+        trainer.close()
+        run.buffer.start()
+        restore(run, copy)
+        run.train(resume=True)
+    else:
+        restore(run, copy)
+        trainer.learn(batch)
+        while trainer.learner.steps_done < STEPS:
+            trainer.learn(trainer.sample())
+        trainer.close()
+    assert "does not know this step" in caplog.text
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    assert run.query("SELECT step FROM batches WHERE trained_at IS NOT NULL") == [0, *range(2, STEPS)]
 
 
 def test_a_trainer_outlives_its_buffer(make_run):

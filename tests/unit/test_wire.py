@@ -275,6 +275,9 @@ def test_a_version_that_is_no_number_is_malformed_however_deep(depth):
         ({"sampling": {"temperature": float("inf"), "top_p": 1.0}}, "temperature"),
         ({"sampling": {"temperature": "hot", "top_p": 1.0}}, "temperature"),
         ({"reward": 1e308}, "reward"),
+        ({"created_at": 1e300}, "created_at"),
+        ({"created_at": -1.0}, "created_at"),
+        ({"created_at": float("nan")}, "created_at"),
         ({"stop_reason": "boredom"}, "stop_reason"),
     ],
 )

@@ -1,0 +1,65 @@
+"""Binding an address: once, and never at the cost of what is there."""
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from tba.common.channels import ServerChannel
+from tba.common.errors import AddressInUse, ConfigError
+
+
+def outcome(address: str, all_ready: threading.Barrier, all_tried: threading.Barrier) -> str:
+    all_ready.wait()
+    try:
+        channel = ServerChannel(address)
+    except AddressInUse:
+        all_tried.wait()
+        return "in use"
+    all_tried.wait()
+    channel.close()
+    return "bound"
+
+
+def test_of_servers_that_start_at_once_one_has_the_socket_file(tmp_path):
+    count, outcomes = 8, []
+    barriers = threading.Barrier(count), threading.Barrier(count)
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(outcome(f"ipc://{tmp_path}/socket", *barriers)))
+        for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["bound", *["in use"] * (count - 1)]
+
+
+def test_a_server_that_accepts_nobody_for_now_keeps_its_socket_file(tmp_path):
+    with socket.socket(socket.AF_UNIX) as stuck, socket.socket(socket.AF_UNIX) as waiting:
+        stuck.bind(f"{tmp_path}/socket")
+        stuck.listen(0)
+        waiting.connect(f"{tmp_path}/socket")
+        with pytest.raises(AddressInUse, match=f"buffer.address ipc://{tmp_path}/socket is in use"):
+            ServerChannel(f"ipc://{tmp_path}/socket")
+        assert Path(tmp_path, "socket").is_socket()
+
+
+def test_a_file_that_is_no_socket_is_not_replaced_by_one(tmp_path):
+    precious = tmp_path / "buffer.sqlite"
+    precious.write_text("rows")
+    with pytest.raises(ConfigError, match="the file is no socket"):
+        ServerChannel(f"ipc://{precious}")
+    assert precious.read_text() == "rows"
+
+
+@pytest.mark.parametrize("path", ["nowhere/socket", "x" * 200])
+def test_a_socket_file_that_cannot_be_made_is_a_wrong_configuration(tmp_path, path):
+    with pytest.raises(ConfigError, match="cannot be bound"):
+        ServerChannel(f"ipc://{tmp_path}/{path}")
+
+
+def test_addresses_that_are_no_files_are_bound_as_they_are():
+    for address in ("ipc://*", "ipc://@tba-test-channels", "tcp://127.0.0.1:*"):
+        ServerChannel(address).close()

@@ -262,7 +262,7 @@ class OfflineBuffer:
             self._service.hear(request.header)
             with self._store.transaction():
                 answer = self._service.handle(request)
-            self._store.sync()
+            self._store.log.sync()
         assert answer is not None, "nothing waits offline"
         if isinstance(answer.message, wire.Batch) and not self._replay:
             return _nobodys(answer.message), answer.frames

@@ -47,8 +47,8 @@ class BufferServer:
         self._clock = clock
         self._mailbox = Mailbox(queue_bytes)
         self._network = Network(channel, self._mailbox, clock)
-        self._syncer = Syncer(store.sync, self._network.send)
-        self._checkpointer = Checkpointer(store, self._mailbox)
+        self._syncer = Syncer(store.log.sync, self._network.send)
+        self._checkpointer = Checkpointer(store.log, self._mailbox)
         self._parked: list[Arrival] = []
 
     def run(self, stop: Callable[[], bool]) -> None:

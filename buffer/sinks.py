@@ -72,8 +72,8 @@ class LocalSink:
         self._service.hear(request.header)
         with self._store.transaction():
             answer = self._service.handle(request)
-        self._store.sync()
-        self._store.checkpoint()  # all of it: nobody else writes
+        self._store.log.sync()
+        self._store.log.copy()  # all of it: nobody else writes
         assert answer is not None
         return answer.message
 

@@ -24,6 +24,8 @@ from tba.buffer.index import Entry
 from tba.buffer.leases import OpenVisit
 from tba.buffer.reader import applied_migrations
 from tba.buffer.schema import migrate
+from tba.buffer.storage_errors import storage_errors
+from tba.buffer.write_ahead_log import WriteAheadLog
 from tba.common.durable import exclusive_lock
 from tba.common.errors import Refused, StorageError
 from tba.common.trajectory import ARRAY_KINDS
@@ -32,23 +34,6 @@ from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 _CACHE_KIB = 64 << 10
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 _CHECKED_BYTES = 1 << 30  # two or three seconds
-_LONG_LOG_BYTES = 8 << 20
-_VERY_LONG_LOG_BYTES = 16 << 20
-_FINISH_ROUNDS = 4
-_STORAGE_CODES = frozenset(
-    {
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_NOMEM,
-    }
-)
 TRAJECTORY_COLUMNS = (
     "id",
     "run",
@@ -129,30 +114,26 @@ class Store:
         self._new_payloads: list[Sequence[Any]] = []
         self._new_references: list[tuple[int, str, float]] = []
         self._next_id: int | None = None
-        self._written = self._copied = 0  # bytes that went into the log, roughly: in all, and at the last checkpoint
-        with contextlib.ExitStack() as resources, _storage_errors(path):
+        with contextlib.ExitStack() as resources, storage_errors(path):
             resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
-            # Closed after the connections: SQLite's locks are the process's, and go with any descriptor of the file.
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            resources.callback(os.close, self._file)
+            # Closed last: SQLite's locks are the process's, and go with any descriptor of the file.
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            resources.callback(os.close, file)
             # Opened by one thread and used by another, never by two at a time.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
             resources.callback(self._connection.close)
             self._refuse_damaged()
             self._refuse_foreign()
             self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = NORMAL")  # `sync` makes it more
+            self._connection.execute("PRAGMA synchronous = NORMAL")  # `WriteAheadLog.sync` makes it more
             self._connection.execute("PRAGMA busy_timeout = 10000")  # milliseconds, for a lock of another program
             self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `checkpoint` does it
+            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `WriteAheadLog.copy` does it
             migrate(Database(self._connection))
-            self._checkpointer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            resources.callback(self._checkpointer.close)
-            self._page_bytes = int(self._one("PRAGMA page_size")[0])
-            self._log = self._open_log()
-            resources.callback(os.close, self._log)
+            # This writes, and so makes the log.
+            self._connection.execute(f"PRAGMA user_version = {_identity(path.stat())}")
+            self.log = resources.enter_context(WriteAheadLog(path, file, durable=durability == "power"))
             self._resources = resources.pop_all()
-        self._durable = durability == "power"
 
     def _refuse_damaged(self) -> None:
         """Raise StorageError for a file that was copied while a server wrote to it: its parts are of different times.
@@ -180,59 +161,6 @@ class Store:
                 "file name for buffer.database"
             )
 
-    def _open_log(self) -> int:
-        """The write-ahead log. It is there, and stays the same file, while we have the database open."""
-        # This writes, and so makes the log.
-        self._connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
-        return os.open(self.path.with_name(self.path.name + "-wal"), os.O_RDONLY)
-
-    def sync(self) -> None:
-        """Make all that is committed survive a power cut, unless `durability` asks for less.
-
-        SQLite itself syncs the log only before a checkpoint (synchronous=NORMAL); with this after a commit, and
-        before its acknowledgement, the guarantee is that of synchronous=FULL. It may be called by another thread
-        while the next transaction is written. Raises StorageError; what the disk holds is then unknown, and the
-        server must not go on.
-        """
-        if self._durable:
-            with _storage_errors(self.path):
-                os.fdatasync(self._log)
-
-    def checkpoint(self) -> bool:
-        """Copy the log into the database, if it is long, by a connection of its own: another thread may write.
-
-        Returns whether it is time for `finish_log`: under load there is always a little more to copy, and SQLite
-        writes the log from its beginning again only once all of it is copied.
-        """
-        if (written := self._written) - self._copied <= _LONG_LOG_BYTES:
-            return False
-        self._copied = written
-        with _storage_errors(self.path):
-            frames, _ = self._copy_log()
-            if frames * self._page_bytes <= _VERY_LONG_LOG_BYTES:
-                return False
-            os.fdatasync(self._file)  # else `finish_log` would do this, and more of the copying, with everybody waiting
-            self._copy_log()
-        return True
-
-    def finish_log(self) -> None:
-        """Copy all of the log. Whoever calls sees to it that little is written meanwhile.
-
-        A reader that still needs the log keeps it from being written anew: then it grows on, until the next time.
-        The file keeps its length: blocks that are there already are synced faster than new ones.
-        """
-        with _storage_errors(self.path):
-            for _ in range(_FINISH_ROUNDS):
-                before = self._written
-                frames, copied = self._copy_log()
-                if copied == frames and self._written == before:
-                    break
-
-    def _copy_log(self) -> tuple[int, int]:
-        """(frames in the log, those of them that are in the database file now)."""
-        _, frames, copied = self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        return frames, copied
-
     def close(self) -> None:
         """Close the file; what was committed stays."""
         self._resources.close()
@@ -240,7 +168,7 @@ class Store:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit at the end, or nothing at all. Raises StorageError if the disk refuses."""
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -374,7 +302,7 @@ class Store:
         """Write what was added, so that queries of this transaction see it."""
         self._insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
         self._insert("OR ROLLBACK", "payloads", _PAYLOAD_COLUMNS, self._new_payloads)
-        self._written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
+        self.log.written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
         self._insert_references(self._new_references)
         self._new_rows, self._new_payloads, self._new_references = [], [], []
 
@@ -410,7 +338,7 @@ class Store:
             "EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id) "
             "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"
         )
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             for id_, prompt, version, reward, dedup_hash, size, taken in self._connection.execute(query, (run.id,)):
                 yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(taken), size)
 
@@ -442,10 +370,10 @@ class Store:
         """See the trajectories and prompts of a run in another database in place of our own, up to an id.
 
         The other database is attached read-only. A temporary view goes before a table of its name, so every query
-        here reads it; what is recorded goes into our own tables. Their log is copied by SQLite itself: `checkpoint`
+        here reads it; what is recorded goes into our own tables. Their log is copied by SQLite itself: ours
         measures what trajectories write, and here there are none.
         """
-        with _storage_errors(past):
+        with storage_errors(past):
             self._connection.execute("ATTACH ? AS past", (f"{past.absolute().as_uri()}?mode=ro",))
             self._connection.execute("PRAGMA wal_autocheckpoint = 1000")
             for table, condition in (
@@ -594,7 +522,7 @@ class Store:
 
     def shrink(self) -> None:
         """Give free pages back to the file system. Raises StorageError if the disk refuses."""
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             self._connection.execute("VACUUM")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -605,16 +533,16 @@ class Store:
 
     def free_bytes(self) -> int:
         """Free space of the disk that holds the database."""
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             return shutil.disk_usage(self.path.parent).free
 
     def _one(self, query: str, *values: Any) -> tuple[Any, ...]:
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
         return row
 
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             return self._connection.execute(query, values).fetchall()
 
 
@@ -627,19 +555,3 @@ def _identity(file: os.stat_result) -> int:
 def _insert_statement(table: str, columns: tuple[str, ...], rows: int, conflict: str) -> str:
     row = f"({', '.join('?' * len(columns))})"
     return f"INSERT {conflict} INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608
-
-
-@contextlib.contextmanager
-def _storage_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        # What is not the disk's fault is a bug of ours, and must not be tried again for ever. Without a code come
-        # misuse, which is such a bug, and text that cannot be decoded, which is not.
-        misused = isinstance(error, sqlite3.ProgrammingError)
-        unknown = sqlite3.SQLITE_MISUSE if misused else sqlite3.SQLITE_CORRUPT
-        if getattr(error, "sqlite_errorcode", unknown) & 0xFF not in _STORAGE_CODES:
-            raise
-        raise StorageError(f"{path}: {error}") from error
-    except OSError as error:
-        raise StorageError(f"{path}: {error}") from error

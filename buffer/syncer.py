@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tba.buffer.mailbox import Mailbox
-from tba.buffer.store import Store
+from tba.buffer.write_ahead_log import WriteAheadLog
 from tba.common.channels import Peer
 from tba.common.codec import Frames
 from tba.common.errors import StorageError
@@ -72,8 +72,8 @@ class Checkpointer:
     When the log has become very long the puts wait until all of it is copied; who asks for a batch does not.
     """
 
-    def __init__(self, store: Store, mailbox: Mailbox) -> None:
-        self._store = store
+    def __init__(self, log: WriteAheadLog, mailbox: Mailbox) -> None:
+        self._log = log
         self._mailbox = mailbox
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
@@ -97,8 +97,8 @@ class Checkpointer:
 
     def _try(self) -> None:
         try:
-            if self._store.checkpoint():
+            if self._log.copy():
                 with self._mailbox.holding():
-                    self._store.finish_log()
+                    self._log.finish()
         except StorageError as error:  # the log keeps what could not be copied, and there is a next time
             log.warning("checkpoint failed", reason=str(error))

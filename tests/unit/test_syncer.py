@@ -31,12 +31,13 @@ class SlowStore(Store):
         self.released.set()
         self.broken: BaseException | None = None
         self.full = False
+        self._sync, self.log.sync = self.log.sync, self._slow_sync
 
-    def sync(self) -> None:
+    def _slow_sync(self) -> None:
         assert self.released.wait(20)
         if self.broken is not None:
             raise self.broken
-        super().sync()
+        self._sync()
 
     def flush(self) -> None:
         if self.full and self._new_rows:
@@ -114,6 +115,29 @@ def test_what_others_can_read_is_acknowledged_only_when_it_is_synced(serving, tr
     serving.store.released.set()
     (reply,) = serving.client.poll(10)
     assert (reply.header.id, reply.message.stored) == (put, 1)
+
+
+def test_puts_wait_while_the_log_is_finished_and_others_are_answered(serving, trajectory):
+    begun, done = threading.Event(), threading.Event()
+    finish = serving.store.log.finish
+    serving.store.log.copy = lambda: not begun.is_set()
+
+    def slow_finish() -> None:
+        begun.set()
+        assert done.wait(20)
+        finish()
+
+    serving.store.log.finish = slow_finish
+    assert begun.wait(10)
+    serving.put([trajectory()])
+    trainer = BufferClient(serving.channel.address, role="trainer", name="t")
+    for _ in range(3):
+        assert trainer.call(wire.GetStatus(), wire.Status, deadline_seconds=10)[0].trajectories == 0
+    trainer.close()
+    assert serving.client.poll(0.1) == []
+    done.set()
+    (reply,) = serving.client.poll(10)
+    assert reply.message.stored == 1
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageError("the disk is gone")])

@@ -1,0 +1,58 @@
+"""Where the trainer's time goes in a whole run: the demo's, with searchers that nothing holds back.
+
+    python -m benchmarks.phases [--steps 60] [--set key=value ...]
+
+`tba run` as a user runs it, on examples/arithmetic: buffer, searchers and trainer share the machine. Off-policy, as
+Trajectory Balance allows: no limit of staleness, so the trainer has data whenever it asks. The steps up to the second
+publication are left out: the first waits for the first groups, and what is allocated once is allocated there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.table import print_table
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "examples" / "arithmetic" / "demo.toml"
+PHASES = ("wait", "data", "reference", "forward", "backward", "optimizer", "publish", "checkpoint", "other")
+WARM_UP = 5  # steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+        lines = run(Path(folder) / "run", options.steps, options.settings)
+    total = sum(line["seconds_step"] for line in lines)
+    rows = []
+    for phase in PHASES:
+        seconds = sum(line[f"seconds_{phase}"] for line in lines)
+        rows.append([phase, f"{1000 * seconds / len(lines):.1f}", f"{100 * seconds / total:.1f} %"])
+    rows.append(["a step", f"{1000 * total / len(lines):.1f}", "100 %"])
+    print_table(f"the trainer's time over {len(lines)} steps", ["phase", "ms in a step", "share"], rows)
+
+
+def run(directory: Path, steps: int, settings: list[str]) -> list[dict[str, float]]:
+    """The metrics of a run's steps after the first few."""
+    given = [
+        f"run.dir={directory}",
+        f"train.steps={steps}",
+        "buffer.max_staleness=unbounded",
+        "eval.at_end=false",
+        *settings,
+    ]
+    command = [sys.executable, "-m", "tba", "run", str(DEMO), *(part for one in given for part in ("--set", one))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == steps
+    return lines[WARM_UP:]
+
+
+if __name__ == "__main__":
+    main()

@@ -43,8 +43,13 @@ class Clients:
         return self._by_sender[sender]
 
     def hear(self, sender: str, role: wire.Role, at: float) -> None:
-        """A message of a sender arrived at this monotonic time."""
+        """A message of a sender arrived at this monotonic time.
+
+        A trainer and the publisher beside it are one sender: whichever is heard first, it is a trainer.
+        """
         client = self._by_sender.setdefault(sender, Client(role, at))
+        if role == "trainer":
+            client.role = role
         client.seen_at = max(client.seen_at, at)
 
     def is_silent(self, sender: str) -> bool:

@@ -1,6 +1,6 @@
 """Who talks to the buffer: when each was heard last, what it does, and when it counts as gone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tba.common import wire
@@ -8,7 +8,7 @@ from tba.common.clock import Clock
 
 _REPLACED_SECONDS = 3.0
 # A trainer sends heartbeats between micro-batches, at most about a second apart.
-_TRAINER_SECONDS = 5.0
+_TRAINER_SECONDS = 10.0
 GONE = "gone"
 
 
@@ -37,7 +37,8 @@ class Clients:
         self._patience_seconds = patience
         self._started = clock.monotonic()
         self._by_sender: dict[str, Client] = {}
-        self._succeeded: dict[str, str] = {}  # trainers that another one has followed, and its host
+        self._trainer = ("", "")  # sender and host of the one that is heard
+        self._replaced: set[str] = set()
 
     def __getitem__(self, sender: str) -> Client:
         return self._by_sender[sender]
@@ -50,6 +51,8 @@ class Clients:
         client = self._by_sender.setdefault(sender, Client(role, at))
         if role == "trainer":
             client.role = role
+        if sender == self._trainer[0]:  # after a restart of the server it does not say hello again
+            client.host = self._trainer[1]
         client.seen_at = max(client.seen_at, at)
 
     def is_silent(self, sender: str) -> bool:
@@ -84,17 +87,17 @@ class Clients:
                 return client
         return None
 
-    def succeed(self, sender: str) -> None:
-        """A trainer takes the run over: the earlier ones are not heard any more, should they come back.
+    def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:
+        """All trainers that the run has had, (sender, host), oldest first: only the last one is heard any more.
 
         One that was only cut off would go on with steps of its own, and announce weights that nobody has asked for.
         """
-        earlier = {other for other, client in self._by_sender.items() if client.role == "trainer" and client.host}
-        self._succeeded |= dict.fromkeys(earlier - {sender}, self._by_sender[sender].host)
+        *earlier, self._trainer = [("", ""), *trainers]
+        self._replaced = {sender for sender, _ in earlier}
 
     def successor_host(self, sender: str) -> str | None:
         """Where the trainer is that has taken over from this one; None for all who are still heard."""
-        return self._succeeded.get(sender)
+        return self._trainer[1] if sender in self._replaced else None
 
     def living(self, role: wire.Role) -> int:
         """How many of a role are at work, as far as is known."""

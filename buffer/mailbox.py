@@ -18,6 +18,7 @@ from tba.common.codec import Request
 # One transaction: large enough that the sync is shared by many, small enough that nobody waits long for it.
 GROUP_ROWS = 256
 GROUP_BYTES = 1 << 20
+_LONGEST_TRANSACTION_SECONDS = 1.0  # that a hold waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Arrival:
     @property
     def is_urgent(self) -> bool:
         """It overtakes puts: somebody waits for the answer. Of a searcher's requests only the sign of life does."""
+        if isinstance(self.request.message, wire.PutTrajectories):
+            return False
         return self.request.header.role != "searcher" or isinstance(self.request.message, wire.Heartbeat)
 
 
@@ -50,6 +53,7 @@ class Mailbox:
         self._others: deque[Arrival] = deque()
         self._bytes = 0
         self._held = False
+        self._taking = False
 
     @property
     def bytes(self) -> int:
@@ -72,17 +76,22 @@ class Mailbox:
             for arrival in arrivals:
                 (self._urgent if arrival.is_urgent else self._others).append(arrival)
                 self._bytes += arrival.bytes
-            self._changed.notify()
+            self._changed.notify_all()
 
     def wake(self) -> None:
         """Let `take` return now."""
         with self._changed:
-            self._changed.notify()
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Meanwhile only what is urgent is taken; the rest waits here, and in the senders."""
-        self._held = True
+        """Meanwhile only what is urgent is taken; the rest waits here, and in the senders.
+
+        Begins when the transaction under way is over.
+        """
+        with self._changed:
+            self._held = True
+            self._changed.wait_for(lambda: self._taking, _LONGEST_TRANSACTION_SECONDS)
         try:
             yield
         finally:
@@ -95,8 +104,11 @@ class Mailbox:
         A request for a batch goes without the others. Waits for the first arrival at most the timeout.
         """
         with self._changed:
+            self._taking = True
+            self._changed.notify_all()
             if not self._urgent and (self._held or not self._others):
                 self._changed.wait(timeout_seconds)
+            self._taking = False
             taken = list(self._urgent)
             self._urgent.clear()
             asks_batch = any(isinstance(arrival.request.message, wire.SampleBatch) for arrival in taken)

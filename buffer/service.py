@@ -109,6 +109,7 @@ class BufferService:
         self._steps_done = store.steps_done(run)
         self._next_step = store.recorded_steps(run)
         self._finished = store.finished_step(run) is not None
+        self._clients.admit_trainers(store.trainers(run))
         self._prompt_ids = store.prompt_ids(run)
         self._prompt_keys = {id_: key for key, id_ in self._prompt_ids.items()}
         epoch, place = store.newest_place(run)
@@ -192,7 +193,7 @@ class BufferService:
         self._store.describe_sender(sender, message.host, message.pid)
         self._clients.replace_earlier(sender)
         if client.role == "trainer":
-            self._clients.succeed(sender)
+            self._clients.admit_trainers(self._store.trainers(self._run))
             # It may have been told to make more steps.
             self._store.finish(self._run, None)
             self._finished = False

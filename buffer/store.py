@@ -113,6 +113,7 @@ class Store:
         self._new_rows: list[Sequence[Any]] = []  # of this transaction, not yet written
         self._new_payloads: list[Sequence[Any]] = []
         self._new_references: list[tuple[int, str, float]] = []
+        self._unlogged = 0  # bytes that this transaction will have put into the log, roughly
         self._next_id: int | None = None
         with contextlib.ExitStack() as resources, storage_errors(path):
             resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
@@ -174,8 +175,10 @@ class Store:
                 yield
                 self.flush()
                 self._connection.execute("COMMIT")
+                self.log.written, self._unlogged = self.log.written + self._unlogged, 0
             except BaseException:
                 self._new_rows, self._new_payloads, self._new_references, self._next_id = [], [], [], None
+                self._unlogged = 0
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -211,6 +214,11 @@ class Store:
     def describe_sender(self, sender: str, host: str, pid: int) -> None:
         """Where a sender runs."""
         self._connection.execute("UPDATE senders SET host = ?, pid = ? WHERE sender = ?", (host, pid, sender))
+
+    def trainers(self, run: Run) -> list[tuple[str, str]]:
+        """(sender, host) of the trainers that were let in, oldest first."""
+        query = "SELECT sender, COALESCE(host, '') FROM senders WHERE run = ? AND role = 'trainer' ORDER BY id"
+        return self._all(query, run.id)
 
     def task_of(self, run: Run) -> tuple[str | None, str | None, int]:
         """(task, fingerprint, number of prompts) of a run; None before the first registration."""
@@ -302,7 +310,7 @@ class Store:
         """Write what was added, so that queries of this transaction see it."""
         self._insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
         self._insert("OR ROLLBACK", "payloads", _PAYLOAD_COLUMNS, self._new_payloads)
-        self.log.written += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
+        self._unlogged += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
         self._insert_references(self._new_references)
         self._new_rows, self._new_payloads, self._new_references = [], [], []
 

@@ -10,6 +10,7 @@ then `finish` copies the rest while writing is held back.
 import contextlib
 import os
 import sqlite3
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from tba.buffer.storage_errors import storage_errors
 _LONG_BYTES = 8 << 20
 _VERY_LONG_BYTES = 16 << 20
 _FINISH_ROUNDS = 4
+_COPY_SECONDS = 60.0  # what is no trajectory is not counted: batches, leases, reports
 
 
 class WriteAheadLog:
@@ -33,6 +35,7 @@ class WriteAheadLog:
         self._durable = durable
         self.written = 0  # bytes, roughly
         self._copied = 0  # of those, when they were last copied
+        self._copied_at = time.monotonic()
         with contextlib.ExitStack() as resources:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             resources.callback(self._connection.close)
@@ -61,20 +64,21 @@ class WriteAheadLog:
                 os.fdatasync(self._log)
 
     def copy(self) -> bool:
-        """Copy what is in the log into the database file, if that is long. True if it is time for `finish`."""
-        if (written := self.written) - self._copied <= _LONG_BYTES:
+        """Copy what is in the log into the database file, if that is long, or a minute ago. True if `finish` is due."""
+        written, now = self.written, time.monotonic()
+        if written - self._copied <= _LONG_BYTES and now - self._copied_at < _COPY_SECONDS:
             return False
-        self._copied = written
+        self._copied, self._copied_at = written, now
         with storage_errors(self._path):
             frames, _ = self._checkpoint()
             if frames * self._page_bytes <= _VERY_LONG_BYTES:
                 return False
             os.fdatasync(self._file)  # else `finish` would do this, and more of the copying, with everybody waiting
-            self._checkpoint()
-        return True
+            frames, copied = self._checkpoint()
+        return (frames - copied) * self._page_bytes <= _LONG_BYTES  # else a reader holds it
 
     def finish(self) -> None:
-        """Copy all of the log. Whoever calls sees to it that little is written meanwhile.
+        """Copy all of the log. Whoever calls sees to it that next to nothing is written meanwhile.
 
         A reader that still needs the log keeps it from being written anew: then it grows on, until the next time.
         The file keeps its length: blocks that are there already are synced faster than new ones.

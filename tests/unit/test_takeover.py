@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tba.buffer.service import BufferService
 from tba.common import wire
 from tba.common.config import Config
 from tba.common.errors import EXIT_CONFIG, Refused
@@ -29,7 +30,7 @@ def replaced(harness):
     buffer = harness()
     buffer.announce(0, 0)
     buffer.ask(HELLO, role="trainer", sender="t.1")
-    buffer.clock.advance(6)
+    buffer.clock.advance(11)
     buffer.ask(HELLO, role="trainer", sender="t.2")
     return buffer
 
@@ -48,6 +49,27 @@ def test_nor_long_after_the_buffer_has_forgotten_when_it_was_there(replaced):
     replaced.service.expire_leases()
     with pytest.raises(Refused, match="took over"):
         replaced.ask(HEARTBEAT, role="trainer", sender="t.1")
+
+
+def test_nor_one_that_was_gone_for_longer_than_the_buffer_remembers(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.clock.advance(100_000)
+    buffer.service.expire_leases()
+    buffer.ask(HELLO, role="trainer", sender="t.2")
+    with pytest.raises(Refused, match="took over"):
+        buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+
+
+def test_a_buffer_that_was_started_again_knows_its_trainer(replaced):
+    replaced.service = BufferService(replaced.store, replaced.run, replaced.config, replaced.clock)
+    with pytest.raises(Refused, match="took over"):
+        replaced.ask(HEARTBEAT, role="trainer", sender="t.1")
+    replaced.ask(wire.AnnounceSnapshot(weights=WEIGHTS, bytes=1), role="publisher", sender="t.2")
+    replaced.ask(HEARTBEAT, role="trainer", sender="t.2")
+    assert replaced.service.status().clients[-1].role == "trainer", "and not the publisher that was heard first"
+    with pytest.raises(Refused, match="is at work on run test"):
+        replaced.ask(HELLO, role="trainer", sender="t.3")
 
 
 def test_the_one_that_took_over_is(replaced):

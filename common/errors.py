@@ -46,6 +46,11 @@ class TbaError(Exception):
     exit_code = EXIT_FAILED
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, short enough for a sentence of ours."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 class ConfigError(TbaError):
     """A value, a file or an address in the configuration is wrong."""
 

@@ -22,12 +22,12 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from tba.common.errors import ConfigError, SnapshotError
+from tba.common.memory import not_loaded
 from tba.common.model_files import eos_ids, model_directory, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
 from tba.searcher.batch_cache import GROUPED, BatchCache
 from tba.searcher.engine import Generation, GenerationRequest, LoadReport, append_version, check_request
-from tba.searcher.memory import not_loaded
 from tba.searcher.snapshot_checks import check_snapshot, prove, tensor_shapes
 from tba.searcher.token_sampling import sample
 

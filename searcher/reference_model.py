@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tba.common.memory import not_loaded
 from tba.common.model_files import model_directory
 from tba.common.trajectory import Trajectory
-from tba.searcher.memory import not_loaded
 
 _BATCH_TOKENS = 8192  # padding included
 _CHUNK = 256  # response positions whose logits exist at the same time

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
-from tba.searcher.memory import not_loaded, out_of_memory
+from tba.common.memory import not_loaded, out_of_memory
 from tba.searcher.reward_model_files import own_pad_id, read_config, read_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}

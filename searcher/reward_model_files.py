@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
+from tba.common.memory import not_loaded
 from tba.common.model_files import model_directory, weight_files
-from tba.searcher.memory import not_loaded
 
 SETTING = "reward_model.path"
 

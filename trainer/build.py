@@ -17,7 +17,7 @@ from tba.trainer.step import Learner
 def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tuple[Learner, PreTrainedModel]:
     """A learner at step 0, and its model as the files have it: without adapters, and not divided over ranks.
 
-    Where there are neither, the second is the policy itself, else only its structure. Raises ConfigError.
+    Where there are neither, the second is the policy itself, else only its structure. Raises ConfigError, MemoryShort.
     """
     # FSDP takes each layer's part to the GPU itself: never is the whole model there.
     place = device if ranks.size == 1 else torch.device("cpu")

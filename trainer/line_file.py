@@ -46,13 +46,14 @@ class LineFile:
                 self._refuse(error)
 
     def sync(self) -> None:
-        """Have all lines on disk. Raises OSError."""
+        """Have all lines on disk that were added before. Raises OSError."""
         with self._lock:
             self._write()
-            os.fsync(self._file.fileno())
+        # Not under the lock: `append` must not wait for the disk.
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Try once more what waits, and close the file."""
+        """Try once more what waits, and close the file. No `sync` may be under way."""
         with self._lock:
             try:
                 self._write()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
+from tba.common.memory import not_loaded
 from tba.trainer.batch import Layout, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
 from tba.trainer.packing import ATTENTION, pack
@@ -38,14 +39,13 @@ _GPU_PASS_TOKENS = 4096
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
-    """A causal language model with float32 weights and without dropout. Raises ConfigError."""
+    """A causal language model with float32 weights and without dropout. Raises ConfigError, MemoryShort."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"the model in {directory} cannot be loaded: {reason}") from error
+    except (MemoryError, OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise not_loaded(f"the model in {directory}", error) from error
     if missing := info["missing_keys"]:
         # transformers would go on with random weights there.
         raise ConfigError(f"the files in {directory} lack {len(missing)} weights of the model, {min(missing)} for one")

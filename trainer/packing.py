@@ -6,12 +6,13 @@
 
 Whatever a model does token by token does not notice. Attention must not cross a boundary: it goes through the interface
 of transformers, under a name of our own, and gets the boundaries as transformers' flash attention does. On a GPU in
-half precision that is one kernel for all sequences, elsewhere each sequence by itself through SDPA.
+half precision that is one kernel for all sequences, elsewhere, and for heads that the kernel does not take, each
+sequence by itself through SDPA.
 
 Shape suffixes: P tokens of all sequences, A attention heads, G heads of keys and values, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, first_line
 from tba.common.log import get_logger
+from tba.common.memory import out_of_memory
 from tba.trainer.batch import Layout, Row
 
 log = get_logger(__name__)
@@ -31,8 +33,13 @@ ATTENTION = "tba_packed"
 _KERNEL_TORCH = "2.13"
 _KERNEL_CAPABILITY = (8, 0)
 _KERNEL_HEAD = 256
+_KERNEL_HEAD_STEP = 8
 _HALF = (torch.bfloat16, torch.float16)
 _TOLERANCE = 1e-3
+
+# What transformers gives an attention that is more than softmax(q k) v over all tokens before: sinks, capped scores,
+# biases by position, chosen blocks and tokens.
+_NOT_HERE = ("s_aux", "softcap", "position_bias", "block_indices", "indices")
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> Layout:
@@ -73,9 +80,13 @@ def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, 
     """
     if packing == "padded" or (packing == "auto" and device == "cpu"):
         return False
-    reason = obstacle(model)
-    if packing == "auto" and not reason and not _has_kernel(device, _head_size(model), half=half):
-        reason = "one kernel for all takes bfloat16, heads of at most 256, torch 2.13 and a GPU since Ampere"
+    # FSDP takes a model to the GPU later: it is tried out where it is.
+    reason = obstacle(model, half=half and model.device.type == device)
+    if packing == "auto" and not reason and not _has_kernel(device, _head_sizes(model), half=half):
+        reason = (
+            "one kernel for all takes bfloat16, heads of one size, at most 256 and a multiple of 8, torch 2.13 and an "
+            "NVIDIA GPU since Ampere"
+        )
     if reason and packing == "packed":
         raise ConfigError(f'train.packing = "packed", but {reason}: set it to "auto" or "padded"')
     if reason:
@@ -83,42 +94,72 @@ def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, 
     return not reason
 
 
-def _head_size(model: PreTrainedModel) -> int:
+def _head_sizes(model: PreTrainedModel) -> set[int]:
+    """Of queries, keys and values, as far as the configuration names them. `attend` goes by what it is given: a name
+    that is missed here costs speed alone.
+    """
     config = model.config.get_text_config()
-    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+    named = {getattr(config, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")}
+    return {int(size) for size in named if size} or {config.hidden_size // config.num_attention_heads}
 
 
-def _has_kernel(device: str, head: int, *, half: bool) -> bool:
-    """Whether there is one kernel for all sequences, for heads of this size."""
+def _has_kernel(device: str, heads: Collection[int], *, half: bool) -> bool:
+    """Whether there is one kernel for all sequences, for queries, keys and values with heads of these sizes."""
     return (
         device == "cuda"
+        and torch.version.hip is None
         and half
-        and head <= _KERNEL_HEAD
+        and len(set(heads)) == 1
+        and all(head <= _KERNEL_HEAD and head % _KERNEL_HEAD_STEP == 0 for head in heads)
         and torch.__version__ >= _KERNEL_TORCH
         and torch.cuda.get_device_capability() >= _KERNEL_CAPABILITY
     )
 
 
-@torch.no_grad()
-def obstacle(model: PreTrainedModel) -> str:
+def obstacle(model: PreTrainedModel, *, half: bool = False) -> str:
     """Why rows of this model cannot be packed; empty if they can. The model is tried out, and stays as it was.
 
     A model that flash attention serves says all of its attention by arguments, and nothing by masks that nobody makes
-    here. What else passes from token to token, a recurrent state say, shows when two sequences are packed.
+    here. What else passes from token to token, a recurrent state say, shows when two sequences are packed. `half` tries
+    it in bfloat16 too, where another kernel may serve.
     """
     name = type(model).__name__
     if not (model._supports_flash_attn and model._supports_attention_backend):
         return f"{name} does not leave its attention to others"
+    if moving := sorted(kind for kind in _rope_types(model) if "dynamic" in kind or kind == "longrope"):
+        return f"the longest sequence of a pass decides how {name} rotates all of them (RoPE {moving[0]})"
+    try:
+        same = _keeps_apart(model, half=half)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        if out_of_memory(error):
+            raise
+        return f"{name} does not run on packed rows: {first_line(error)}"
+    return "" if same else f"in {name} a sequence notices the ones that are packed before it"
+
+
+def _rope_types(model: PreTrainedModel) -> Iterator[str]:
+    """As transformers' modules have them: one, or one for each kind of layer."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", "")
+        yield from map(str, kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
+@torch.no_grad()
+def _keeps_apart(model: PreTrainedModel, *, half: bool) -> bool:
+    """Whether two packed sequences give what each gives alone. `half` has bfloat16 run too, which proves no more."""
     before = model.config._attn_implementation
     tokens_1P = torch.arange(12, device=model.device)[None] % model.config.get_text_config().vocab_size
     alone = [_hidden(model, part) for part in torch.split(tokens_1P, [5, 7], dim=1)]
+    told = _told(np.array([0, 5, 12], np.int32), model.device)
     model.set_attn_implementation(ATTENTION)
     try:
-        packed = _hidden(model, tokens_1P, **_told(np.array([0, 5, 12], np.int32), model.device))
+        packed = _hidden(model, tokens_1P, **told)
+        if half:
+            with torch.autocast(model.device.type, torch.bfloat16):
+                _hidden(model, tokens_1P, **told)
     finally:
         model.set_attn_implementation(before)
-    same = torch.allclose(packed, torch.cat(alone, dim=1), atol=_TOLERANCE, rtol=_TOLERANCE)
-    return "" if same else f"in {name} a sequence notices the ones that are packed before it"
+    return torch.allclose(packed, torch.cat(alone, dim=1), atol=_TOLERANCE, rtol=_TOLERANCE)
 
 
 def _hidden(model: PreTrainedModel, tokens_NT: Tensor, **told: Any) -> Tensor:
@@ -137,13 +178,19 @@ def attend(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence, [N, T, A, D]. Without boundaries each row is a sequence."""
+    """Causal attention within each sequence, [N, T, A, D]. Without boundaries each row is a sequence.
+
+    Raises NotImplementedError if a model asks for more than that.
+    """
     assert attention_mask is None, "transformers makes no mask for an attention that has registered none"
+    if asked := [name for name in _NOT_HERE if others.get(name) is not None]:
+        raise NotImplementedError(f"its attention takes {asked[0]}, which attention over packed rows does not have")
     tensors = query_NATD, key_NGTD, value_NGTD
     dtype, device = _compute_dtype(query_NATD), query_NATD.device.type
-    if cu_seq_lens_q is not None and _has_kernel(device, query_NATD.shape[-1], half=dtype in _HALF):
+    heads = [tensor.shape[-1] for tensor in tensors]
+    if cu_seq_lens_q is not None and _has_kernel(device, heads, half=dtype in _HALF):
         query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in tensors)
         return _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
     lengths = [query_NATD.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()

@@ -5,10 +5,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     OpenAIGPTConfig,
@@ -19,7 +27,7 @@ from tba.common.config import LoraSection
 from tba.common.errors import ConfigError
 from tba.trainer.canary import make_canary, skeleton
 from tba.trainer.model import Scorer, weights_of
-from tba.trainer.packing import _kernel, attend, obstacle, pack, packs
+from tba.trainer.packing import _has_kernel, _head_sizes, _kernel, attend, obstacle, pack, packs
 
 from .rank_lab import make_learner
 from .tb_lab import make_row, random_batch, tiny_model
@@ -47,6 +55,30 @@ def tiny_lfm2():
     return Lfm2ForCausalLM(Lfm2Config(**shape, initializer_range=0.3)).eval()
 
 
+def tiny_deepseek():
+    """Queries and keys have heads of 24, values of 16."""
+    torch.manual_seed(0)
+    shape = SMALL | {"intermediate_size": 32, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 2}
+    heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **heads, initializer_range=0.3)).eval().double()
+
+
+def tiny_gpt_oss():
+    """Each head has a sink."""
+    shape = SMALL | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_local_experts": 2}
+    return GptOssForCausalLM(GptOssConfig(**shape, num_experts_per_tok=1)).eval()
+
+
+def tiny_gemma2(cap: float | None):
+    shape = SMALL | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    return Gemma2ForCausalLM(Gemma2Config(**shape, attn_logit_softcapping=cap)).eval()
+
+
+def tiny_llama_with(**rope):
+    shape = SMALL | {"intermediate_size": 32, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**shape, rope_parameters={"rope_theta": 1e4} | rope)).eval()
+
+
 def logprobs_both_ways(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Padded, then packed; the padded ones by the attention that the model came with."""
     with torch.no_grad():
@@ -70,8 +102,15 @@ def test_rows_are_one_row_whose_positions_begin_anew():
         tiny_gpt2,
         lambda: tiny_mistral(window=4),
         lambda: tiny_mistral(window=100),
+        tiny_deepseek,
     ],
-    ids=["llama, grouped heads", "gpt2, learned positions", "mistral, short window", "mistral, long window"],
+    ids=[
+        "llama, grouped heads",
+        "gpt2, learned positions",
+        "mistral, short window",
+        "mistral, long window",
+        "deepseek, heads of two sizes",
+    ],
 )
 def test_log_probabilities_are_those_of_padded_rows(make_model):
     padded, packed = logprobs_both_ways(make_model(), random_batch(3, prompts=5).rows)
@@ -152,6 +191,86 @@ def test_a_model_with_an_attention_of_its_own_is_refused_where_packing_is_asked_
     shape = OpenAIGPTConfig(vocab_size=16, n_positions=64, n_embd=16, n_layer=1, n_head=2)
     with pytest.raises(ConfigError, match="does not leave its attention to others"):
         packs("packed", OpenAIGPTLMHeadModel(shape), "cpu", half=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "argument"), [(tiny_gpt_oss, "s_aux"), (lambda: tiny_gemma2(0.5), "softcap")], ids=["gpt_oss", "gemma2"]
+)
+def test_a_model_whose_attention_does_more_is_refused_by_what_it_asks_for(model, argument):
+    assert f"its attention takes {argument}, which" in obstacle(model())
+
+
+def test_gemma_2_without_a_cap_is_packed():
+    assert obstacle(tiny_gemma2(None)) == ""
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 4.0} | LONGROPE]
+)
+def test_a_rope_that_goes_by_the_longest_sequence_of_a_pass_is_refused(rope):
+    assert f"(RoPE {rope['rope_type']})" in obstacle(tiny_llama_with(**rope))
+
+
+def test_a_rope_that_goes_by_the_position_alone_is_packed():
+    assert obstacle(tiny_llama_with(rope_type="linear", factor=2.0)) == ""
+
+
+def refuse(*_, **__):
+    raise RuntimeError("Expected is_sm80_or_later\nException raised from mha_varlen_fwd")
+
+
+def run_out(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.fixture
+def kernel_everywhere(monkeypatch):
+    """As on a GPU: in half precision there is one kernel. Returns what puts another in its place."""
+    monkeypatch.setattr("tba.trainer.packing._has_kernel", lambda _device, _heads, *, half: half)
+    return lambda kernel: monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+
+
+def test_a_kernel_that_refuses_is_found_before_training(kernel_everywhere):
+    kernel_everywhere(refuse)
+    model = tiny_model()
+    assert obstacle(model) == ""
+    assert obstacle(model, half=True) == "LlamaForCausalLM does not run on packed rows: Expected is_sm80_or_later"
+    assert model.config._attn_implementation != "tba_packed"
+    with pytest.raises(ConfigError, match="does not run on packed rows: Expected is_sm80_or_later: set it to"):
+        packs("packed", model, "cpu", half=True)
+
+
+def test_a_lack_of_memory_says_nothing_about_the_model(kernel_everywhere):
+    kernel_everywhere(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        obstacle(tiny_model(), half=True)
+
+
+def assert_nothing(*_, **__):
+    raise AssertionError
+
+
+def test_an_error_without_words_is_told_by_its_class(kernel_everywhere):
+    kernel_everywhere(assert_nothing)
+    assert obstacle(tiny_model(), half=True).endswith("does not run on packed rows: AssertionError")
+
+
+@pytest.mark.parametrize(
+    ("heads", "taken"), [([64] * 3, True), ([192, 192, 128], False), ([36] * 3, False), ([264] * 3, False)]
+)
+def test_the_kernel_takes_heads_of_one_size_that_is_a_multiple_of_8(monkeypatch, heads, taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert _has_kernel("cuda", heads, half=True) == taken
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not _has_kernel("cuda", heads, half=True)
+
+
+def test_the_sizes_of_heads_are_all_that_a_configuration_names():
+    assert _head_sizes(tiny_deepseek()) == {8, 16, 24}
+    assert _head_sizes(tiny_gpt2()) == {8}
 
 
 def test_on_a_cpu_rows_are_packed_only_if_asked_for():

@@ -1,10 +1,14 @@
 """metrics.jsonl and TensorBoard hold every step once, also after a resume."""
 
 import json
+import os
+import threading
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tba.common.config import Config
+from tba.trainer.line_file import LineFile
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.sinks.choose import open_sinks
 
@@ -50,3 +54,28 @@ def test_tensorboard_shows_the_repeated_steps_once(tmp_path):
     record(tmp_path, 3, 6, 100.0)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
     assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104), (5, 105)]
+
+
+@pytest.fixture
+def lines_file(tmp_path):
+    file = LineFile(tmp_path / "lines")
+    yield file
+    file.close()
+
+
+def test_a_line_is_added_while_the_disk_is_waited_for(lines_file, tmp_path, monkeypatch):
+    lines_file.append("before")
+    adding, to_disk = threading.Thread(target=lines_file.append, args=["meanwhile"]), os.fsync
+    ended = []
+
+    def slow(descriptor: int) -> None:
+        adding.start()
+        adding.join(timeout=10)
+        ended.append(not adding.is_alive())
+        to_disk(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    lines_file.sync()
+    adding.join()
+    assert ended == [True]
+    assert (tmp_path / "lines").read_text() == "before\nmeanwhile\n"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, MemoryShort
 from tba.common.model_files import model_directory
 from tba.trainer.model import Scorer, load_model, sequence_logprobs
 
@@ -44,6 +44,22 @@ def test_a_torn_weight_file_is_a_configuration_error(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(tmp_path, CPU)
+
+
+def gpu_runs_out(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+@pytest.mark.parametrize(
+    "run_out",
+    [lambda *_, **__: torch.empty(2**60, dtype=torch.uint8), gpu_runs_out, lambda *_, **__: bytearray(2**62)],
+    ids=["torch on a CPU", "torch on a GPU", "Python"],
+)
+def test_a_lack_of_memory_is_no_configuration_error(monkeypatch, tmp_path, run_out):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", run_out)
+    with pytest.raises(MemoryShort, match="out of memory while the model in .* was loaded") as raised:
+        load_model(tmp_path, CPU)
+    assert raised.value.exit_code == 1
 
 
 def test_a_file_that_lacks_weights_is_a_configuration_error_and_not_random_weights(tmp_path):

@@ -1,11 +1,11 @@
 """Telling a lack of memory, which may pass, from all that is wrong with a model's files, which does not."""
 
 import errno
+import sys
 from collections.abc import Iterator
+from typing import Any
 
-import torch
-
-from tba.common.errors import ConfigError, MemoryShort, TbaError
+from tba.common.errors import ConfigError, MemoryShort, TbaError, first_line
 
 # torch has a class for a GPU's lack of memory. For the CPU's it has words, as have the libraries that map files and
 # start threads.
@@ -16,8 +16,7 @@ def not_loaded(what: str, error: Exception) -> TbaError:
     """What to raise where a library has not loaded `what`: MemoryShort, or else ConfigError."""
     if out_of_memory(error):
         return MemoryShort(f"out of memory while {what} was loaded")
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return ConfigError(f"{what} cannot be loaded: {reason}")
+    return ConfigError(f"{what} cannot be loaded: {first_line(error)}")
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -26,7 +25,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _says_so(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    # Not imported: there is an error of torch's only where torch is loaded, and the core needs none.
+    torch: Any = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True

@@ -285,15 +285,15 @@ def test_a_disk_that_does_not_read_for_long_ends_the_searcher_and_the_next_ones_
     first = courier(limit_mib=1.0)
     network.cut()
     first.put(300, tokens=100)
-    second_segment, last_segment = segments(first)[2], segments(first)[-1]
-    restore = make_unreadable(second_segment)
+    unread, last = segments(first)[2], segments(first)[-1]
+    restore = make_unreadable(unread)
     network.heal()
     first.turn_until(lambda: "a put is not read back" in caplog.text)
     first.clock.advance(61)
-    with pytest.raises(StorageError, match=f"{second_segment.name}: Input/output error"):
+    with pytest.raises(StorageError, match=f"{unread.name}: Input/output error"):
         first.turn()
     first.die()
-    behind = len(list(scan(last_segment.read_bytes()))) * ROWS
+    behind = len(list(scan(last.read_bytes()))) * ROWS
     second = courier()
     second.turn_until(lambda: second.delivery.is_done)
     (stored,) = in_order(run_config).values()

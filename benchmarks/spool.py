@@ -18,7 +18,8 @@ from benchmarks.table import print_table
 from tba.common import wire
 from tba.common.codec import encode_request
 from tba.common.trajectory import Trajectory, pack
-from tba.searcher.spool import Owner, Record, Spool
+from tba.searcher.spool import Owner, Spool
+from tba.searcher.spool_records import Record
 
 ROUNDS = 15
 SEGMENT_BYTES = 8 << 20

@@ -128,6 +128,10 @@ class StorageError(TbaError):
     code = "storage"
 
 
+class RecordLost(StorageError):
+    """A record of a spool is damaged or gone: to read it again would not help."""
+
+
 class SnapshotError(TbaError):
     """A snapshot is missing, torn or of the wrong shape."""
 

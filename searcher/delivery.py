@@ -15,16 +15,20 @@ from pathlib import Path
 
 from tba.common import wire
 from tba.common.client import BufferClient
+from tba.common.clock import Clock
 from tba.common.codec import Frames, Reply
-from tba.common.errors import StorageError
+from tba.common.errors import RecordLost, StorageError
 from tba.common.log import get_logger
 from tba.common.trajectory import Trajectory, pack
-from tba.searcher.spool import Orphan, Owner, Place, Record, Spool, find_orphans
+from tba.searcher.spool import Orphan, Owner, Place, Spool, find_orphans
+from tba.searcher.spool_records import Record
 
 log = get_logger(__name__)
 
 # Longer than a busy buffer takes: it answers lease requests within a second, and heartbeats before all else.
 AWAY_SECONDS = 5.0
+# Longer than a disk over the network is away for a moment; then a new start, which delivers all, is the better try.
+_UNREAD_SECONDS = 60.0
 _WINDOW_PUTS = 32
 _WINDOW_BYTES = 32 << 20
 
@@ -43,11 +47,12 @@ class _Put:
 class Delivery:
     """The puts of one searcher, and those of dead searchers of its run on this machine."""
 
-    def __init__(self, client: BufferClient, *, run_name: str, root: Path, limit_mib: float) -> None:
+    def __init__(self, client: BufferClient, *, run_name: str, root: Path, limit_mib: float, clock: Clock) -> None:
         self._client = client
         self._run_name = run_name
         self._root = root
         self._limit_mib = limit_mib
+        self._clock = clock
         self._spool: Spool | None = None
         self._waiting: deque[_Put] = deque()  # in order, after those that are posted
         self._posted: dict[int, _Put] = {}  # by request id
@@ -56,7 +61,8 @@ class Delivery:
         self._estates: deque[_Estate] = deque()
         self._said = ""
         self._disk_trouble = ""
-        self._damaged = 0  # what could not be read back from the disk, of spools that are done with included
+        self._unread_since: float | None = None  # monotonic: the disk has not read the first of the waiting puts
+        self._damaged = 0  # what was damaged or gone when it was read back, of spools that are done with included
         self.undeleted = 0  # segments that the disk does not give back
         self.away = False  # the buffer has not answered for AWAY_SECONDS
 
@@ -118,7 +124,10 @@ class Delivery:
         }
 
     def put(self, trajectories: Sequence[Trajectory], lease: int) -> None:
-        """Take a complete group: it is on disk, and on its way if there is room in the window, when this returns."""
+        """Take a complete group: it is on disk, and on its way if there is room in the window, when this returns.
+
+        Raises StorageError, as `turn`.
+        """
         assert self._spool is not None, "nothing is generated before the buffer has told its run"
         columns, arrays = pack(trajectories)
         message = wire.PutTrajectories(first_sequence=self.rows, rows=wire.Rows.model_validate(columns))
@@ -139,7 +148,10 @@ class Delivery:
             self._acknowledge(put.place)
 
     def turn(self) -> None:
-        """Go on. After each `poll` of the client."""
+        """Go on. After each `poll` of the client.
+
+        Raises StorageError if the disk has read nothing back for a minute; the next start delivers what is on it.
+        """
         self.away = self._client.unanswered_seconds > AWAY_SECONDS
         self._post_waiting()
         if self._estates and self._estates[0].turn():
@@ -178,8 +190,15 @@ class Delivery:
 
     def _post_waiting(self) -> None:
         while self._waiting and self._has_room(self._waiting[0].size):
-            put = self._waiting.popleft()
-            if (frames := put.frames or self._read(put)) is None:
+            put = self._waiting[0]
+            try:
+                frames = put.frames or self._read(put)
+            except StorageError as error:
+                self._not_read(error)
+                return
+            self._unread_since = None
+            self._waiting.popleft()
+            if frames is None:
                 continue
             self._client.post_encoded(put.id, frames)
             self._posted[put.id], put.frames = put, None
@@ -190,16 +209,28 @@ class Delivery:
         return not (self._posted and full)
 
     def _read(self, put: _Put) -> Frames | None:
-        """A put from the disk. None if it cannot be read: its prompt is then leased again, since we do not name it."""
+        """A put from the disk. None if it is lost: its prompt is then leased again, since we do not name it.
+
+        Raises StorageError if the disk does not read it now.
+        """
         assert self._spool is not None
         assert put.place is not None
         try:
             return self._spool.read(put.place).frames
-        except StorageError as error:
+        except RecordLost as error:
             self._damaged += 1
             log.warning("a put is lost, and kept aside", reason=str(error), kept=self._spool.aside(put.place))
         self._acknowledge(put.place)
         return None
+
+    def _not_read(self, error: StorageError) -> None:
+        """The first of the waiting puts stays where it is, and is tried again. Raises the error if that lasts."""
+        now = self._clock.monotonic()
+        if self._unread_since is None:
+            self._unread_since = now
+            log.warning("a put is not read back: tried again", reason=str(error), at_most_seconds=_UNREAD_SECONDS)
+        elif now - self._unread_since > _UNREAD_SECONDS:
+            raise error
 
     def _acknowledge(self, place: Place) -> None:
         assert self._spool is not None
@@ -257,7 +288,7 @@ class _Estate:
 
     @property
     def damaged(self) -> int:
-        """Places of the spool that could not be read."""
+        """Places of the spool that are damaged."""
         return self._orphan.damaged
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class Searcher:
             engine, task, rewards, tokenizer, exploration, samples=config.search.samples_per_prompt
         )
         self._delivery = Delivery(
-            client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
+            client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib, clock=clock
         )
         self._unleased = UnleasedPrompts(task.prompts(), config, client.sender)
         self._held: set[int] = set()  # leases of groups that are being generated

@@ -8,12 +8,13 @@ Imports neither torch nor vllm, unless the task does.
 import os
 import resource
 import sys
+from typing import Any
 
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.scoring import score, storable
-from tba.searcher.tasks.task import Prompt
+from tba.searcher.tasks.task import Prompt, Task
 from tba.searcher.worker_process import Connection
 
 
@@ -26,7 +27,7 @@ def main() -> None:
     memory_mib = settings["memory_mib"]
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
     try:
-        task = load_task(TaskSection.model_validate(settings["task"]))
+        task = _load(settings["task"], memory_mib)
     except TaskError as trouble:
         connection.send(f"in a reward worker: {storable(str(trouble))}")
         sys.exit(1)
@@ -37,6 +38,17 @@ def main() -> None:
             if os.getpid() != own_pid:  # the reward forked, and this is the child: it must not answer too
                 os._exit(0)
             connection.send([reward.total, reward.parts, error])
+
+
+def _load(settings: dict[str, Any], memory_mib: int) -> Task:
+    """The task. Raises TaskError, also where the limit leaves too little memory: another start has no more."""
+    try:
+        return load_task(TaskSection.model_validate(settings))
+    except MemoryError:
+        pass  # what the task had taken is free again after this, for the sentence
+    raise TaskError(
+        f"task {settings['name']} does not load in task.reward_memory_mib = {memory_mib}: out of memory; raise it"
+    )
 
 
 if __name__ == "__main__":

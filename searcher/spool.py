@@ -1,9 +1,7 @@
 """Puts on disk until they are acknowledged: append-only segments of checksummed records. Files only, no sockets.
 
     spool/SENDER/   lock   owner.json   00000000.puts   00000001.puts ...
-    spool/aside/    segments that hold something unreadable or refused, for people
-
-    record   magic, frames, request id, bytes, checksum | length of each frame | the frames of the request
+    spool/aside/    segments that hold something damaged or refused, for people
 
 Invariant: the records of a segment are there until the puts of all of them are acknowledged. A directory whose lock
 nobody holds belongs to a searcher that has died: who takes the lock may deliver what is in it, in its name.
@@ -17,45 +15,21 @@ import fcntl
 import json
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-import xxhash
-
-from tba.common.errors import StorageError
+from tba.common.errors import RecordLost, StorageError
 from tba.common.log import get_logger
+from tba.searcher.spool_records import Record, encode, scan
 
 log = get_logger(__name__)
 
-_MAGIC = b"tbaP"
-_HEAD = struct.Struct("<4sIQQ")  # magic, number of frames, request id, bytes after the checksum
-_CHECKSUM = struct.Struct("<Q")  # xxh3 of the head and all that follows
-_START = _HEAD.size + _CHECKSUM.size
-_MOST_FRAMES = 16
 _SEGMENT_BYTES = 8 << 20
 _SEGMENTS = 8  # at least so many within the limit, so that space is given back in parts
 _SUFFIX = ".puts"
 _LOCK, _OWNER, _ASIDE = "lock", "owner.json", "aside"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A request as it went, or will go, to the buffer: `frames` are its whole multipart."""
-
-    id: int
-    frames: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Bytes of a segment that are no record. `torn`: the beginning of one whose end was never written."""
-
-    start: int
-    stop: int
-    torn: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,77 +49,6 @@ class Owner:
     run_name: str
     sender: str
     host: str
-
-
-# ---------------------------------------------------------------- records
-
-
-def encode(record: Record) -> list[bytes]:
-    """The parts of a record, in order; the frames are not copied."""
-    lengths = struct.pack(f"<{len(record.frames)}Q", *map(len, record.frames))
-    size = len(lengths) + sum(map(len, record.frames))
-    head = _HEAD.pack(_MAGIC, len(record.frames), record.id, size)
-    return [head, _CHECKSUM.pack(_checksum(head, lengths, *record.frames)), lengths, *record.frames]
-
-
-def scan(segment: bytes) -> Iterator[Record | Damage]:
-    """The records of a segment in order, and what is between them. After damage, the next sound record is found."""
-    at = 0
-    while at < len(segment):
-        if (found := _record_at(segment, at)) is not None:
-            record, at = found
-            yield record
-            continue
-        following = _next_record(segment, at + 1)
-        torn = following == len(segment) and _is_cut_short(segment[at:])
-        yield Damage(at, following, torn)
-        at = following
-
-
-def _record_at(segment: bytes, at: int) -> tuple[Record, int] | None:
-    """The record that starts here and where it ends; None if there is no sound one."""
-    if len(segment) - at < _START:
-        return None
-    head = segment[at : at + _HEAD.size]
-    magic, frames, id_, size = _HEAD.unpack(head)
-    start = at + _START
-    stop = start + size
-    if magic != _MAGIC or frames > _MOST_FRAMES or stop > len(segment) or 8 * frames > size:
-        return None
-    (checksum,) = _CHECKSUM.unpack_from(segment, at + _HEAD.size)
-    if _checksum(head, memoryview(segment)[start:stop]) != checksum:
-        return None
-    lengths = struct.unpack_from(f"<{frames}Q", segment, start)
-    return Record(id_, list(_cut(segment, start + 8 * frames, lengths))), stop
-
-
-def _cut(segment: bytes, at: int, lengths: Sequence[int]) -> Iterator[bytes]:
-    for length in lengths:
-        yield segment[at : at + length]
-        at += length
-
-
-def _next_record(segment: bytes, at: int) -> int:
-    """Where the next sound record starts; the end of the segment if there is none."""
-    while (at := segment.find(_MAGIC, at)) >= 0:
-        if _record_at(segment, at) is not None:
-            return at
-        at += 1
-    return len(segment)
-
-
-def _is_cut_short(tail: bytes) -> bool:
-    if len(tail) < _START:
-        return tail[: len(_MAGIC)] == _MAGIC[: len(tail)]
-    magic, frames, _, size = _HEAD.unpack_from(tail)
-    return bool(magic == _MAGIC and frames <= _MOST_FRAMES and _START + size > len(tail))
-
-
-def _checksum(*parts: bytes | memoryview) -> int:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()
 
 
 # ---------------------------------------------------------------- the spool of a living searcher
@@ -171,6 +74,7 @@ class Spool:
         self._segments: dict[int, _Segment] = {}
         self._current = -1
         self._file: int | None = None
+        self._aside_failed = False
         with _storage_errors(root):
             self._lock = _make(self.directory, owner)
 
@@ -197,10 +101,11 @@ class Spool:
         return place
 
     def read(self, place: Place) -> Record:
-        """A record that was appended. Raises StorageError if it cannot be read, or is damaged on the disk.
+        """A record that was appended.
 
-        Its segment is then put aside, once the puts of all others in it are acknowledged: to copy it now would take
-        space, which a spool is short of, and the disk may not give it at all.
+        Raises StorageError if the disk does not read it now, which may pass, and RecordLost if what it reads is no
+        record, or there is no file. The segment is then put aside, once the puts of all others in it are acknowledged:
+        to copy it now would take space, which a spool is short of, and the disk may not give it at all.
         """
         path = self._path(place.segment)
         with _storage_errors(path):
@@ -208,12 +113,14 @@ class Spool:
                 with path.open("rb") as file:
                     file.seek(place.offset)
                     found = next(scan(file.read(place.bytes)), None)
+            except FileNotFoundError:
+                reason = "there is no such file"
+            else:
                 if isinstance(found, Record):
                     return found
-                raise OSError(f"the record at byte {place.offset} is damaged")
-            except OSError:
-                self._segments[place.segment].damaged = True
-                raise
+                reason = f"the record at byte {place.offset} is damaged"
+        self._segments[place.segment].damaged = True
+        raise RecordLost(f"the spool {path}: {reason}")
 
     def aside(self, place: Place) -> Path:
         """Where the segment of a damaged record will be."""
@@ -237,17 +144,21 @@ class Spool:
                     os.ftruncate(self._file, 0)
                 return
             del self._segments[place.segment]
-            if segment.damaged:
-                _set_aside(path)
-            else:
+            if not segment.damaged:
                 path.unlink(missing_ok=True)
+                return
+            try:
+                _set_aside(path)
+            except OSError:
+                self._aside_failed = True
+                raise
 
     def close(self) -> None:
-        """Leave what is not acknowledged to the next searcher; if that is nothing, leave no directory."""
+        """Leave what is not acknowledged, or not put aside, to the next searcher; if that is nothing, no directory."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        if not any(segment.unacknowledged for segment in self._segments.values()):
+        if not self._aside_failed and not any(segment.unacknowledged for segment in self._segments.values()):
             shutil.rmtree(self.directory, ignore_errors=True)
         self._lock.close()
 
@@ -303,14 +214,21 @@ class Orphan:
         self.damaged = 0
         self._lock = lock
         self._aside: set[Path] = set()
+        self._unread: list[Path] = []
 
     def records(self) -> Iterator[tuple[Path, Record]]:
-        """Its records in the order of writing, each with its segment. Counts and tells what cannot be read."""
-        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
+        """Its records in the order of writing, each with its segment. Counts and tells what is damaged.
+
+        A segment that the disk does not read now is told and passed over. Raises StorageError if it does not list them.
+        """
+        with _storage_errors(self.directory):
+            paths = sorted(self.directory.glob(f"*{_SUFFIX}"))
+        for path in paths:
             try:
                 segment = path.read_bytes()
             except OSError as error:
-                self._damage(path, str(error.strerror))
+                self._unread.append(path)
+                log.warning("a segment of a dead searcher's spool was not read", path=path, reason=error.strerror)
                 continue
             for found in scan(segment):
                 if isinstance(found, Record):
@@ -321,7 +239,7 @@ class Orphan:
     def _damage(self, path: Path, reason: str) -> None:
         self.damaged += 1
         self.keep(path)
-        log.warning("a part of a dead searcher's spool cannot be read", path=path, reason=reason, kept=_aside(path))
+        log.warning("a part of a dead searcher's spool is damaged", path=path, reason=reason, kept=_aside(path))
 
     def keep(self, segment: Path) -> None:
         """Something of this segment was not delivered: it is put aside when the spool is removed."""
@@ -333,7 +251,10 @@ class Orphan:
         return [_aside(path) for path in sorted(self._aside)]
 
     def remove(self) -> None:
-        """All that can be delivered is. Raises StorageError."""
+        """All that is sound is delivered. Raises StorageError, and removes nothing if a segment was not read."""
+        if self._unread:
+            names = ", ".join(path.name for path in self._unread)
+            raise StorageError(f"the spool {self.directory}: {names} could not be read; the next start tries again")
         with _storage_errors(self.directory):
             for path in self._aside:
                 _set_aside(path)

@@ -93,6 +93,13 @@ class Starter(HostilePrompts):
         return [Prompt("starts", "1+1=", "")]
 
 
+class Hungry(HostileTask):
+    """Wants 512 MiB to load."""
+
+    def __init__(self):
+        self._hoard = bytearray(512 << 20)
+
+
 class HeldBack(HostileTask):
     """Loads in the process that starts the workers, and in no other."""
 

@@ -12,8 +12,10 @@ import pytest
 
 from tba.common import wire
 from tba.common.client import BufferClient
+from tba.common.clock import ManualClock
+from tba.common.errors import StorageError
 from tba.searcher.delivery import Delivery
-from tba.searcher.spool import scan
+from tba.searcher.spool_records import scan
 
 from .conftest import free_port
 from .fault_lab import prepare, row
@@ -37,7 +39,8 @@ class Courier:
     def __init__(self, address: str, root, *, limit_mib: float = 64.0) -> None:
         self.client = BufferClient(address, role="searcher", name="s0")
         prepare(self.client)
-        self.delivery = Delivery(self.client, run_name="test", root=root, limit_mib=limit_mib)
+        self.clock = ManualClock()
+        self.delivery = Delivery(self.client, run_name="test", root=root, limit_mib=limit_mib, clock=self.clock)
         self.delivery.open()
         self.made = 0
         self.dead = False
@@ -232,20 +235,19 @@ def test_what_the_disk_does_not_delete_stays_there_and_delivery_goes_on(courier,
     assert in_order(run_config) == {one.client.sender: list(range(one.made))}
 
 
-def test_what_cannot_be_read_back_is_told_and_kept_and_the_rest_comes_in_order(
+def test_what_is_damaged_or_gone_is_told_and_kept_and_the_rest_comes_in_order(
     courier, network, run_config, tmp_path, caplog
 ):
     one = courier(limit_mib=1.0)  # segments of 128 KiB
     network.cut()
     one.put(300, tokens=100)
-    torn, flipped, unreadable = sorted(one.delivery._spool.directory.glob("*.puts"))[2:5]
-    lost = [len(list(scan(unreadable.read_bytes()))), 1, 1]
+    torn, flipped, gone = segments(one)[2:5]
+    lost = [len(list(scan(gone.read_bytes()))), 1, 1]
     os.truncate(torn, torn.stat().st_size - 1)
     with flipped.open("r+b") as file:
         file.seek(3000)
         file.write(bytes([file.read(1)[0] ^ 1]))
-    unreadable.unlink()
-    unreadable.symlink_to("/proc/self/mem")  # each read is an I/O error
+    gone.unlink()
     network.heal()
     one.turn_until(lambda: one.delivery.is_done)
     (stored,) = in_order(run_config).values()
@@ -253,9 +255,68 @@ def test_what_cannot_be_read_back_is_told_and_kept_and_the_rest_comes_in_order(
     assert len(stored) == one.made - ROWS * sum(lost)
     assert one.delivery.metrics["spool_damaged"] == sum(lost)
     kept = {path.name.rpartition("-")[2] for path in (tmp_path / "spool/aside").iterdir()}
-    assert kept == {torn.name, flipped.name, unreadable.name}
+    assert kept == {torn.name, flipped.name}
     told = "".join(str(one.fields) for one in caplog.records)
-    assert all(path.name in told for path in (torn, flipped, unreadable))
+    assert all(path.name in told for path in (torn, flipped, gone))
+
+
+def test_what_a_disk_does_not_read_for_a_moment_waits_and_comes_in_order(courier, network, run_config, caplog):
+    one = courier(limit_mib=1.0)
+    network.cut()
+    one.put(300, tokens=100)
+    restore = make_unreadable(segments(one)[2])
+    network.heal()
+    one.turn_until(lambda: "a put is not read back" in caplog.text)
+    one.turn_until(lambda: not one.delivery._posted)
+    one.clock.advance(59)
+    one.put(1)
+    one.turn()
+    assert one.delivery.groups > 100
+    restore()
+    one.turn_until(lambda: one.delivery.is_done)
+    assert in_order(run_config) == {one.client.sender: list(range(one.made))}
+    assert one.delivery.metrics["spool_damaged"] == 0
+    assert caplog.text.count("a put is not read back") == 1
+
+
+def test_a_disk_that_does_not_read_for_long_ends_the_searcher_and_the_next_ones_deliver_all(
+    courier, network, run_config, tmp_path, caplog
+):
+    first = courier(limit_mib=1.0)
+    network.cut()
+    first.put(300, tokens=100)
+    unread, last = segments(first)[2], segments(first)[-1]
+    restore = make_unreadable(unread)
+    network.heal()
+    first.turn_until(lambda: "a put is not read back" in caplog.text)
+    first.clock.advance(61)
+    with pytest.raises(StorageError, match=f"{unread.name}: Input/output error"):
+        first.turn()
+    first.die()
+    behind = len(list(scan(last.read_bytes()))) * ROWS
+    second = courier()
+    second.turn_until(lambda: second.delivery.is_done)
+    (stored,) = in_order(run_config).values()
+    assert len(stored) < first.made
+    assert stored[-behind:] == list(range(first.made - behind, first.made)), "one segment held the others back"
+    restore()
+    third = courier()
+    third.turn_until(lambda: third.delivery.is_done)
+    (stored,) = in_order(run_config).values()
+    assert sorted(stored) == list(range(first.made))
+    assert not (tmp_path / "spool" / first.client.sender).exists()
+    assert not (tmp_path / "spool/aside").exists()
+
+
+def segments(one: Courier) -> list[Path]:
+    return sorted(one.delivery._spool.directory.glob("*.puts"))
+
+
+def make_unreadable(path: Path) -> Callable[[], object]:
+    """From now on each read of a file is an I/O error, as of the memory at address 0, until what this returns."""
+    real = path.rename(path.with_name("real"))
+    path.symlink_to("/proc/self/mem")
+    return lambda: real.rename(path)
 
 
 def refuse(*_: object, **__: object) -> int:

@@ -13,7 +13,7 @@ import msgpack
 import pytest
 
 from tba.common import wire
-from tba.searcher.spool import Record, scan
+from tba.searcher.spool_records import Record, scan
 
 from .announcer import Announcer
 from .proxy import Proxy

@@ -92,6 +92,13 @@ def test_a_worker_that_does_not_load_within_its_time_is_started_again(hostile, c
     scorer.close()
 
 
+def test_a_task_that_does_not_load_within_its_memory_is_a_sentence_that_names_the_setting(hostile):
+    scorer = make_scorer("Hungry", reward_workers=1, reward_memory_mib=256)
+    with pytest.raises(TaskError, match=r"hostile_task:Hungry does not load in task\.reward_memory_mib = 256: out of"):
+        score_all(scorer, ["good"])
+    scorer.close()
+
+
 def test_without_workers_the_searcher_scores_at_once(hostile):
     scorer = make_scorer("HostileTask", reward_workers=0)
     prompt = load_task(TaskSection()).prompts()[0]

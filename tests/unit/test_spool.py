@@ -1,14 +1,16 @@
 """The spool as files: what is appended comes back, whatever happens to the end of a file, and space is given back."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.common.errors import StorageError
-from tba.searcher.spool import Damage, Orphan, Owner, Record, Spool, encode, find_orphans, scan
+from tba.common.errors import RecordLost, StorageError
+from tba.searcher.spool import Orphan, Owner, Spool, find_orphans
+from tba.searcher.spool_records import Damage, Record, encode, scan
 
 OWNER = Owner(run="r" * 32, run_name="run", sender="node-cpu0.1", host="node")
 RECORDS = st.lists(
@@ -134,7 +136,7 @@ def test_what_the_disk_refuses_leaves_the_spool_as_it_was(spool, monkeypatch):
 def test_a_record_that_the_disk_has_changed_is_not_delivered_and_its_segment_is_kept(spool, tmp_path):
     places = [spool.append(record(n)) for n in range(2)]
     damage(files_of(spool)[0], places[0].offset + 500)
-    with pytest.raises(StorageError, match=r"00000000\.puts: the record at byte 0 is damaged"):
+    with pytest.raises(RecordLost, match=r"00000000\.puts: the record at byte 0 is damaged"):
         spool.read(places[0])
     assert spool.read(places[1]) == record(1)
     for place in places:
@@ -148,10 +150,41 @@ def test_a_record_that_the_disk_has_changed_is_not_delivered_and_its_segment_is_
 def test_a_segment_that_somebody_has_removed_costs_its_records_only(spool):
     place = spool.append(record(1))
     files_of(spool)[0].unlink()
-    with pytest.raises(StorageError, match="No such file"):
+    with pytest.raises(RecordLost, match="no such file"):
         spool.read(place)
     spool.acknowledge(place)
     assert spool.read(spool.append(record(2))) == record(2)
+
+
+def test_a_record_that_the_disk_does_not_read_now_is_not_lost(spool, tmp_path):
+    place = spool.append(record(1))
+    (path,) = files_of(spool)
+    restore = make_unreadable(path)
+    with pytest.raises(StorageError, match="Input/output error") as raised:
+        spool.read(place)
+    assert not isinstance(raised.value, RecordLost)
+    restore()
+    assert spool.read(place) == record(1)
+    spool.acknowledge(place)
+    spool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_segment_that_cannot_be_put_aside_is_left_to_the_next_searcher(spool, tmp_path):
+    place = spool.append(record(1))
+    damage(files_of(spool)[0], 500)
+    with pytest.raises(RecordLost):
+        spool.read(place)
+    (tmp_path / "aside").write_text("a file in the way")
+    with pytest.raises(StorageError, match="File exists"):
+        spool.acknowledge(place)
+    spool.acknowledge(spool.append(record(2)))
+    spool.close()
+    (tmp_path / "aside").unlink()
+    orphan = the_orphan(tmp_path)
+    assert record(1) not in [item for _, item in orphan.records()]
+    orphan.remove()
+    assert [path.name for path in (tmp_path / "aside").iterdir()] == ["node-cpu0.1-00000000.puts"]
 
 
 def damage(path: Path, at: int) -> None:
@@ -233,26 +266,33 @@ def test_what_is_damaged_is_counted_and_kept_aside_and_the_rest_comes(tmp_path):
     assert find_orphans(tmp_path, "node") == []
 
 
-def test_a_segment_that_the_disk_does_not_read_is_kept_and_the_others_come(tmp_path, caplog):
+def test_a_segment_that_the_disk_does_not_read_now_comes_at_the_next_start_and_the_others_at_once(tmp_path, caplog):
     records = abandoned(tmp_path, 9)
     first, second, *_ = sorted(tmp_path.glob("*/*.puts"))
     lost = len(list(scan(second.read_bytes())))
-    make_unreadable(second)
+    restore = make_unreadable(second)
     orphan = the_orphan(tmp_path)
     before = len(list(scan(first.read_bytes())))
     assert [item for _, item in orphan.records()] == records[:before] + records[before + lost :]
-    assert orphan.damaged == 1
     (told,) = caplog.records
     assert told.fields["path"] == second
     assert told.fields["reason"] == "Input/output error"
+    with pytest.raises(StorageError, match=f"{second.name} could not be read; the next start tries again"):
+        orphan.remove()
+    orphan.close()
+    restore()
+    orphan = the_orphan(tmp_path)
+    assert [item for _, item in orphan.records()] == records
+    assert orphan.damaged == 0
     orphan.remove()
-    assert [path.is_symlink() for path in orphan.kept] == [True]
+    assert list(tmp_path.iterdir()) == []
 
 
-def make_unreadable(path: Path) -> None:
-    """A file of which each read is an I/O error: the memory at address 0."""
-    path.unlink()
+def make_unreadable(path: Path) -> Callable[[], object]:
+    """From now on each read of a file is an I/O error, as of the memory at address 0, until what this returns."""
+    real = path.rename(path.with_name("real"))
     path.symlink_to("/proc/self/mem")
+    return lambda: real.rename(path)
 
 
 def test_a_directory_that_is_no_spool_is_left_alone(tmp_path):

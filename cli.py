@@ -278,7 +278,7 @@ def run(
     from tba.deploy.launcher import check_start, check_task
 
     check_start(resolved.config, resume=resume)
-    check_task(resolved.config.task, _pass_on(config, sets), stop)
+    check_task(resolved.config, _pass_on(config, sets), stop)
     if not stop():
         _launch(resolved, config, sets, stop, resume=resume)
     if stop.interrupted:
@@ -424,8 +424,10 @@ def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
     if not resolved.config.model.path:
         raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
     if resolved.config.task.is_own:
+        from tba.common.process import die_with_parent
         from tba.searcher.tasks import load_task
 
+        die_with_parent()  # `tba run` checks so
         load_task(resolved.config.task)
     typer.echo(f"ok: run {resolved.config.run.name} in {resolved.config.run.dir}")
 

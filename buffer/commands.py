@@ -224,16 +224,16 @@ def compact(
     """Drop the tokens of what has left sampling; rewards, texts and history stay. Needs the server stopped.
 
     What can be sampled follows from the configuration that the run was last served with; what is given here goes
-    before it.
+    before it. Where the file is named, ./tba.toml is not read: it may be that of another run.
     """
-    resolved = _resolved(config, sets, buffer)
+    resolved = _resolved(config, sets, buffer, unless=("buffer.database", "run.dir"))
     path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None
     from tba.buffer.compact import compact as run_compact
     from tba.buffer.origin import recorded_settings
     from tba.common.clock import SystemClock
 
     recorded = {**recorded_settings(path, given), "buffer.database": path}
-    settings = resolved.over(recorded, f"recorded in {path}")
+    settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
     done = run_compact(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
     if as_json:
         return print_json(done)
@@ -303,8 +303,10 @@ def migrate(config: ConfigFile = None, sets: Assignments = None, buffer: Databas
 # ---------------------------------------------------------------- helpers
 
 
-def _resolved(file: Path | None, sets: Sequence[str] | None, buffer: Path | None) -> "Resolved":
-    return resolve(file, sets, {"buffer.database": None if buffer is None else str(buffer)})
+def _resolved(
+    file: Path | None, sets: Sequence[str] | None, buffer: Path | None, *, unless: Sequence[str] = ()
+) -> "Resolved":
+    return resolve(file, sets, {"buffer.database": None if buffer is None else str(buffer)}, unless=unless)
 
 
 def _config(file: Path | None, sets: Sequence[str] | None, buffer: Path | None) -> "Config":

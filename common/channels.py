@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,6 +35,9 @@ _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
 _CONNECT_TIMEOUT_MS = 5_000
 _LINGER_MS = 500
+# Who binds a socket file holds the lock on its directory for milliseconds; others may hold one for ever.
+_LOCK_SECONDS = 2.0
+_LOCK_RETRY_SECONDS = 0.02
 
 Peer = bytes
 
@@ -187,21 +191,44 @@ def _free_socket_file(address: str) -> Iterator[None]:
     ZeroMQ unlinks what is there and binds the name anew: whoever listened would hear of nobody any more, and not know
     it. The lock on the directory is for two servers that start at once. Raises OSError.
     """
-    path = Path(address.removeprefix("ipc://"))
-    if not address.startswith("ipc://") or path.name.startswith(("@", "*")):  # abstract, or a new file
+    if not address.startswith("ipc://") or address.startswith(("ipc://@", "ipc://*")):  # abstract, or a new file
         yield
         return
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems lock no directories
-            fcntl.flock(directory, fcntl.LOCK_EX)
+    path = Path(address.removeprefix("ipc://"))
+    with _locked(path.parent):
         if path.exists() and not path.is_socket():
             raise FileExistsError(errno.EEXIST, "the file is no socket")
         if _listens(path):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         yield
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock on a directory, where it can be had. Raises BlockingIOError if another keeps it, OSError."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # one that may not be read may be written to all the same, which to bind it will say
+        yield
+        return
+    try:
+        _lock(descriptor)
+        yield
     finally:
-        os.close(directory)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        except OSError:  # some network file systems lock no directories
+            return None
+        time.sleep(_LOCK_RETRY_SECONDS)
 
 
 def _listens(path: Path) -> bool:
@@ -217,6 +244,11 @@ def _listens(path: Path) -> bool:
 
 
 def _bind_error(setting: str, address: str, error: OSError | zmq.ZMQError) -> TbaError:
+    if isinstance(error, BlockingIOError):
+        return AddressInUse(
+            f"{setting} {address} cannot be bound: another program keeps a lock on its directory (`lsof` or `fuser` "
+            "names it); stop that or choose another address"
+        )
     if error.errno == errno.EADDRINUSE:
         return AddressInUse(
             f"{setting} {address} is in use: another program listens there; stop it or choose another address"

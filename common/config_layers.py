@@ -6,7 +6,7 @@ Each layer is a flat map of dotted keys (`train.learning_rate`) to values, with 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from tba.common.config import Config, Section
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, UsageError
 from tba.common.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
@@ -25,21 +25,29 @@ DEFAULT_ORIGIN = "default"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration, and for each dotted key that was set, what set it."""
+    """A configuration, for each dotted key that was set, what set it, and the file that was read, if any."""
 
     config: Config
     origins: dict[str, str]
+    file: Path | None
 
     def origin(self, key: str) -> str:
         """What set a key: a file, an environment variable, a flag, or the default."""
         return self.origins.get(key, DEFAULT_ORIGIN)
 
-    def over(self, base: Mapping[str, Any], origin: str) -> Config:
+    def over(self, base: Mapping[str, Any], origin: str, *, needs: str) -> Config:
         """What was set here over settings by dotted key, of which those that this release has not are left out.
 
-        Raises ConfigError with one sentence that names the key and its origin.
+        Raises UsageError for one of those in the section `needs`, unless a file was read, which speaks in its place;
+        ConfigError with one sentence that names the key and its origin.
         """
         known = {key for key, _ in fields()}
+        unknown = [key for key in base if key.startswith(f"{needs}.") and key not in known]
+        if unknown and self.file is None:
+            raise UsageError(
+                f"{unknown[0]} = {base[unknown[0]]!r} ({origin}) is no setting of this release: give the configuration "
+                "that is to hold with --config FILE"
+            )
         values = {key: _Value(value, origin) for key, value in base.items() if key in known}
         values |= {key: _Value(value_of(self.config, key), origin) for key, origin in self.origins.items()}
         return _validate(values)
@@ -57,23 +65,26 @@ def resolve(
     environment: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
+    default_file: Path | None = None,
+    unless: Collection[str] = (),
 ) -> Resolved:
     """Merge the layers and validate the result.
 
-    `overrides` come from named flags (None is "not given"), `assignments` from `--set key=value`.
+    `overrides` come from named flags (None is "not given"), `assignments` from `--set key=value`. `default_file` is
+    read where no `file` is given, unless one of the keys `unless` is set by other means.
     Raises ConfigError with one sentence that names the key and its origin.
     """
-    values: dict[str, _Value] = {}
-    if file is not None:
-        values |= _file_layer(file)
-    values |= _environment_layer(environment)
-    values |= _assignment_layer(assignments)
+    values = _environment_layer(environment) | _assignment_layer(assignments)
     for key, value in (overrides or {}).items():
         if value is not None:
             values[key] = _Value(value, "command line")
+    if file is None and values.keys().isdisjoint(unless):
+        file = default_file
+    if file is not None:
+        values = _file_layer(file) | values
     for key, item in values.items():
         _check_key(key, item.origin)
-    return Resolved(_validate(values), {key: item.origin for key, item in values.items()})
+    return Resolved(_validate(values), {key: item.origin for key, item in values.items()}, file)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

@@ -74,6 +74,14 @@ def child_pids() -> set[int]:
     return found
 
 
+def signal_name(number: int) -> str:
+    """`SIGKILL`, or `signal 35` for one without a name, as most real-time signals are."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class NotifySocket:
     """What a child tells by `notify_systemd`, heard by the process that started it."""
 

@@ -6,7 +6,7 @@ Imported by everything that declares a command, so it imports nothing heavy itse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,13 +31,21 @@ DEFAULT_FILE = Path("tba.toml")
 _PIPE_WIDTH = 1000
 
 
-def resolve(file: Path | None, sets: Sequence[str] | None, overrides: dict[str, Any] | None = None) -> "Resolved":
-    """The configuration of a command. Raises ConfigError with one sentence."""
+def resolve(
+    file: Path | None,
+    sets: Sequence[str] | None,
+    overrides: dict[str, Any] | None = None,
+    *,
+    unless: Collection[str] = (),
+) -> "Resolved":
+    """The configuration of a command; without `DEFAULT_FILE` where one of the keys `unless` is set by other means.
+
+    Raises ConfigError with one sentence.
+    """
     from tba.common.config_layers import resolve as resolve_layers
 
-    if file is None and DEFAULT_FILE.exists():
-        file = DEFAULT_FILE
-    return resolve_layers(file, overrides=overrides, assignments=sets or [])
+    default = DEFAULT_FILE if DEFAULT_FILE.exists() else None
+    return resolve_layers(file, overrides=overrides, assignments=sets or [], default_file=default, unless=unless)
 
 
 def not_both(first: bool, second: bool, *names: str) -> None:

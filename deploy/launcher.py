@@ -2,10 +2,7 @@
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +10,7 @@ from pathlib import Path
 
 from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
-from tba.common.config import Config, TaskSection
+from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.cores import Core, share_cores, threads_of, usable_cores
 from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
 from tba.common.durable import exclusive_lock
@@ -28,7 +25,7 @@ from tba.common.errors import (
     UsageError,
 )
 from tba.common.log import get_logger
-from tba.common.process import notify_systemd
+from tba.common.process import notify_systemd, signal_name
 from tba.common.wire import GetStatus, Status
 from tba.deploy.display import Display, SearcherState, fleet_line
 from tba.deploy.picture import METRICS_FILE
@@ -119,15 +116,20 @@ class Launcher:
 def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> bool:
     """`tba eval --all` as a child, its output in a log. False if stopped; raises TbaError if it fails."""
     log_file = config.run.dir / "logs" / "eval.log"
-    child = Child("eval", "eval", ["eval", "--all", *arguments], log_file, environment=_threads(config))
-    once = config.launch.model_copy(update={"max_restarts": 0})
-    with Supervisor([child], once) as supervisor:
+    child = Child("eval", "eval", ["eval", "--all", *arguments], log_file, once=True, environment=_threads(config))
+    _run_once(child, stop)
+    if child.last_code:
+        raise _failure(child)
+    return not stop()
+
+
+def _run_once(child: Child, stop: Callable[[], bool]) -> None:
+    """Run a child, that is to run `once`, to its end or until `stop()`. Nothing of it outlives this call."""
+    with Supervisor([child], LaunchSection()) as supervisor:
         while not (stop() or child.ended):
             supervisor.tend()
-            _raise_if_failed(supervisor)
             time.sleep(_TEND_SECONDS)
         supervisor.stop([child], drain_seconds=1.0)
-    return not stop()
 
 
 class Fleet:
@@ -203,37 +205,33 @@ def check_start(config: Config, *, resume: bool) -> None:
         raise UsageError(f"{config.run.dir} holds no run to resume: leave --resume away, or name its run.dir")
 
 
-def check_task(task: TaskSection, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
+def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
     """Load a task of the user's own as the children will, in one of them, or until `stop()`.
 
-    Raises TaskError with its sentence, TbaError if it was not the configuration, as where memory is short.
+    Raises TaskError with its sentence, TbaError if it was not the configuration, as where memory is short;
+    AddressInUse before all that, for loading may take minutes.
     """
-    if not task.is_own:
+    if not config.task.is_own:
         return
-    command = [sys.executable, "-m", "tba", "config", "check", *arguments]
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-        # In a session of its own: Ctrl-C reaches us alone, and what the task has started by then ends with it.
-        subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-        ) as check,
-    ):
-        while check.poll() is None and not stop():
-            time.sleep(_TEND_SECONDS)
-        if check.poll() is None:
-            os.killpg(check.pid, signal.SIGKILL)
-        elif check.returncode:
-            errors.seek(0)
-            raise _task_failure(task, check.returncode, errors.read().strip().splitlines())
+    _check_address(config.buffer.address)
+    with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:
+        # What the task prints stands before the sentence: else it might be all that is left at the log's end.
+        ordered = {"PYTHONUNBUFFERED": "1"}
+        log_file = Path(directory, "check.log")
+        child = Child("check", "check", ["config", "check", *arguments], log_file, once=True, environment=ordered)
+        _run_once(child, stop)
+        if child.last_code:
+            raise _task_failure(config.task, child.last_code, child.log_tail())
 
 
-def _task_failure(task: TaskSection, code: int, said: Sequence[str]) -> TbaError:
+def _task_failure(task: TaskSection, code: int, said: str) -> TbaError:
     """Only what the check calls a bad configuration is one: to run out of memory passes."""
-    sentence = said[-1] if said else ""
-    if not sentence.startswith("error: "):
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        sentence = f"task.name {task.name}: the process that loaded it {how}: {sentence or 'it said nothing'}"
-    return (TaskError if code == EXIT_CONFIG else TbaError)(sentence.removeprefix("error: "))
+    sentence = _error_in(said) if code > 0 else ""
+    if not sentence:
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        last = said.rpartition("\n")[2] or "it said nothing"
+        sentence = f"task.name {task.name}: the process that loaded it {how}: {last}"
+    return (TaskError if code == EXIT_CONFIG else TbaError)(sentence)
 
 
 @contextlib.contextmanager
@@ -243,21 +241,23 @@ def sole_launcher(config: Config) -> Iterator[None]:
     Raises LockTaken if another `tba run` has it; AddressInUse, and then leaves no directory that was not there.
     """
     directory = config.run.dir
-    was_there = directory.exists()
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     with exclusive_lock(directory / _LOCK_FILE, f"{directory} is being run already by another `tba run`"):
         try:
             _check_address(config.buffer.address)
         except (AddressInUse, ConfigError):
-            if not was_there:
-                _remove_unused(directory)
+            if made:
+                _remove_unused(directory / _LOCK_FILE, made)
             raise
         yield
 
 
-def _remove_unused(directory: Path) -> None:
-    (directory / _LOCK_FILE).unlink()
+def _remove_unused(lock_file: Path, made: Sequence[Path]) -> None:
+    """Remove the lock file and the directories that were made for it, the innermost first."""
+    lock_file.unlink()
     with contextlib.suppress(OSError):  # something else has come into it
-        directory.rmdir()
+        for folder in made:
+            folder.rmdir()
 
 
 def _check_address(address: str) -> None:
@@ -335,16 +335,24 @@ def _threads(config: Config) -> dict[str, str]:
 
 
 def _raise_if_failed(supervisor: Supervisor) -> None:
-    failed = supervisor.failed()
-    if failed is None:
-        return
+    if (failed := supervisor.failed()) is not None:
+        raise _failure(failed)
+
+
+def _failure(failed: Child) -> TbaError:
     code, tail = failed.last_code, failed.log_tail()
-    sentence = next((line for line in reversed(tail.splitlines()) if line.startswith("error: ")), "")
+    sentence = _error_in(tail)
     if code in HOPELESS and sentence:
-        error = TbaError(f"{failed.name}: {sentence.removeprefix('error: ')}")
+        error = TbaError(f"{failed.name}: {sentence}")
     else:
         where = f" of {failed.log_file}" if failed.log_file else ""
         error = TbaError(f"{failed.name} failed with exit code {code}; the end{where}:\n{tail}")
     if code in HOPELESS:
         error.exit_code = code
-    raise error
+    return error
+
+
+def _error_in(said: str) -> str:
+    """The last sentence in which `tba` has told an error; empty if there is none."""
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else ""

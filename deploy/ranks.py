@@ -6,7 +6,6 @@ others could reach it, and their end is this supervisor's: exit codes stay what 
 """
 
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from tba.common.config import Config
 from tba.common.cores import share_cores, threads_of, usable_cores
 from tba.common.devices import CPU
 from tba.common.errors import EXIT_LOST, TbaError
-from tba.common.process import RENDEZVOUS_VARIABLE
+from tba.common.process import RENDEZVOUS_VARIABLE, signal_name
 from tba.deploy.supervisor import HOPELESS, Child, Supervisor
 
 _TEND_SECONDS = 0.1
@@ -84,6 +83,6 @@ def _failure(child: Child, count: int) -> TbaError:
         error = TbaError(said.removeprefix("error: ") or f"{child.name} failed with exit code {code}")
         error.exit_code = code
         return error
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    how = f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     reason = f": {said.removeprefix('error: ')}" if said else ""
     return TbaError(f"{child.name} of {count} {how}{reason}; the others were ended, go on with --resume")

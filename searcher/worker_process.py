@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from tba.common.guard import SessionGuard, kill_sessions
-from tba.common.process import PARENT_VARIABLE, die_with_parent
+from tba.common.process import PARENT_VARIABLE, die_with_parent, signal_name
 
 _CHUNK_BYTES = 1 << 18
 _ANSWER_BYTES = 1 << 24  # most that a worker may send at once
@@ -84,9 +84,7 @@ class WorkerProcess:
         if (code := self._process.poll()) is None:
             return None
         return (
-            f"the worker was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"the worker died with exit code {code}"
+            f"the worker was killed by {signal_name(-code)}" if code < 0 else f"the worker died with exit code {code}"
         )
 
     def kill(self) -> None:

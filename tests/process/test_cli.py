@@ -2,9 +2,11 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -173,18 +175,65 @@ def test_a_task_that_finds_too_little_memory_is_no_wrong_configuration(tba, own_
     refused(tba("run", own_task(raised).file), 1, "task.name my_task:Mine")
 
 
-def test_ctrl_c_while_a_task_is_loaded_is_an_interrupt_and_ends_what_loads_it(own_task, start_tba, tmp_path):
-    run = own_task("import os, time\nopen('pid', 'w').write(f'{os.getpid()}\\n')\ntime.sleep(600)")
-    launcher = start_tba("run", run.file)
-    pid = tmp_path / "pid"
-    while not (pid.exists() and pid.read_text().endswith("\n")):
+def test_a_real_time_signal_that_ends_what_loads_a_task_is_named_by_its_number(tba, own_task):
+    ended = "import os; os.kill(os.getpid(), 40)"
+    refused(tba("run", own_task(ended).file), 1, "was ended by signal 40: it said nothing")
+
+
+def test_what_a_task_prints_does_not_hide_why_it_does_not_load(tba, own_task):
+    refused(tba("run", own_task("print('loading\\n' * 50)\nraise KeyError('split')").file), 78, "KeyError: 'split'")
+
+
+LOADS_FOR_EVER = """
+import os, subprocess, time
+worker = subprocess.Popen(["sleep", "600"])
+open("pids", "w").write(f"{os.getpid()} {worker.pid}\\n")
+time.sleep(600)
+"""
+
+
+def loaders(pids: Path, launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that loads a task, and the one that the task started, as soon as both are there."""
+    while not (pids.exists() and pids.read_text().endswith("\n")):
         assert launcher.poll() is None
         time.sleep(0.05)
-    check = psutil.Process(int(pid.read_text()))
+    return [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+
+
+def test_ctrl_c_while_a_task_is_loaded_is_an_interrupt_and_ends_what_loads_it(own_task, start_tba, tmp_path):
+    run = own_task(LOADS_FOR_EVER)
+    launcher = start_tba("run", run.file)
+    started = loaders(tmp_path / "pids", launcher)
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(20) == EXIT_INTERRUPTED
-    assert not check.is_running()
+    assert psutil.wait_procs(started, timeout=10)[1] == []
     assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGKILL])
+def test_nothing_of_a_task_outlives_a_launcher_that_is_ended_while_it_loads(own_task, start_tba, tmp_path, end):
+    launcher = start_tba("run", own_task(LOADS_FOR_EVER).file)
+    started = loaders(tmp_path / "pids", launcher)
+    launcher.send_signal(end)
+    assert launcher.wait(20) == -end
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+def test_what_a_task_has_started_ends_with_its_check(own_task, tba, tmp_path):
+    loads = LOADS_FOR_EVER.replace("time.sleep(600)", "raise KeyError('split')")
+    refused(tba("run", own_task(loads).file), 78, "KeyError: 'split'")
+    _, worker = (tmp_path / "pids").read_text().split()
+    assert not psutil.pid_exists(int(worker))
+
+
+def test_a_busy_address_is_told_before_a_task_is_loaded_and_leaves_no_directory(own_task, tba, tmp_path):
+    run = own_task("open('loaded', 'w').close()")
+    with socket.create_server(("127.0.0.1", int(run.address.rpartition(":")[2]))):
+        refused(tba("run", run.file), 1, f"buffer.address {run.address} is in use")
+        assert not (tmp_path / "loaded").exists()
+        of_ours = ("--set", "task.name=arithmetic", "--set", f"run.dir={tmp_path}/new/folder/run")
+        refused(tba("run", run.file, *of_ours), 1, f"buffer.address {run.address} is in use")
+    assert not (tmp_path / "new").exists()
 
 
 def test_status_without_a_buffer_says_what_to_start(tba, run_config):

@@ -1,6 +1,10 @@
 """Binding an address: once, and never at the cost of what is there."""
 
+import fcntl
+import os
+import shutil
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -61,5 +65,57 @@ def test_a_socket_file_that_cannot_be_made_is_a_wrong_configuration(tmp_path, pa
 
 
 def test_addresses_that_are_no_files_are_bound_as_they_are():
-    for address in ("ipc://*", "ipc://@tba-test-channels", "tcp://127.0.0.1:*"):
+    for address in ("ipc://*", "ipc://@tba-test-channels", "ipc://@tba-test/channels", "tcp://127.0.0.1:*"):
         ServerChannel(address).close()
+
+
+@pytest.mark.parametrize("name", ["@socket", "*socket"])
+def test_a_socket_file_is_kept_whatever_its_name_begins_with(tmp_path, name):
+    first = ServerChannel(f"ipc://{tmp_path}/{name}")
+    with pytest.raises(AddressInUse):
+        ServerChannel(f"ipc://{tmp_path}/{name}")
+    first.close()
+
+
+@pytest.fixture
+def held():
+    """Holds the lock of a directory, as any program that may read it can."""
+    held = []
+
+    def hold(directory: Path):
+        held.append(os.open(directory, os.O_RDONLY))
+        fcntl.flock(held[-1], fcntl.LOCK_SH)
+
+    yield hold
+    for descriptor in held:
+        os.close(descriptor)
+
+
+def test_a_lock_that_another_program_keeps_on_the_directory_is_an_address_in_use(tmp_path, held, monkeypatch):
+    monkeypatch.setattr("tba.common.channels._LOCK_SECONDS", 0.05)
+    held(tmp_path)
+    with pytest.raises(AddressInUse, match=f"ipc://{tmp_path}/socket cannot be bound: another program keeps a lock"):
+        ServerChannel(f"ipc://{tmp_path}/socket")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def closed_folder():
+    """A directory that its user may enter and write to but not read: root may read all, so another user then."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o300)
+    yield folder
+    os.seteuid(user)
+    shutil.rmtree(folder)
+
+
+def test_a_directory_that_cannot_be_read_holds_a_socket_file_all_the_same(closed_folder):
+    with pytest.raises(PermissionError):
+        os.listdir(closed_folder)
+    first = ServerChannel(f"ipc://{closed_folder}/socket")
+    with pytest.raises(AddressInUse, match="is in use"):
+        ServerChannel(f"ipc://{closed_folder}/socket")
+    first.close()

@@ -154,12 +154,45 @@ def test_what_is_given_to_compact_goes_before_what_is_recorded_and_leaves_the_re
 
 
 def test_settings_of_another_release_are_left_out_and_a_wrong_one_is_named(capped, tba_buffer):
-    change(capped, """INSERT INTO starts (run, config) VALUES (1, '{"buffer": {"prompt_cap": 0, "old": 1}, "o": 2}')""")
+    recorded = '{"buffer": {"prompt_cap": 0}, "train": {"old": 1}, "o": 2}'
+    change(capped, f"INSERT INTO starts (run, config) VALUES (1, '{recorded}')")
     refused = tba_buffer("compact", "-b", capped)
     assert refused.exit_code == 78
     assert f"buffer.prompt_cap = 0 (recorded in {capped})" in refused.said
     done = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
     assert done["trajectories_kept"] == 2
+
+
+def test_a_sampling_setting_of_another_release_is_not_left_to_a_default(capped, tba_buffer, tmp_path):
+    change(
+        capped, """INSERT INTO starts (run, config) VALUES (1, '{"run": {"name": "test"}, "buffer": {"old_cap": 2}}')"""
+    )
+    refused = tba_buffer("compact", "-b", capped, "--set", "buffer.dedup=false", "--keep-steps", 0)
+    assert refused.exit_code == 2
+    assert f"buffer.old_cap = 2 (recorded in {capped}) is no setting of this release: give" in refused.said
+    assert len(ask(capped, LEFT)) == 10
+    (tmp_path / "given.toml").write_text("[buffer]\nprompt_cap = 3\n")
+    done = tba_buffer("compact", "-b", capped, "--config", "given.toml", "--keep-steps", 0, "--json").json
+    assert done["trajectories_kept"] == 3
+
+
+@pytest.mark.parametrize("named", [("-b", "other/buffer.sqlite"), ("--set", "run.dir=other")])
+def test_where_the_file_is_named_compact_takes_nothing_from_the_directory_it_runs_in(
+    capped, tba_buffer, tmp_path, named
+):
+    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
+    (tmp_path / "other").mkdir()
+    capped.rename(tmp_path / "other" / "buffer.sqlite")
+    (tmp_path / "tba.toml").write_text('[run]\nname = "here"\n[buffer]\nprompt_cap = 1\n')
+    done = tba_buffer("compact", *named, "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_kept"]) == ("test", 5)
+
+
+def test_compact_takes_the_file_and_the_settings_of_the_configuration_in_its_directory(capped, tba_buffer, tmp_path):
+    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
+    (tmp_path / "tba.toml").write_text(f'[buffer]\nprompt_cap = 1\ndatabase = "{capped}"\n')
+    done = tba_buffer("compact", "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_kept"]) == ("test", 1)
 
 
 def test_compact_without_a_configuration_does_not_choose_between_runs(capped, tba_buffer):

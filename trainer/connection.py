@@ -20,7 +20,7 @@ from tba.common.errors import BufferUnavailable, Refused
 M = TypeVar("M", bound=wire.Message)
 _HEARTBEAT_SECONDS = 1.0
 _BACK_OFF_SECONDS = 3.0  # well below what the buffer takes for the end of a trainer
-_TAKE_OVER_SECONDS = 20.0
+_TAKE_OVER_SECONDS = 13.0
 _RETRY_SECONDS = 0.5
 
 

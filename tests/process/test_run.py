@@ -221,7 +221,7 @@ def test_a_second_run_neither_joins_nor_harms_the_first(small_run, start_tba, tb
     assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
     same = tba("run", run.file, "--resume")
     assert (same.returncode, "is being run already by another `tba run`" in same.stderr) == (78, True)
-    trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=60)
+    trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=120)
     assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
 
 

@@ -192,11 +192,15 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Add exported trajectories or demonstrations to the run; once more adds nothing. The server may run or not."""
-    settings = _config(config, sets, buffer)
+    resolved = _resolved(config, sets, buffer)
+    settings = resolved.config
     from tba.buffer.importing import import_file, read_rows
+    from tba.buffer.origin import refuse_unnamed_run
     from tba.common.log import configure
 
     read_rows(file, settings, format_)  # a file that is not there makes no database
+    if "run.name" not in resolved.origins:
+        refuse_unnamed_run(settings.database, settings.run.name)
     configure("", level="WARNING")
     from tba.buffer.sinks import open_sink
 

@@ -74,6 +74,18 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
     }
 
 
+def refuse_unnamed_run(database: Path, name: str) -> None:
+    """Raise UsageError if a file holds runs and none of this name, which is a default: nobody has chosen a new one."""
+    if not database.exists():
+        return
+    with open_reader(database, any_schema=True) as connection:
+        names = [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
+    if names and name not in names:
+        raise UsageError(
+            f"{database} holds {', '.join(names)} and no run {name}: say which run is meant with --set run.name=NAME"
+        )
+
+
 def earlier_origin(config: Config) -> Origin | None:
     """What the offline run of a configuration began with; None if its directory is new.
 

@@ -121,6 +121,8 @@ class SnapshotWriter:
     ) -> Manifest:
         _copy_model_files(self._model_files, temporary, self._model, self._config.model.dtype)
         save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+        # safetensors lets nobody but the owner read: who may is said by the umask, as for the other files.
+        shutil.copymode(temporary / "config.json", temporary / WEIGHTS)
         return self._manifest(publication, canary, snapshot.describe_files(temporary))
 
     def _write_delta(

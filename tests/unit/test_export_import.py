@@ -140,6 +140,14 @@ def test_each_run_of_a_database_has_its_own_imports(tba_buffer, filled, target, 
     assert ask("SELECT run, COUNT(*) FROM trajectories GROUP BY 1") == [("another", 8), ("other", 8)]
 
 
+def test_a_file_of_one_run_gets_no_second_one_that_nobody_named(tba_buffer, filled):
+    tba_buffer("export", "rows.jsonl", "-b", filled)
+    refused = tba_buffer("import", "rows.jsonl", "-b", filled)
+    assert refused.exit_code == 2
+    assert "holds test and no run run: say which run is meant with --set run.name=NAME" in refused.said
+    assert tba_buffer("import", "rows.jsonl", "-b", filled, "--set", "run.name=test", "--json").json["new"] == 0
+
+
 def test_a_trajectory_that_stands_twice_in_a_file_is_an_error(tba_buffer, filled, target, tmp_path, ask):
     tba_buffer("export", "rows.jsonl", "-b", filled)
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()

@@ -238,7 +238,7 @@ def test_a_missing_parquet_extra_is_one_sentence(command, tba_buffer, filled, tm
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    refused = tba_buffer(*command, "-b", filled)
+    refused = tba_buffer(*command, "-b", filled, "--set", "run.name=test")
     assert refused.exit_code == 78
     assert "pyarrow is not installed: install tba with the extra parquet" in refused.said
 

@@ -132,6 +132,8 @@ class Job:
         try:
             self.learner.policy.to(self._dtype).save_pretrained(temporary)
             self._tokenizer.save_pretrained(temporary)
+            for weights in temporary.glob("*.safetensors"):  # which safetensors lets nobody but the owner read
+                shutil.copymode(temporary / "config.json", weights)
             shutil.copyfile(self._plan.work / _METRICS, temporary / f"sft_{_METRICS}")
             publish_directory(temporary, self._plan.out)
         except (OSError, SafetensorError) as error:

@@ -28,15 +28,13 @@ def refused(result: subprocess.CompletedProcess[str], exit_code: int, *words: st
         assert word in result.stderr
 
 
-def test_help_answers_within_half_a_second():
-    # The best of five, since the machine may be busy: what is measured is our imports.
-    command = [sys.executable, "-m", "tba", "--help"]
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.5
+def test_help_loads_only_what_prints_it():
+    """Half a second is what a person bears, and each of these packages takes longer than all the rest."""
+    command = [sys.executable, "-X", "importtime", "-m", "tba", "--help"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "vllm", "transformers", "numpy", "pydantic", "zmq", "msgpack", "sqlite_utils"}
 
 
 @pytest.mark.parametrize("command", [[], ["buffer"], ["config"], ["run"], ["search"], ["train"], ["eval"], ["status"]])
@@ -206,7 +204,7 @@ def test_ctrl_c_while_a_task_is_loaded_is_an_interrupt_and_ends_what_loads_it(ow
     started = loaders(tmp_path / "pids", launcher)
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(20) == EXIT_INTERRUPTED
-    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert psutil.wait_procs(started, timeout=60)[1] == []
     assert not run.directory.exists()
 
 
@@ -215,8 +213,8 @@ def test_nothing_of_a_task_outlives_a_launcher_that_is_ended_while_it_loads(own_
     launcher = start_tba("run", own_task(LOADS_FOR_EVER).file)
     started = loaders(tmp_path / "pids", launcher)
     launcher.send_signal(end)
-    assert launcher.wait(20) == -end
-    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert launcher.wait(60) == -end
+    assert psutil.wait_procs(started, timeout=60)[1] == []
 
 
 def test_what_a_task_has_started_ends_with_its_check(own_task, tba, tmp_path):

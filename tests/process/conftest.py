@@ -105,7 +105,7 @@ def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
             process.terminate()
     for process in started:
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

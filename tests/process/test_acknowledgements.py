@@ -101,7 +101,7 @@ def test_a_disk_that_cannot_sync_ends_the_server_and_nothing_was_acknowledged(
     prepare(client)
     switch.touch()
     put(client)
-    assert server.wait(20) == 1
+    assert server.wait(60) == 1
     assert client.poll(0.2) == []
     output = (tmp_path / "tba0.log").read_text()
     assert "Input/output error" in output
@@ -140,4 +140,4 @@ def test_a_server_whose_disk_hangs_still_ends_when_the_sync_fails(start_tba, run
     for n in range(30):
         put(client, first=n * ROWS)
         client.poll(0.03)
-    assert server.wait(20) == 1
+    assert server.wait(60) == 1

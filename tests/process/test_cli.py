@@ -203,7 +203,7 @@ def test_ctrl_c_while_a_task_is_loaded_is_an_interrupt_and_ends_what_loads_it(ow
     launcher = start_tba("run", run.file)
     started = loaders(tmp_path / "pids", launcher)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(20) == EXIT_INTERRUPTED
+    assert launcher.wait(60) == EXIT_INTERRUPTED
     assert psutil.wait_procs(started, timeout=60)[1] == []
     assert not run.directory.exists()
 

@@ -172,7 +172,7 @@ def test_what_was_acknowledged_survives_fifty_kills_and_is_there_once(start_tba,
     assert trainer.failure is None
     status = wait_until_it_serves(run_config.address)
     server.terminate()
-    assert server.wait(20) == 0
+    assert server.wait(60) == 0
     check_rows(run_config.database, load)
     check_training(run_config.database, trainer)
     check_status(run_config.database, status)

@@ -84,7 +84,7 @@ def descendants(fleet: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 

@@ -262,7 +262,7 @@ def test_no_child_outlives_a_launcher_that_is_killed(small_run, start_tba):
     assert len(roles) == 5, "four roles and the guard"
     children = psutil.Process(launcher.pid).children(recursive=True)  # and whatever those have started
     os.kill(launcher.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 
@@ -312,5 +312,5 @@ def test_roles_started_by_hand_in_any_order_find_each_other(small_run, start_tba
     # One that joins after the end waits a minute for a trainer that goes on.
     assert searcher.wait(120) == 0, "searchers leave when the run is finished"
     buffer.terminate()
-    assert buffer.wait(20) == 0
+    assert buffer.wait(60) == 0
     check_history(run, steps=3)

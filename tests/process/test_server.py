@@ -230,7 +230,7 @@ def test_a_long_poll_is_answered_when_the_data_arrives(server, run_config, traje
 
 def test_sigterm_ends_the_server_with_exit_code_0(server):
     server.terminate()
-    assert server.wait(10) == 0
+    assert server.wait(60) == 0
 
 
 def test_a_second_server_on_the_same_address_is_one_sentence_and_exit_code_1(server, run_config, tba):

@@ -3,8 +3,8 @@
     python -m benchmarks.phases [--steps 60] [--set key=value ...]
 
 `tba run` as a user runs it, on examples/arithmetic: buffer, searchers and trainer share the machine. Off-policy, as
-Trajectory Balance allows: no limit of staleness, so the trainer has data whenever it asks. The steps up to the second
-publication are left out: the first waits for the first groups, and what is allocated once is allocated there.
+Trajectory Balance allows: no limit of staleness, so the trainer has data whenever it asks. The first five steps are
+left out: the first of all waits for the first groups, and what is allocated once is allocated there.
 """
 
 import argparse

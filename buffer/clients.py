@@ -92,8 +92,9 @@ class Clients:
 
         One that was only cut off would go on with steps of its own, and announce weights that nobody has asked for.
         """
-        *earlier, self._trainer = [("", ""), *trainers]
-        self._replaced = {sender for sender, _ in earlier}
+        if trainers:
+            self._trainer = trainers[-1]
+            self._replaced = {sender for sender, _ in trainers[:-1]}
 
     def successor_host(self, sender: str) -> str | None:
         """Where the trainer is that has taken over from this one; None for all who are still heard."""

@@ -1,6 +1,7 @@
 """What a database records of how its runs were started, and of an offline run what it trains from."""
 
 import json
+import sqlite3
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
     Empty if there is no such run. Raises UsageError if there is no file, or no run or more than one to choose from.
     """
     with open_reader(database, any_schema=True) as connection:
-        names = [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
+        names = _run_names(connection)
         if run is None and len(names) != 1:
             raise UsageError(f"{database} has the runs {', '.join(names) or 'none'}: name one with --set run.name=NAME")
         starts = "SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ?"
@@ -74,12 +75,16 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
     }
 
 
+def _run_names(connection: sqlite3.Connection) -> list[str]:
+    return [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
+
+
 def refuse_unnamed_run(database: Path, name: str) -> None:
     """Raise UsageError if a file holds runs and none of this name, which is a default: nobody has chosen a new one."""
     if not database.exists():
         return
     with open_reader(database, any_schema=True) as connection:
-        names = [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
+        names = _run_names(connection)
     if names and name not in names:
         raise UsageError(
             f"{database} holds {', '.join(names)} and no run {name}: say which run is meant with --set run.name=NAME"

@@ -241,6 +241,17 @@ def test_a_step_that_could_not_be_reported_is_reported_after_the_resume(make_run
     trainer.publish()
     batch = trainer.sample()
     feeder.join()
+    stop_while_the_buffer_is_away(run, trainer, batch, stop)
+    run.train(resume=True)
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    assert all(run.query("SELECT trained_at IS NOT NULL FROM batches"))
+    references = run.query("SELECT COUNT(*) FROM consumption_rows LEFT JOIN reference_logprobs USING (trajectory) "
+                           "WHERE logprob IS NULL")  # fmt: skip
+    assert references == [0]
+
+
+def stop_while_the_buffer_is_away(run: Run, trainer: Trainer, batch, stop: threading.Event) -> None:
+    """The update is made and saved, and its report is not heard; the buffer is back afterwards."""
     run.buffer.stop()
     stop.set()
     with pytest.raises(BufferUnavailable):
@@ -248,12 +259,6 @@ def test_a_step_that_could_not_be_reported_is_reported_after_the_resume(make_run
     trainer.save()
     trainer.close()
     run.buffer.start()
-    run.train(resume=True)
-    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
-    assert all(run.query("SELECT trained_at IS NOT NULL FROM batches"))
-    references = run.query("SELECT COUNT(*) FROM consumption_rows LEFT JOIN reference_logprobs USING (trajectory) "
-                           "WHERE logprob IS NULL")  # fmt: skip
-    assert references == [0]
 
 
 def restore(run: Run, copy: Path) -> None:
@@ -285,13 +290,7 @@ def test_a_step_that_an_older_copy_of_the_database_does_not_know_is_missing_in_i
     copy = keep_copy(run, tmp_path / "older.sqlite")
     batch = trainer.sample()
     if resumes:  # from a checkpoint that keeps the report
-        run.buffer.stop()
-        stop.set()
-        with pytest.raises(BufferUnavailable):
-            trainer.learn(batch)
-        trainer.save()
-        trainer.close()
-        run.buffer.start()
+        stop_while_the_buffer_is_away(run, trainer, batch, stop)
         restore(run, copy)
         run.train(resume=True)
     else:

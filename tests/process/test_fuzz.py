@@ -129,6 +129,7 @@ def test_mutated_messages_are_refused_and_leave_everything_whole(harness, trajec
 numbers = st.sampled_from([0, 1, 3, 2**31 - 2, 2**31 - 1, 2**53 + 1, 2**63 - 2, 2**63 - 1]) | st.integers(0, 20)
 names = st.sampled_from(["p0", "p5", "\x00", "é" * 200, " "])
 floats = st.floats(allow_nan=False, allow_infinity=False)
+times = st.floats(0, 253_402_300_800, exclude_max=True)
 json_values = st.recursive(
     st.none() | st.booleans() | floats | names, lambda v: st.lists(v) | st.dictionaries(names, v)
 )
@@ -153,7 +154,7 @@ def groups(draw):
                 prompt_ids=np.zeros(0 if failed else 1, np.int32),
                 reward=draw(st.floats(-1e9, 1e9)),
                 reward_parts=draw(st.dictionaries(names, floats, max_size=3)),
-                created_at=draw(floats),
+                created_at=draw(times),
                 text=draw(st.none() | names),
                 metadata=draw(st.dictionaries(names, json_values, max_size=3)),
                 loss_mask=np.ones(draw(st.sampled_from([0, count])), np.uint8),

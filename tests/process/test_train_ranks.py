@@ -64,9 +64,9 @@ class Run:
         searcher.close()
 
     def metrics(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl."""
+        """The whole lines of metrics.jsonl: a reader may see the first page of a line before the rest."""
         path = self.config.run.dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def wait_for_steps(self, count: int) -> None:
         deadline = time.monotonic() + 60

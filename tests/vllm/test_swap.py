@@ -202,8 +202,9 @@ def test_a_hundred_swaps_during_generation_lose_nothing_and_hold_no_memory(lab, 
         assert generation.version_runs[:, 1].sum() == len(generation.response_ids) == 30
         versions = generation.version_runs[:, 0].tolist()
         assert versions == sorted(set(versions))
+    # oneDNN keeps up to 7 MB for each number of tokens in a step that it has not seen before: the ten largest jumps.
     # A set of these weights is 0.3 to 0.6 MB: one that is lost per swap makes 80 x 0.3 MB.
-    growth = max(resident[-10:]) - max(resident[10:20])
+    growth = np.sort(np.diff(resident[10:]))[:-10].sum()
     assert growth < 8e6, f"{growth / 1e6:.1f} MB"
 
 

@@ -7,8 +7,11 @@ from tba.common import wire
 from tba.common.clock import Clock
 
 _REPLACED_SECONDS = 3.0
-# A trainer sends heartbeats between micro-batches, at most about a second apart.
+# A trainer's heartbeats are a second apart, however long its steps are, and one that stays unanswered is followed by
+# the next after three.
 _TRAINER_SECONDS = 10.0
+# As long after a start of the server as a trainer takes at most to find it again and be heard.
+_RETURN_SECONDS = 5.0
 GONE = "gone"
 
 
@@ -37,7 +40,7 @@ class Clients:
         self._patience_seconds = patience
         self._started = clock.monotonic()
         self._by_sender: dict[str, Client] = {}
-        self._trainer = ("", "")  # sender and host of the one that is heard
+        self._trainer = ("", "")  # sender and host of the last that was let in: no other is heard
         self._replaced: set[str] = set()
 
     def __getitem__(self, sender: str) -> Client:
@@ -79,13 +82,15 @@ class Clients:
                 client.replaced = True
 
     def other_trainer(self, sender: str) -> Client | None:
-        """A trainer other than this one that is at work."""
+        """A trainer other than this one that is at work, or may be, if the server itself was away until just now."""
+        last, host = self._trainer
+        if last in ("", sender):
+            return None
         now = self._clock.monotonic()
-        for other, client in self._by_sender.items():
-            alive = client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS
-            if other != sender and client.role == "trainer" and client.host and alive:
-                return client
-        return None
+        client = self._by_sender.get(last)
+        if client is None:
+            return Client("trainer", self._started, host) if now - self._started < _RETURN_SECONDS else None
+        return client if client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS else None
 
     def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:
         """All trainers that the run has had, (sender, host), oldest first: only the last one is heard any more.

@@ -18,8 +18,6 @@ from tba.common.clock import Clock, SystemClock
 from tba.common.errors import BufferUnavailable, Refused
 
 M = TypeVar("M", bound=wire.Message)
-_HEARTBEAT_SECONDS = 1.0
-_BACK_OFF_SECONDS = 3.0  # well below what the buffer takes for the end of a trainer
 _TAKE_OVER_SECONDS = 13.0
 _RETRY_SECONDS = 0.5
 
@@ -62,9 +60,6 @@ class Connection:
         self._client = dial("trainer", "trainer")
         self._stop = stop
         self._clock = clock or SystemClock()
-        self._heartbeat_due = 0.0
-        self._metrics: dict[str, float] = {}
-        self.weights_version: int | None = None
 
     def hello(self) -> wire.Welcome:
         """Introduce the trainer. An earlier one that died a moment ago is given time to be missed.
@@ -96,22 +91,6 @@ class Connection:
     def collect(self, id_: int, expect: type[M]) -> tuple[M, list[memoryview]]:
         """The reply to what was asked ahead; waits for it like `ask`."""
         return self._client.collect(id_, expect, self._stop)
-
-    def heartbeat(self, activity: str, reason: str = "", metrics: dict[str, float] | None = None) -> None:
-        """Tell `tba status` what the trainer does, at most once a second. `metrics` are kept for later ones."""
-        self._metrics = metrics or self._metrics
-        now = self._clock.monotonic()
-        if now < self._heartbeat_due:
-            return
-        self._heartbeat_due = now + _HEARTBEAT_SECONDS
-        message = wire.Heartbeat(
-            activity=activity, reason=reason, weights_version=self.weights_version, metrics=self._metrics
-        )
-        try:
-            self._client.call(message, wire.Done, deadline_seconds=0.5)
-        except BufferUnavailable:
-            # Requests that matter wait, and warn, by themselves; training must not be slowed by this one.
-            self._heartbeat_due = now + _BACK_OFF_SECONDS
 
     def close(self) -> None:
         """Say goodbye, so that the next trainer need not wait, and close the connection."""

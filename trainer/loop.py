@@ -31,6 +31,7 @@ from tba.trainer.host_copies import HostCopies
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.publish import Publisher
 from tba.trainer.ranks import ALONE, Ranks, join, until_lost
+from tba.trainer.sign_of_life import SignOfLife
 from tba.trainer.sinks.choose import open_sinks
 from tba.trainer.step import StepResult
 from tba.trainer.stopwatch import Stopwatch
@@ -160,6 +161,7 @@ class Trainer:
         )
         self._dial = dial or network(config.buffer.address)
         self._connection = Connection(self._dial, stop, self._clock)
+        self._life = SignOfLife(self._dial)
         self._publisher: Publisher | None = None
         self._batches = Batches(
             self._connection, config, reference_at=self.learner.reference.name_at, last=self._steps, watch=self._watch
@@ -202,12 +204,14 @@ class Trainer:
         """Close everything, whatever happened."""
         if self._publisher is not None:
             self._publisher.close()
+        self._life.close()  # what it said after the goodbye would be a trainer at work
         self._connection.close()
         self._checkpoints.close()
         self._metrics.close()
 
     def connect(self) -> None:
         welcome = self._connection.hello()
+        self._life.start()
         if welcome.run_name != self._config.run.name:
             raise ConfigError(
                 f"the buffer at {self._config.buffer.address} serves run {welcome.run_name}, "
@@ -238,7 +242,7 @@ class Trainer:
         """Searchers are to serve what trains: also at the start, where a resume may be behind the newest."""
         assert self._publisher is not None
         self._ranks.send(PUBLISH)
-        self._connection.weights_version = self._publisher.publish(self.learner.steps_done)
+        self._life.weights_version = self._publisher.publish(self.learner.steps_done)
 
     def _one_step(self) -> None:
         with self._watch.phase("wait"):
@@ -264,7 +268,7 @@ class Trainer:
             if isinstance(batch, TrainBatch):
                 return batch
             trouble = self._publisher.trouble if self._publisher is not None else ""
-            self._connection.heartbeat("waiting", trouble or batch)
+            self._life.show("waiting", trouble or batch)
         return None
 
     def learn(self, batch: TrainBatch) -> None:
@@ -272,8 +276,9 @@ class Trainer:
 
         Raises TrainingBroken, after a checkpoint, if it is one skipped step too many.
         """
+        self._life.show("training")
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
-        result = self.learner.step(batch, between=lambda: self._connection.heartbeat("training"))
+        result = self.learner.step(batch)
         seconds = self._watch.take()
         metrics = result.metrics | seconds | self._throughput.metrics(batch, seconds["seconds_step"])
         # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
@@ -313,7 +318,7 @@ class Trainer:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
-        self._connection.heartbeat("training", metrics=shown | progress)
+        self._life.show("training", metrics=shown | progress)
         kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
         log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 
@@ -335,6 +340,7 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of the present step, unless there is one or nothing has been trained; it waits for it."""
         if self.learner.steps_done:
+            self._life.show("saving")
             with self._watch.phase("checkpoint"):
                 self._checkpoints.save(self.learner, self._unreported)
 
@@ -347,7 +353,7 @@ class Trainer:
         while not self._publisher.flush(_FLUSH_WAIT_SECONDS):
             if self._stop():
                 return
-            self._connection.heartbeat("publishing", self._publisher.trouble)
+            self._life.show("publishing", self._publisher.trouble)
         self._connection.ask(wire.FinishRun(step=self.learner.steps_done), wire.Done)
 
 

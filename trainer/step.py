@@ -131,21 +131,21 @@ class Learner:
                 {"params": list(self.log_z.parameters()), "lr": objective.log_z_learning_rate, "weight_decay": 0.0}
             )
 
-    def step(self, batch: TrainBatch, between: Callable[[], None] = lambda: None) -> StepResult:
-        """Make one update. `between` is called after each micro-batch.
+    def step(self, batch: TrainBatch) -> StepResult:
+        """Make one update.
 
         If a loss, a gradient or a reference log-probability is not finite the step is skipped: it counts, and weights
         and optimiser stay what they were.
         """
         self._check_tokens(batch)
         with self.watch.phase("reference"):
-            reference_BK, computed = self._complete_reference(batch, between)
+            reference_BK, computed = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
         if len(finite) < len(computed):
             blamed = sorted(computed.keys() - finite.keys())
             return self._skip(batch, finite, "a reference log-probability is not finite", blamed)
         beta = beta_at(self._config, self.steps_done)
-        sums = self.accumulate(batch, reference_BK, beta, between)
+        sums = self.accumulate(batch, reference_BK, beta)
         with self.watch.phase("optimizer"):
             norms = self._clip_gradients()
             if not all(map(math.isfinite, (sums.loss, *norms))):
@@ -204,9 +204,7 @@ class Learner:
             **({"entropy": float(entropy.mean())} if len(entropy) else {}),
         }
 
-    def accumulate(
-        self, batch: TrainBatch, reference_BK: Tensor, beta: float, between: Callable[[], None] = lambda: None
-    ) -> _Sums:
+    def accumulate(self, batch: TrainBatch, reference_BK: Tensor, beta: float) -> _Sums:
         """Forward and backward of the whole batch; gradients are in the parameters afterwards."""
         samples = batch.samples
         sums = _Sums(torch.zeros_like(batch.reward_BK), torch.zeros_like(batch.reward_BK))
@@ -224,7 +222,6 @@ class Learner:
                 self._add_share(batch, turn.groups, rows, scores, reference_BK, beta, sums)
             else:
                 torch.autograd.backward(scores.logprob_R.sum())  # no numbers; only what the other ranks wait for
-            between()
         return self._over_ranks(sums)
 
     def _add_share(
@@ -303,7 +300,7 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _complete_reference(self, batch: TrainBatch, between: Callable[[], None]) -> tuple[Tensor, dict[int, float]]:
+    def _complete_reference(self, batch: TrainBatch) -> tuple[Tensor, dict[int, float]]:
         """Reference log-probabilities of the batch, and those of them that had to be computed.
 
         None are where the objective has no use for them: what is not stored stays NaN.
@@ -327,7 +324,6 @@ class Learner:
             logprob_R = self.reference.score(rows, passes=turn.passes).logprob_R
             if rows:
                 sequence_N[turn.groups] = sequence_logprobs(logprob_R, rows).cpu()
-            between()
         computed = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
         known |= computed
         self._just_computed = (own, {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)})

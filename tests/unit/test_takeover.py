@@ -72,6 +72,30 @@ def test_a_buffer_that_was_started_again_knows_its_trainer(replaced):
         replaced.ask(HELLO, role="trainer", sender="t.3")
 
 
+def test_a_buffer_that_was_started_again_gives_its_trainer_time_to_be_heard(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.service = BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+    with pytest.raises(Refused, match="a trainer on node7 is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+    buffer.clock.advance(6)
+    buffer.ask(HELLO, role="trainer", sender="t.2")
+
+
+def test_a_replaced_one_that_knocks_keeps_nobody_away(replaced):
+    replaced.clock.advance(11)
+    with pytest.raises(Refused, match="took over"):
+        replaced.ask(HEARTBEAT, role="trainer", sender="t.1")
+    replaced.ask(HELLO, role="trainer", sender="t.3")
+
+
+def test_a_trainer_whose_publisher_is_heard_is_at_work(replaced):
+    replaced.service = BufferService(replaced.store, replaced.run, replaced.config, replaced.clock)
+    replaced.ask(wire.AnnounceSnapshot(weights=WEIGHTS, bytes=1), role="publisher", sender="t.2")
+    with pytest.raises(Refused, match="is at work"):
+        replaced.ask(HELLO, role="trainer", sender="t.3")
+
+
 def test_the_one_that_took_over_is(replaced):
     replaced.ask(HEARTBEAT, role="trainer", sender="t.2")
     replaced.ask(wire.AnnounceSnapshot(weights=WEIGHTS, bytes=1), role="publisher", sender="t.2")
@@ -120,4 +144,4 @@ def test_its_publisher_is_not_heard_either_and_its_versions_are_free(make_traine
         cut_off.sample()
     successor.publish()
     assert successor._publisher.flush(20)
-    assert successor._connection.weights_version == 1
+    assert successor._life.weights_version == 1

@@ -1,0 +1,117 @@
+"""A trainer in a step that does not end, beside which another one is started; real processes and sockets.
+
+The step reads from a FIFO, the gate: it can be opened for writing once the trainer is there, and its end ends the read.
+"""
+
+import os
+import signal
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.common.config_layers import resolve
+from tba.common.errors import EXIT_CONFIG
+from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
+
+from .test_outages import wait_until
+
+STEPS = 3
+LONG_STEP = """
+from tba.trainer.step import Learner
+make_step = Learner.step
+def step(self, batch):
+    if self.steps_done == 1:
+        open({gate!r}).read()
+    return make_step(self, batch)
+Learner.step = step
+"""
+
+
+class System:
+    """A buffer, data for all steps, and a first trainer that is in its second step until `end_step`."""
+
+    def __init__(self, folder: Path, make_config: Callable[..., Any], start_tba: Callable[..., Any]) -> None:
+        train = {"steps": STEPS, "prompts_per_step": 2, "samples_per_prompt": 3, "warmup_steps": 0, "decay_steps": 1}
+        model = {"path": str(save_tiny_model(folder / "model")), "dtype": "float32"}
+        made = make_config(model=model, train=train)
+        self._file, self._database, self._folder, self._start = made.file, made.database, folder, start_tba
+        self._started = 0
+        self._address = made.address
+        self.buffer = BufferThread(resolve(Path(made.file)).config, address=made.address)
+        os.mkfifo(folder / "gate")
+
+    def start(self) -> None:
+        """Have the first trainer in its long step."""
+        self.first = self.train(patch=LONG_STEP.format(gate=str(self._folder / "gate")))
+        searcher = FakeSearcher(self._address, prompts=4)
+        searcher.wait_for_weights(seconds=60)
+        searcher.put_groups(8)
+        searcher.close()
+        wait_until(self._is_in_step)
+
+    def _is_in_step(self) -> bool:
+        """Whether the first trainer reads from the gate; then the gate stays open."""
+        try:
+            self._gate = os.open(self._folder / "gate", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads from it
+            assert self.first.poll() is None, self.log(0)
+            return False
+        return True
+
+    def end_step(self) -> None:
+        """Let the first trainer go on."""
+        os.close(self._gate)
+
+    def train(self, *arguments: str, patch: str = "") -> subprocess.Popen[bytes]:
+        self._started += 1
+        return self._start("train", "--cpu", "--config", self._file, *arguments, patch=patch)
+
+    def train_elsewhere(self) -> subprocess.Popen[bytes]:
+        """A second trainer, whose run.dir is another one."""
+        return self.train("--set", f"run.dir={self._folder / 'other'}")
+
+    def log(self, number: int) -> str:
+        return (self._folder / f"tba{number}.log").read_text()
+
+    def steps(self) -> list[int]:
+        """The steps that were reported."""
+        with sqlite3.connect(self._database) as database:
+            return [row[0] for row in database.execute("SELECT step FROM batches WHERE trained_at IS NOT NULL")]
+
+
+@pytest.fixture
+def system(tmp_path: Path, make_config: Callable[..., Any], start_tba: Callable[..., Any]) -> Iterator[System]:
+    made = System(tmp_path, make_config, start_tba)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.buffer.stop()
+
+
+def test_a_trainer_in_a_long_step_is_not_followed_by_another_one_and_goes_on(system):
+    second = system.train_elsewhere()
+    # It tries for 13 seconds, in all of which the first one is within its step.
+    assert second.wait(120) == EXIT_CONFIG
+    assert "is at work on run test" in system.log(1)
+    assert system.first.poll() is None
+    assert system.steps() == [0]
+    system.end_step()
+    assert system.first.wait(60) == 0, system.log(0)
+    assert system.steps() == list(range(STEPS))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_is_killed_or_stopped_in_a_long_step_is(system, how):
+    system.first.send_signal(how)
+    assert system.train_elsewhere().wait(120) == 0, system.log(1)
+    assert system.steps() == list(range(STEPS))
+    if how == signal.SIGSTOP:
+        system.first.send_signal(signal.SIGCONT)
+        system.end_step()
+        assert system.first.wait(60) == EXIT_CONFIG
+        assert "took over run test" in system.log(0)

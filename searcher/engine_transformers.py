@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from tba.common.errors import ConfigError, SnapshotError
-from tba.common.memory import not_loaded
+from tba.common.memory import loading
 from tba.common.model_files import eos_ids, model_directory, weight_files
 from tba.common.snapshot import Snapshot
 from tba.common.trajectory import STOP_EOS, STOP_LENGTH, Float32
@@ -57,13 +57,11 @@ class TransformersEngine:
     ) -> None:
         transformers_logging.disable_progress_bar()
         directory = model_directory(model)
-        try:
+        with loading(f"the model in {directory}", device):
             self._model = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=getattr(torch, dtype), use_safetensors=True
             )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise not_loaded(f"the model in {directory}", error) from error
-        self._model.to(device).eval().requires_grad_(False)
+            self._model.to(device).eval().requires_grad_(False)
         _use_grouped_attention(self._model, directory)
         self._device = device
         self._limit = max_in_flight

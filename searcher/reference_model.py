@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tba.common.memory import not_loaded
+from tba.common.memory import loading
 from tba.common.model_files import model_directory
 from tba.common.trajectory import Trajectory
 
@@ -29,11 +28,9 @@ class ReferenceModel:
 
     def __init__(self, model: str, *, device: str, dtype: str) -> None:
         directory = model_directory(model)
-        try:
+        with loading(f"the reference model in {directory}", device):
             self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise not_loaded(f"the model in {directory}", error) from error
-        self._model.to(device).eval().requires_grad_(False)
+            self._model.to(device).eval().requires_grad_(False)
         self._device = torch.device(device)
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
         # As the trainer computes on such a device.

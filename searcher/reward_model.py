@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
-from tba.common.memory import not_loaded, out_of_memory
+from tba.common.memory import loading, out_of_memory
 from tba.searcher.reward_model_files import own_pad_id, read_config, read_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
@@ -26,18 +25,17 @@ Score = float | str  # or the sentence of why there is none
 class RewardModel:
     """A classifier of a directory on one device.
 
-    Raises ConfigError if the files are no reward model, MemoryShort or (of a GPU) torch's own error for lack of memory.
+    Raises ConfigError if the files are no reward model, MemoryShort.
     """
 
     def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
         self._config = config
         self._device = torch.device(device)
-        self._model = _load(directory, config.dtype)
+        self._model = _load(directory, config.dtype, self._device)
         self._tokenizer = read_tokenizer(directory, chat=config.template == "chat")
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
         self._own_pad_id = own_pad_id(self._model.config)
         self._longest = _longest(self._model, self._tokenizer, config.max_length)
-        self._model.to(self._device).eval().requires_grad_(False)
 
     def encode(self, prompt: str, response: str) -> list[int]:
         """The tokens of a pair. Raises ValueError for one that the model cannot score."""
@@ -126,9 +124,9 @@ class RewardModel:
         return pad
 
 
-def _load(directory: Path, dtype: str) -> Any:
+def _load(directory: Path, dtype: str, device: torch.device) -> Any:
     config = read_config(directory)
-    try:
+    with loading(f"the reward model in {directory}", device):
         model, found = AutoModelForSequenceClassification.from_pretrained(
             directory,
             config=config,
@@ -137,11 +135,10 @@ def _load(directory: Path, dtype: str) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise not_loaded(f"the reward model in {directory}", error) from error
-    # A checkpoint without a head loads all the same, with a random one.
-    if missing := sorted(found["missing_keys"]):
-        raise ConfigError(f"the reward model in {directory} is no classifier: it has no {', '.join(missing[:3])}")
+        # A checkpoint without a head loads all the same, with a random one.
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(f"the reward model in {directory} is no classifier: it has no {', '.join(missing[:3])}")
+        model.to(device).eval().requires_grad_(False)
     text = model.config.get_text_config()
     if hasattr(text, "use_cache"):
         text.use_cache = False

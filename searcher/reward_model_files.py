@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
-from tba.common.memory import not_loaded
+from tba.common.memory import loading, not_loaded
 from tba.common.model_files import model_directory, weight_files
 
 SETTING = "reward_model.path"
@@ -33,10 +33,8 @@ def check_files(section: RewardModelSection) -> str:
 
 def read_config(directory: Path) -> Any:
     """The configuration of a classifier with one label. Raises ConfigError if it is something else, or MemoryShort."""
-    try:
+    with loading(f"the reward model in {directory}"):
         config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise not_loaded(f"the reward model in {directory}", error) from error
     if config.num_labels != 1:
         raise ConfigError(
             f"the reward model in {directory} has {config.num_labels} labels: a reward needs a classifier with one"

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
-from tba.common.memory import not_loaded
+from tba.common.memory import loading
 from tba.trainer.batch import Layout, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
 from tba.trainer.packing import ATTENTION, pack
@@ -40,16 +39,16 @@ _GPU_PASS_TOKENS = 4096
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     """A causal language model with float32 weights and without dropout. Raises ConfigError, MemoryShort."""
-    try:
+    with loading(f"the model in {directory}", device):
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except (MemoryError, OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise not_loaded(f"the model in {directory}", error) from error
-    if missing := info["missing_keys"]:
-        # transformers would go on with random weights there.
-        raise ConfigError(f"the files in {directory} lack {len(missing)} weights of the model, {min(missing)} for one")
-    model.to(device).eval()
+        if missing := info["missing_keys"]:
+            # transformers would go on with random weights there.
+            raise ConfigError(
+                f"the files in {directory} lack {len(missing)} weights of the model, {min(missing)} for one"
+            )
+        model.to(device).eval()
     _remove_dropout(model)
     _check_head(model)
     return model

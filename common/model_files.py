@@ -1,6 +1,7 @@
-"""Finding a model's files: a local directory or the Hugging Face hub; safetensors and JSON, never a pickle."""
+"""A model's files, in a local directory or from the Hugging Face hub: safetensors and JSON, never a pickle."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ def weight_files(directory: Path) -> list[Path]:
     if not files:
         raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
     return files
+
+
+def share_weights(directory: Path) -> None:
+    """Let those read the weights in a new model directory who may read its config.json, as the umask says.
+
+    The safetensors package writes files that nobody but their owner reads.
+    """
+    for weights in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", weights)
 
 
 def eos_ids(directory: Path) -> list[int]:

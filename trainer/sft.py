@@ -25,7 +25,7 @@ from tba.common.config import Config
 from tba.common.durable import exclusive_lock, publish_directory, temporary_directory
 from tba.common.errors import CheckpointError, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
-from tba.common.model_files import eos_ids, model_directory
+from tba.common.model_files import eos_ids, model_directory, share_weights
 from tba.trainer import checkpoint
 from tba.trainer.batch import Row, TrainBatch, cut
 from tba.trainer.loop import prepare
@@ -132,8 +132,7 @@ class Job:
         try:
             self.learner.policy.to(self._dtype).save_pretrained(temporary)
             self._tokenizer.save_pretrained(temporary)
-            for weights in temporary.glob("*.safetensors"):  # which safetensors lets nobody but the owner read
-                shutil.copymode(temporary / "config.json", weights)
+            share_weights(temporary)
             shutil.copyfile(self._plan.work / _METRICS, temporary / f"sft_{_METRICS}")
             publish_directory(temporary, self._plan.out)
         except (OSError, SafetensorError) as error:

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tba.common import delta, snapshot
 from tba.common.config import Config
 from tba.common.durable import temporary_directory, write_json
+from tba.common.model_files import share_weights
 from tba.common.snapshot import Canary, FileEntry, Manifest, directory_name
 from tba.common.tensor_file import Layout, Tensor, fits, read_layout, sha256_of_tensors, write_tensor_file
 from tba.common.wire import AnnounceSnapshot, WeightsRef
@@ -121,8 +122,7 @@ class SnapshotWriter:
     ) -> Manifest:
         _copy_model_files(self._model_files, temporary, self._model, self._config.model.dtype)
         save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
-        # safetensors lets nobody but the owner read: who may is said by the umask, as for the other files.
-        shutil.copymode(temporary / "config.json", temporary / WEIGHTS)
+        share_weights(temporary)
         return self._manifest(publication, canary, snapshot.describe_files(temporary))
 
     def _write_delta(

@@ -23,7 +23,7 @@
     ├── TrainingBroken       exit 70  too many steps in a row with a loss or gradient that is not finite
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
-    ├── MemoryShort                   there was not enough memory to load a model
+    ├── MemoryShort                   there was not enough memory to load a model, or for a step of training
     ├── WorkerLost                    a worker process ended before it was ready, as where memory is short
     └── TaskError            exit 78  a task's data is missing or malformed
 
@@ -173,7 +173,7 @@ class EngineFaulty(EngineError):
 
 
 class MemoryShort(TbaError):
-    """There was not enough memory to load a model. Passes by itself, where others give theirs back."""
+    """There was not enough memory to load a model, or for a step. May pass by itself: others give theirs back."""
 
 
 class WorkerLost(TbaError):

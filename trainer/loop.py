@@ -15,8 +15,18 @@ from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock
-from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, Refused, TrainingBroken, UsageError
+from tba.common.errors import (
+    BufferUnavailable,
+    CheckpointError,
+    ConfigError,
+    MemoryShort,
+    Refused,
+    TrainingBroken,
+    UsageError,
+    first_line,
+)
 from tba.common.log import get_logger
+from tba.common.memory import out_of_memory
 from tba.common.model_files import model_directory
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch
@@ -274,11 +284,11 @@ class Trainer:
     def learn(self, batch: TrainBatch) -> None:
         """Make the update of a batch, and have it on record here and in the buffer.
 
-        Raises TrainingBroken, after a checkpoint, if it is one skipped step too many.
+        Raises TrainingBroken, after a checkpoint, if it is one skipped step too many; MemoryShort.
         """
         self._life.show("training")
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
-        result = self.learner.step(batch)
+        result = self._step(batch)
         seconds = self._watch.take()
         metrics = result.metrics | seconds | self._throughput.metrics(batch, seconds["seconds_step"])
         # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
@@ -294,6 +304,21 @@ class Trainer:
         )
         self._show(batch.step, metrics)
         self._count_skipped(batch.step, result)
+
+    def _step(self, batch: TrainBatch) -> StepResult:
+        """Raises MemoryShort: a start that repeats the step would lack the same memory, so it says what to change."""
+        try:
+            return self.learner.step(batch)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            tokens = [row.tokens for row in batch.rows]
+            largest = max(sum(tokens[at : at + batch.samples]) for at in range(0, len(tokens), batch.samples))
+            raise MemoryShort(
+                f"out of memory in step {batch.step} ({first_line(error)}): lower train.micro_batch_tokens, which is "
+                f"{self._config.train.micro_batch_tokens} (the largest prompt group here has {largest} tokens, and a "
+                "whole group is the least), or set train.gradient_checkpointing = true; then pass --resume"
+            ) from error
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
         if not result.skipped:

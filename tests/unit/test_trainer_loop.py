@@ -16,10 +16,12 @@ from tba.buffer.offline import OfflineBuffer, read_past
 from tba.common import snapshot, wire
 from tba.common.client import BufferClient
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, ConfigError, TrainingBroken, UsageError
+from tba.common.errors import BufferUnavailable, ConfigError, MemoryShort, TrainingBroken, UsageError
 from tba.trainer import checkpoint
+from tba.trainer.batch import TrainBatch
 from tba.trainer.connection import Connection
 from tba.trainer.loop import Trainer, train
+from tba.trainer.step import Learner, StepResult
 from tba.trainer.stopwatch import PHASES
 
 from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
@@ -436,6 +438,28 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_that_goes
     assert [len(line["skipped_trajectories"]) for line in run.metrics()] == [6, 6]
     with pytest.raises(TrainingBroken, match="the last is step 3"):
         run.train(resume=True)
+
+
+def test_a_step_that_lacks_memory_says_what_to_change_and_is_made_by_the_next_start(make_run, monkeypatch):
+    run = make_run()
+    feeder = run.feed()
+
+    def run_out(learner: Learner, batch: TrainBatch) -> StepResult:
+        if learner.steps_done == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return make_step(learner, batch)
+
+    make_step = Learner.step
+    monkeypatch.setattr(Learner, "step", run_out)
+    said = (
+        r"out of memory in step 4 \(CUDA out .*\): lower train.micro_batch_tokens, which is 30 \(the largest .* \d+ tok"
+    )
+    with pytest.raises(MemoryShort, match=said):
+        run.train()
+    feeder.join()
+    monkeypatch.undo()
+    run.train(resume=True)
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
 
 
 def test_the_seconds_of_the_lines_sum_to_their_steps(make_run):

@@ -11,7 +11,7 @@ step is only long is left to people, who see in `tba status` that the number of 
 import threading
 
 from tba.common import wire
-from tba.common.errors import EXIT_CONFIG, BufferUnavailable, Refused
+from tba.common.errors import EXIT_CONFIG, BufferUnavailable, TbaError
 from tba.common.log import get_logger
 from tba.trainer.connection import Dial
 
@@ -58,9 +58,9 @@ class SignOfLife:
                     client.call(self._said, wire.Done, deadline_seconds=_ANSWER_SECONDS, stop=self._closing.is_set)
                 except BufferUnavailable:
                     pass  # the requests that matter wait, and warn, by themselves
-                except Refused as refusal:
-                    log.warning("heartbeat refused", reason=str(refusal))
-                    if refusal.exit_code == EXIT_CONFIG:
+                except TbaError as error:
+                    log.warning("heartbeat refused", reason=str(error))
+                    if error.exit_code == EXIT_CONFIG:
                         return  # the training thread hears the same when it asks next, and ends
                 self._closing.wait(_PAUSE_SECONDS)
         finally:

@@ -12,7 +12,7 @@ import typer
 
 import tba
 from tba.buffer.commands import app as buffer_app
-from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TbaError, UsageError
+from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError
 from tba.common.terminal import (
     Assignments,
     ConfigFile,
@@ -107,7 +107,7 @@ def search(
         if search.cpu_searchers == 1:
             return _search_here(resolved, CPU, f"cpu{index}")
         return _search_in_children(resolved, _pass_on(config, sets))
-    groups = searcher_groups(resolved.config)
+    groups = searcher_groups(resolved.config, "--cpu 1")
     if len(groups) > 1:
         return _search_in_children(resolved, _pass_on(config, sets))
     pin(groups[0])
@@ -163,7 +163,7 @@ def train(
 
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, resolved.config.train.processes
     if resolved.config.train.gpu != CPU:
-        gpus = choose_gpus(resolved.config.train.gpu, list_gpus())
+        gpus = choose_gpus(resolved.config.train.gpu, list_gpus(), "train.gpu", "--cpu")
         pin(gpus)
         device, count = f"cuda:{rank or 0}", len(gpus)
     stop = start_process("train", level="INFO" if os.environ.get("RANK", "0") == "0" else "ERROR")
@@ -208,7 +208,7 @@ def sft(
 
     device = CPU
     if resolved.config.train.gpu != CPU:
-        gpus = choose_gpus(resolved.config.train.gpu, list_gpus())
+        gpus = choose_gpus(resolved.config.train.gpu, list_gpus(), "train.gpu", "--cpu")
         if len(gpus) > 1:
             raise UsageError("tba sft trains on one GPU: name one with --gpu")
         pin(gpus)
@@ -370,7 +370,7 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     if (device := resolved.config.search.gpus) != CPU:
-        pin(choose_gpus(device, list_gpus())[: resolved.config.search.tensor_parallel])
+        pin(choose_gpus(device, list_gpus(), "search.gpus", "--cpu")[: resolved.config.search.tensor_parallel])
         device = "cuda"
     need("torch", "train")
     from dataclasses import asdict
@@ -435,10 +435,13 @@ def config_show(file: File = None, config: ConfigFile = None, sets: Assignments 
 
 @config_app.command("check")
 def config_check(file: File = None, config: ConfigFile = None, sets: Assignments = None) -> None:
-    """Exit 0 if the configuration is valid and a task of one's own loads, 78 with one sentence if not."""
+    """Exit 0 if the configuration is valid, what it names is there and a task of one's own loads; 78 with one sentence
+    if not."""
     resolved = resolve(one_file(file, config), sets)
-    if not resolved.config.model.path:
-        raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
+    from tba.common.paths import check_paths
+
+    for sentence in check_paths(resolved.config):
+        note(sentence)
     if resolved.config.task.is_own:
         from tba.common.process import die_with_parent
         from tba.searcher.tasks import load_task

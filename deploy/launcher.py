@@ -13,6 +13,7 @@ from tba.common.cores import Core, share_cores, threads_of, usable_cores
 from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
 from tba.common.log import get_logger
+from tba.common.paths import check_paths
 from tba.common.process import notify_systemd, signal_name
 from tba.common.wire import Status
 from tba.deploy.display import Display, SearcherState, client_of, fleet_line
@@ -209,12 +210,13 @@ class Fleet:
 def check_start(config: Config, *, resume: bool) -> None:
     """Refuse what would fail later, and leave nothing behind.
 
-    Raises UsageError if a new run would overwrite an old one, or none is there.
+    Raises UsageError if a new run would overwrite an old one, or none is there; ConfigError for a path that is not.
     """
+    check_paths(config)
     if config.search.gpus != CPU:
         searcher_groups(config)  # names missing and busy GPUs
     if config.train.gpu != CPU:
-        choose_gpus(config.train.gpu, list_gpus())
+        choose_gpus(config.train.gpu, list_gpus(), "train.gpu")
     if not resume and holds_run(config):
         raise UsageError(
             f"{config.run.dir} holds a run already: add --resume to go on with it, or choose another run.dir"
@@ -252,10 +254,13 @@ def _task_failure(task: TaskSection, code: int, said: str) -> TbaError:
     return (TaskError if code == EXIT_CONFIG else TbaError)(sentence)
 
 
-def searcher_groups(config: Config) -> list[list[str]]:
-    """The GPUs of each searcher. Raises UsageError for a missing GPU, DeviceBusy for one without free memory."""
+def searcher_groups(config: Config, flag: str = "") -> list[list[str]]:
+    """The GPUs of each searcher; `flag` as in `choose_gpus`.
+
+    Raises UsageError for a missing GPU, DeviceBusy for one without free memory.
+    """
     present = list_gpus()
-    chosen = choose_gpus(config.search.gpus, present)
+    chosen = choose_gpus(config.search.gpus, present, "search.gpus", flag)
     if config.search.engine == "vllm":  # which takes its part of the memory at once
         check_free(chosen, present, utilization=config.search.gpu_memory_utilization)
     return group_gpus(chosen, config.search.tensor_parallel)

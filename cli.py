@@ -13,6 +13,7 @@ import typer
 import tba
 from tba.buffer.commands import app as buffer_app
 from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError
+from tba.common.quantity import quantity
 from tba.common.terminal import (
     Assignments,
     ConfigFile,
@@ -251,9 +252,8 @@ def _train_offline(resolved: "Resolved", past: "Past", run_trainer: Callable[...
 
     last_step = past.step if replay else None
     if replay and past.step < resolved.config.train.steps:
-        typer.echo(
-            f"{past.path} has {past.step} trained steps to replay, of train.steps = {resolved.config.train.steps}"
-        )
+        there = quantity(past.step, "trained step")
+        typer.echo(f"{past.path} has {there} to replay, of train.steps = {resolved.config.train.steps}")
     buffer = OfflineBuffer(resolved.config, past, replay=replay)
     try:
         run_trainer(dial=buffer.client, last_step=last_step)
@@ -267,7 +267,7 @@ def _compared(steps: int, difference: float) -> str:
     if steps == 0:
         return "no step whose loss could be compared with the recorded one"
     same = "bit for bit the same" if difference == 0.0 else f"largest difference {difference:.3g}"
-    return f"replayed {steps} steps; losses: {same}"
+    return f"replayed {quantity(steps, 'step')}; losses: {same}"
 
 
 # ---------------------------------------------------------------- all of them

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tba.common.errors import DeviceBusy, UsageError
+from tba.common.quantity import quantity
 
 CPU = "cpu"
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -70,7 +71,7 @@ def group_gpus(gpus: Sequence[str], tensor_parallel: int) -> list[list[str]]:
     """Consecutive groups of `tensor_parallel` GPUs, one for each engine. Raises UsageError if some are left over."""
     if len(gpus) % tensor_parallel:
         raise UsageError(
-            f"{len(gpus)} GPUs ({', '.join(gpus)}) cannot be cut into groups of search.tensor_parallel = "
+            f"{quantity(len(gpus), 'GPU')} ({', '.join(gpus)}) cannot be cut into groups of search.tensor_parallel = "
             f"{tensor_parallel}: name a multiple of {tensor_parallel}"
         )
     return [list(gpus[start : start + tensor_parallel]) for start in range(0, len(gpus), tensor_parallel)]

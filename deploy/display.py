@@ -1,7 +1,6 @@
 """What `tba run` and `tba status` show: one table for people on a terminal, lines for pipes."""
 
 import math
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tba.common.counted import counted
+from tba.common.clock import Clock, SystemClock
+from tba.common.quantity import quantity
 from tba.common.wire import ClientStatus, Status
 
 _LINE_SECONDS = 5.0
@@ -23,8 +23,9 @@ _SAME_LINE_SECONDS = 60.0
 class Display:
     """Shows the newest status: live on a terminal, else a line every few seconds while something changes."""
 
-    def __init__(self, console: Console, *, steps: int) -> None:
+    def __init__(self, console: Console, *, steps: int, clock: Clock | None = None) -> None:
         self._console = console
+        self._clock = clock or SystemClock()
         self._steps = steps
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._eta = Eta(steps)
@@ -51,7 +52,7 @@ class Display:
         `starting` are the roles of which a process is known to load its model.
         """
         step = status.step
-        remaining = self._eta.remaining(step, time.monotonic())
+        remaining = self._eta.remaining(step, self._clock.monotonic())
         if self._live:
             self._live.update(
                 Group(
@@ -66,7 +67,7 @@ class Display:
 
     def _print(self, line: str, *, last: bool) -> None:
         """A line that says what the one before said is printed once a minute: the run lives."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if last or now - self._line_at >= (_SAME_LINE_SECONDS if line == self._line else _LINE_SECONDS):
             self._line, self._line_at = line, now
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -99,7 +100,7 @@ def explain(status: Status, starting: Collection[str] = ()) -> str:
     """One sentence: who waits for what. `starting` are the roles of which a process is known to load its model."""
     trainer = client_of(status, "trainer")
     if status.finished:
-        return f"finished after {counted(status.step, 'step')}"
+        return f"finished after {quantity(status.step, 'step')}"
     if "trainer" in starting or trainer is None:
         return _without_trainer(status, starting)
     if trainer.activity == "gone":
@@ -123,7 +124,7 @@ def _without_trainer(status: Status, starting: Collection[str]) -> str:
 
 def _connected(status: Status, starting: Collection[str]) -> str:
     if clients := searchers(status):
-        return f"{counted(len(clients), 'searcher')} connected"
+        return f"{quantity(len(clients), 'searcher')} connected"
     return "the searchers are loading the model" if "searcher" in starting else "no searcher is connected"
 
 
@@ -148,7 +149,7 @@ def _searchers_at(status: Status) -> str:
     serving = [_version(client) for client in clients if client.weights_version is not None]
     if not clients:
         return "no searcher is connected"
-    without = f"{counted(len(clients) - len(serving), 'searcher')} without weights yet"
+    without = f"{quantity(len(clients) - len(serving), 'searcher')} without weights yet"
     parts = [f"searchers at {','.join(serving)}"] if serving else []
     return ", ".join(parts if len(serving) == len(clients) else [*parts, without])
 
@@ -177,14 +178,14 @@ class SearcherState:
             return ""
         how = "broken, " if self.broken else ""
         when = "is tried again now" if self.running else f"starts again in {self.starts_in:.0f} s"
-        return f"{self.label} {how}{when} (failed {counted(self.failures, 'time')}, last exit code {self.last_code})"
+        return f"{self.label} {how}{when} (failed {quantity(self.failures, 'time')}, last exit code {self.last_code})"
 
 
 def fleet_line(states: Sequence[SearcherState], status: Status | None) -> str:
     """The searchers of one machine in one line; their figures as they told the buffer, None if it is away."""
     up = sum(state.running and state.ready for state in states)
     starting = sum(state.running and not state.ready for state in states)
-    parts = [f"{up}/{counted(len(states), 'searcher')} up" + (f", {starting} starting" if starting else "")]
+    parts = [f"{up}/{quantity(len(states), 'searcher')} up" + (f", {starting} starting" if starting else "")]
     parts += [trouble for state in states if (trouble := state.trouble())]
     if status is None:
         return "; ".join([*parts, "the buffer does not answer"])
@@ -201,7 +202,7 @@ def _fleet_figures(clients: Sequence[ClientStatus]) -> str:
     newest = "none" if not versions else f"v{versions[0]}" + (f" to v{versions[-1]}" if len(versions) > 1 else "")
     return (
         f"{total('tokens_per_second'):,.0f} tokens/s, {total('trajectories_per_second'):.1f} trajectories/s, "
-        f"{total('in_flight'):.0f} in flight, weights {newest}, {counted(int(total('errors')), 'error')}"
+        f"{total('in_flight'):.0f} in flight, weights {newest}, {quantity(int(total('errors')), 'error')}"
     )
 
 

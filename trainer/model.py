@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
 from tba.common.memory import not_loaded
+from tba.common.quantity import quantity
 from tba.trainer.batch import Layout, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
 from tba.trainer.packing import ATTENTION, pack
@@ -48,7 +49,8 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
         raise not_loaded(f"the model in {directory}", error) from error
     if missing := info["missing_keys"]:
         # transformers would go on with random weights there.
-        raise ConfigError(f"the files in {directory} lack {len(missing)} weights of the model, {min(missing)} for one")
+        lacking = quantity(len(missing), "weight")
+        raise ConfigError(f"the files in {directory} lack {lacking} of the model, {min(missing)} for one")
     model.to(device).eval()
     _remove_dropout(model)
     _check_head(model)

@@ -69,7 +69,7 @@ class Launcher:
             self._watch(client, stop, display)
             _raise_if_failed(self._supervisor)
             if (status := self._ask_status(client)) is not None:
-                display.show(status, last=True)
+                display.show(status, starting=self._starting(), last=True)
             if stop():
                 display.say(f"stopping: {self._left_to_do()}")
         return status is not None and status.finished and not stop()

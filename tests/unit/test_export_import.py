@@ -293,7 +293,7 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (FULL | {"version_runs": []}, "line 2: version_runs must be pairs"),
         (FULL | {"version_runs": None}, "line 2: it has logprobs and no version_runs"),
         (FULL | {"sampling": None}, "line 2: it has logprobs and no sampling"),
-        (FULL | {"loss_mask": [1, 1]}, "line 2: a loss mask has 2 entries for 1 response tokens"),
+        (FULL | {"loss_mask": [1, 1]}, "line 2: a loss mask has 2 entries for 1 response token"),
         (GOOD | {"metadata": {"n": 2**70}}, "line 2: Integer value out of range"),
         (GOOD | {"metadata": {str(n): n for n in range(5000)}}, "exceeds max_map_len"),
         (GOOD | {"text": "x" * (17 << 20)}, "line 2: header of"),

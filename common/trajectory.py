@@ -162,7 +162,7 @@ def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -
     if covered != columns["response_ids_count"]:
         pairs = enumerate(zip(covered, columns["response_ids_count"], strict=True))
         row, tokens = next((row, tokens) for row, (length, tokens) in pairs if length != tokens)
-        raise WireError(f"the version runs of row {row} do not cover its {tokens} response tokens")
+        raise WireError(f"the version runs of row {row} do not cover its {quantity(tokens, 'response token')}")
     if runs.min() < 0:
         raise WireError("version runs hold a negative number or an empty run")
 

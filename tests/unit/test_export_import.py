@@ -289,7 +289,7 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (GOOD | {"metadata": {"x": float("inf")}}, "line 2: Out of range float values are not JSON compliant"),
         (GOOD | {"text": "\ud800"}, "line 2: 'utf-8' codec can't encode character"),
         (FULL | {"logprobs": [-1.0, -1.0]}, "line 2: logprobs and response_ids differ in length"),
-        (FULL | {"version_runs": [[0, 2]]}, "line 2: the version runs of row 0 do not cover its 1 response tokens"),
+        (FULL | {"version_runs": [[0, 2]]}, "line 2: the version runs of row 0 do not cover its 1 response token"),
         (FULL | {"version_runs": []}, "line 2: version_runs must be pairs"),
         (FULL | {"version_runs": None}, "line 2: it has logprobs and no version_runs"),
         (FULL | {"sampling": None}, "line 2: it has logprobs and no sampling"),

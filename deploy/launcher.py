@@ -88,11 +88,11 @@ class Launcher:
 
     def _ask_status(self, client: BufferClient) -> Status | None:
         """The status of our own buffer; None also while another one may answer in its place."""
+        since_start = time.monotonic() - self._trainer.started_at
         status = ask_status(client) if self._buffer.ready else None
-        if status is not None:
-            trainer, since_start = client_of(status, "trainer"), time.monotonic() - self._trainer.started_at
-            if trainer is not None and trainer.activity != "gone" and trainer.silent_seconds < since_start:
-                self._heard_start = self._trainer.starts
+        trainer = client_of(status, "trainer") if status is not None else None
+        if trainer is not None and trainer.activity != "gone" and trainer.silent_seconds < since_start:
+            self._heard_start = self._trainer.starts
         return status
 
     @property

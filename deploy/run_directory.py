@@ -13,8 +13,11 @@ from pathlib import Path
 from tba.common.config import Config
 from tba.common.durable import exclusive_lock
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken
+from tba.common.log import get_logger
 from tba.deploy.picture import METRICS_FILE
 from tba.deploy.probe import check_address
+
+log = get_logger(__name__)
 
 _LOCK_FILE = "launcher.lock"
 _ENDING = "ending"
@@ -38,7 +41,7 @@ def sole_launcher(config: Config) -> Iterator[None]:
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     lock_file = directory / _LOCK_FILE
     with _lock(lock_file):
-        lock_file.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        _tell(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
         try:
             check_address(config.buffer.address)
         except (AddressInUse, ConfigError):
@@ -50,8 +53,7 @@ def sole_launcher(config: Config) -> Iterator[None]:
 
 def tell_ending(config: Config) -> None:
     """Let whoever wants the directory know that its holder, this process, is about to end."""
-    with (config.run.dir / _LOCK_FILE).open("a", encoding="utf-8") as file:  # one write: nobody reads a half
-        file.write(f"{_ENDING}\n")
+    _tell(config.run.dir / _LOCK_FILE, "a", _ENDING)
 
 
 def await_former(config: Config, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
@@ -91,6 +93,15 @@ def _lock(path: Path) -> Iterator[None]:
                 "for its end"
             ) from None
         yield
+
+
+def _tell(path: Path, mode: str, line: str) -> None:
+    """For whoever comes next. A full disk must not keep this process from its work, least of all from its end."""
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(f"{line}\n")
+    except OSError as error:
+        log.warning("the lock file cannot be written", path=path, reason=str(error))
 
 
 def _holder(path: Path) -> tuple[str, bool]:

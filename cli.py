@@ -12,15 +12,19 @@ import typer
 
 import tba
 from tba.buffer.commands import app as buffer_app
-from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TbaError, UsageError
+from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError
+from tba.common.quantity import quantity
 from tba.common.terminal import (
     Assignments,
     ConfigFile,
+    File,
     Json,
     console,
     discard_output,
     need,
     not_both,
+    note,
+    one_file,
     print_json,
     print_table,
     resolve,
@@ -83,6 +87,7 @@ def _root(
 
 @app.command()
 def search(
+    file: File = None,
     config: ConfigFile = None,
     sets: Assignments = None,
     gpus: Annotated[str | None, typer.Option(help="One searcher per GPU: 0-6, 0,2,4, UUIDs, all.")] = None,
@@ -93,6 +98,7 @@ def search(
     """Generate and score responses until the run is finished."""
     not_both(cpu is not None, gpus is not None, "--cpu", "--gpus")
     flags = {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu}
+    config = one_file(file, config)
     resolved = resolve(config, sets, {**flags, "search.tensor_parallel": tensor_parallel})
     from tba.common.devices import CPU, label, pin
     from tba.deploy.launcher import searcher_groups
@@ -102,7 +108,7 @@ def search(
         if search.cpu_searchers == 1:
             return _search_here(resolved, CPU, f"cpu{index}")
         return _search_in_children(resolved, _pass_on(config, sets))
-    groups = searcher_groups(resolved.config)
+    groups = searcher_groups(resolved.config, "--cpu 1")
     if len(groups) > 1:
         return _search_in_children(resolved, _pass_on(config, sets))
     pin(groups[0])
@@ -128,6 +134,7 @@ def _search_in_children(resolved: "Resolved", arguments: Sequence[str]) -> None:
 
 @app.command()
 def train(
+    file: File = None,
     config: ConfigFile = None,
     sets: Assignments = None,
     gpu: Annotated[
@@ -151,12 +158,13 @@ def train(
     """Train on what the buffer holds, and publish weights; offline, on what it held."""
     not_both(cpu, gpu is not None, "--cpu", "--gpu")
     travel = _time_travel(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
-    resolved = resolve(config, sets, {"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
+    overrides = {"train.gpu": "cpu" if cpu else gpu, "train.processes": processes}
+    resolved = resolve(one_file(file, config), sets, overrides)
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, resolved.config.train.processes
     if resolved.config.train.gpu != CPU:
-        gpus = choose_gpus(resolved.config.train.gpu, list_gpus())
+        gpus = choose_gpus(resolved.config.train.gpu, list_gpus(), "train.gpu", "--cpu")
         pin(gpus)
         device, count = f"cuda:{rank or 0}", len(gpus)
     stop = start_process("train", level="INFO" if os.environ.get("RANK", "0") == "0" else "ERROR")
@@ -201,7 +209,7 @@ def sft(
 
     device = CPU
     if resolved.config.train.gpu != CPU:
-        gpus = choose_gpus(resolved.config.train.gpu, list_gpus())
+        gpus = choose_gpus(resolved.config.train.gpu, list_gpus(), "train.gpu", "--cpu")
         if len(gpus) > 1:
             raise UsageError("tba sft trains on one GPU: name one with --gpu")
         pin(gpus)
@@ -244,9 +252,8 @@ def _train_offline(resolved: "Resolved", past: "Past", run_trainer: Callable[...
 
     last_step = past.step if replay else None
     if replay and past.step < resolved.config.train.steps:
-        typer.echo(
-            f"{past.path} has {past.step} trained steps to replay, of train.steps = {resolved.config.train.steps}"
-        )
+        there = quantity(past.step, "trained step")
+        typer.echo(f"{past.path} has {there} to replay, of train.steps = {resolved.config.train.steps}")
     buffer = OfflineBuffer(resolved.config, past, replay=replay)
     try:
         run_trainer(dial=buffer.client, last_step=last_step)
@@ -260,7 +267,7 @@ def _compared(steps: int, difference: float) -> str:
     if steps == 0:
         return "no step whose loss could be compared with the recorded one"
     same = "bit for bit the same" if difference == 0.0 else f"largest difference {difference:.3g}"
-    return f"replayed {steps} steps; losses: {same}"
+    return f"replayed {quantity(steps, 'step')}; losses: {same}"
 
 
 # ---------------------------------------------------------------- all of them
@@ -268,17 +275,22 @@ def _compared(steps: int, difference: float) -> str:
 
 @app.command()
 def run(
-    config: Annotated[Path | None, typer.Argument(help="TOML file; by default ./tba.toml if it is there.")] = None,
+    file: File = None,
+    config: ConfigFile = None,
     sets: Assignments = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in run.dir.")] = False,
 ) -> None:
     """Run buffer, searchers and trainer on this machine, with one live display."""
+    config = one_file(file, config)
     resolved = resolve(config, sets)
     stop = start_process("", level="WARNING")
     from tba.deploy.launcher import check_start, check_task
+    from tba.deploy.run_directory import await_former
 
-    check_start(resolved.config, resume=resume)
-    check_task(resolved.config, _pass_on(config, sets), stop)
+    await_former(resolved.config, stop, note)
+    if not stop():
+        check_start(resolved.config, resume=resume)
+        check_task(resolved.config, _pass_on(config, sets), stop)
     if not stop():
         _launch(resolved, config, sets, stop, resume=resume)
     if stop.interrupted:
@@ -290,15 +302,18 @@ def _launch(
 ) -> None:
     """Run all roles to the end of the run, or until `stop()`, and say what to do next."""
     from tba.deploy.display import Display
-    from tba.deploy.launcher import Launcher, sole_launcher
+    from tba.deploy.launcher import Launcher
+    from tba.deploy.run_directory import holds_run, sole_launcher
 
     arguments, directory, terminal = _pass_on(file, sets), resolved.config.run.dir, console()
     with sole_launcher(resolved.config):
         launcher = Launcher(resolved.config, arguments, resume=resume)
         finished = launcher.run(stop, Display(terminal, steps=resolved.config.train.steps))
         if not finished:
-            again = shlex.join(["tba", "run", *([str(file)] if file else []), *_assignments(sets), "--resume"])
-            terminal.print(f"stopped; go on with: {again}", soft_wrap=True, highlight=False)
+            how = "go on" if (begun := resume or holds_run(resolved.config)) else "start again"
+            flags = [*_assignments(sets), *(["--resume"] if begun else [])]
+            again = shlex.join(["tba", "run", *([str(file)] if file else []), *flags])
+            terminal.print(f"stopped; {how} with: {again}", soft_wrap=True, highlight=False)
         elif resolved.config.eval.at_end:
             _evaluate_at_end(resolved, arguments, stop)
         if finished:
@@ -330,6 +345,7 @@ def _evaluate_at_end(resolved: "Resolved", arguments: Sequence[str], stop: Calla
 
 @app.command("eval")
 def evaluate(
+    file: File = None,
     config: ConfigFile = None,
     sets: Assignments = None,
     snapshot: Annotated[
@@ -340,7 +356,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Greedy accuracy on the held-out prompts."""
-    resolved = resolve(config, sets, {"search.gpus": "cpu" if cpu else None})
+    resolved = resolve(one_file(file, config), sets, {"search.gpus": "cpu" if cpu else None})
     start_process("eval", level="WARNING", drains=False)
     rows = _evaluate(resolved, snapshot, every=every)
     if as_json:
@@ -354,7 +370,7 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
 
     if (device := resolved.config.search.gpus) != CPU:
-        pin(choose_gpus(device, list_gpus())[: resolved.config.search.tensor_parallel])
+        pin(choose_gpus(device, list_gpus(), "search.gpus", "--cpu")[: resolved.config.search.tensor_parallel])
         device = "cuda"
     need("torch", "train")
     from dataclasses import asdict
@@ -371,9 +387,9 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
 
 
 @app.command()
-def plot(config: ConfigFile = None, sets: Assignments = None) -> None:
+def plot(file: File = None, config: ConfigFile = None, sets: Assignments = None) -> None:
     """Draw reward, held-out accuracy and staleness of a run as run.png."""
-    resolved = resolve(config, sets)
+    resolved = resolve(one_file(file, config), sets)
     from tba.deploy.picture import draw
 
     typer.echo(draw(resolved.config.run.dir, title=resolved.config.run.name))
@@ -383,9 +399,9 @@ def plot(config: ConfigFile = None, sets: Assignments = None) -> None:
 
 
 @app.command()
-def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
+def status(file: File = None, config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Who is connected, at which weights, and who waits for what."""
-    resolved = resolve(config, sets)
+    resolved = resolve(one_file(file, config), sets)
     from tba.common.client import BufferClient
     from tba.common.wire import GetStatus, Status
     from tba.deploy.display import clients_table, explain
@@ -405,9 +421,9 @@ def status(config: ConfigFile = None, sets: Assignments = None, as_json: Json = 
 
 
 @config_app.command("show")
-def config_show(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
+def config_show(file: File = None, config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Every value with its origin."""
-    resolved = resolve(config, sets)
+    resolved = resolve(one_file(file, config), sets)
     from tba.common.config_layers import fields, value_of
 
     values = resolved.config
@@ -418,11 +434,14 @@ def config_show(config: ConfigFile = None, sets: Assignments = None, as_json: Js
 
 
 @config_app.command("check")
-def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
-    """Exit 0 if the configuration is valid and a task of one's own loads, 78 with one sentence if not."""
-    resolved = resolve(config, sets)
-    if not resolved.config.model.path:
-        raise ConfigError("model.path is not set: name a Hugging Face model directory or a hub id")
+def config_check(file: File = None, config: ConfigFile = None, sets: Assignments = None) -> None:
+    """Exit 0 if the configuration is valid, what it names is there and a task of one's own loads; 78 with one sentence
+    if not."""
+    resolved = resolve(one_file(file, config), sets)
+    from tba.common.paths import check_paths
+
+    for sentence in check_paths(resolved.config):
+        note(sentence)
     if resolved.config.task.is_own:
         from tba.common.process import die_with_parent
         from tba.searcher.tasks import load_task
@@ -433,9 +452,9 @@ def config_check(config: ConfigFile = None, sets: Assignments = None) -> None:
 
 
 @app.command()
-def doctor(config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
+def doctor(file: File = None, config: ConfigFile = None, sets: Assignments = None, as_json: Json = False) -> None:
     """Check this machine: packages, GPUs, disk, address, model, task, reward model."""
-    resolved = resolve(config, sets)
+    resolved = resolve(one_file(file, config), sets)
     from tba.deploy.doctor import examine
     from tba.searcher.tasks import load_task
 

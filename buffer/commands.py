@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common.errors import EXIT_FAILED, EXIT_OK
+from tba.common.quantity import quantity
 from tba.common.terminal import (
     Assignments,
     ConfigFile,
@@ -104,7 +105,7 @@ def query(
         else:
             print_columns(result.headings, rows)
         if limit and next(result.rows, None) is not None:
-            note(f"the first {limit} rows: --limit 0 shows all")
+            note(f"the first {quantity(limit, 'row')}: --limit 0 shows all")
 
 
 @app.command()
@@ -178,8 +179,10 @@ def export(
     if as_json:
         return print_json(done)
     if done["without_tokens"]:
-        note(f"{done['without_tokens']} more trajectories have no tokens left (compacted) and were left out")
-    return typer.echo(f"{done['trajectories']} trajectories, {done['bytes']} bytes in {file}")
+        more = quantity(done["without_tokens"], "more trajectory has", "more trajectories have")
+        note(f"{more} no tokens left (compacted): left out")
+    written = quantity(done["trajectories"], "trajectory", "trajectories")
+    return typer.echo(f"{written}, {quantity(done['bytes'], 'byte')} in {file}")
 
 
 @app.command("import")
@@ -209,8 +212,8 @@ def import_(
     if as_json:
         return print_json({"file": str(file), "run": settings.run.name, **counts})
     return typer.echo(
-        f"{counts['rows']} rows in {file}: {counts['new']} new in run {settings.run.name}, "
-        f"{counts['there_already']} were there already"
+        f"{quantity(counts['rows'], 'row')} in {file}: {counts['new']:,} new in run {settings.run.name}, "
+        f"{quantity(counts['there_already'], 'was', 'were')} there already"
     )
 
 
@@ -287,7 +290,7 @@ def backup(
         done = run_backup(path, file, force=force, progress=progress)
     if as_json:
         return print_json(done)
-    return typer.echo(f"{done['bytes']} bytes in {file}, integrity {done['integrity']}")
+    return typer.echo(f"{quantity(done['bytes'], 'byte')} in {file}, integrity {done['integrity']}")
 
 
 @app.command()
@@ -350,7 +353,7 @@ def _print_csv_line(row: dict[str, Any]) -> None:
 
 def _print_line(row: dict[str, Any]) -> None:
     said = printable(row["error"] or row["text"] or "")
-    tokens = f"{row['response_tokens']} tokens"
+    tokens = quantity(row["response_tokens"], "token")
     typer.echo(
         f"{row['received_at_text']}  #{row['id']:<8} reward {cell(row['reward']):<8} v{row['policy_version']:<6} "
         f"{row['stop_reason']:<6} {tokens:>12}  {row['searcher']}  {printable(row['prompt']):.40}: {said:.80}"
@@ -369,7 +372,7 @@ def _print_trajectory(known: dict[str, Any]) -> None:
     for name, value in known["reward_parts"].items():
         fields[f"reward part {name}"] = value
     fields["metadata"] = json.dumps(known["metadata"])
-    fields["versions"] = ", ".join(f"v{version} x {count} tokens" for version, count in runs)
+    fields["versions"] = ", ".join(f"v{version} x {quantity(count, 'token')}" for version, count in runs)
     if known["policy_version"] < 0:
         fields["versions"] = "no policy of this run made it"
     fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)

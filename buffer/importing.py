@@ -26,6 +26,7 @@ from tba.common import wire
 from tba.common.config import Config
 from tba.common.durable import sha256_of
 from tba.common.errors import BufferFault, StorageError, UsageError
+from tba.common.quantity import quantity
 from tba.common.trajectory import Trajectory, pack
 
 _ROWS = 64
@@ -77,8 +78,8 @@ def import_file(source: Path, sink: Sink, config: Config, format_: str | None = 
                 counts["new"] += ack.stored
                 counts["there_already"] += ack.duplicates
     except (BufferFault, StorageError) as error:
-        taken = counts["new"] + counts["there_already"]
-        error.args = (f"{error}; {taken} of {rows} rows are imported, and running the import again is safe",)
+        taken = f"{counts['new'] + counts['there_already']} of {quantity(rows, 'row is', 'rows are')} imported"
+        error.args = (f"{error}; {taken}, and running the import again is safe",)
         raise
     return counts
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.prompt_board import PromptBoard
+from tba.common.quantity import quantity
 
 Priority = Literal["uniform", "recency", "softmax", "rank"]
 Replacement = Literal["if_needed", "never", "always"]
@@ -88,12 +89,12 @@ def sample_groups(
     between calls (`index.board`) saves time and has no say.
     """
     if len(index) < rules.min_fill:
-        return Shortage(f"{len(index)} of {rules.min_fill} trajectories for the first fill")
+        return Shortage(f"{len(index)} of {quantity(rules.min_fill, 'trajectory', 'trajectories')} for the first fill")
     board = _board(index, rules, step, samples)
     if board.eligible < groups:
         fresh = "" if rules.max_staleness is None else f" at staleness <= {rules.max_staleness}"
         what = "trajectories" if board.need == 1 else f"{board.need} different trajectories"
-        return Shortage(f"{board.eligible} of {groups} prompts have {what}{fresh}")
+        return Shortage(f"{board.eligible} of {quantity(groups, 'prompt has', 'prompts have')} {what}{fresh}")
     by_recency = rng.random(groups) < rules.recency_fraction_at(step if train_step is None else train_step)
     chances = rng.random(groups)
     drawn = board.draw(by_recency.tolist(), chances.tolist())

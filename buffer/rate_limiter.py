@@ -14,6 +14,8 @@ under way comes back, or its lease expires.
 import math
 from dataclasses import dataclass
 
+from tba.common.quantity import quantity
+
 
 @dataclass(frozen=True, slots=True)
 class RateLimiter:
@@ -27,7 +29,8 @@ class RateLimiter:
         ratio = self.samples_per_insert
         if ratio is None or sampled + batch <= ratio * inserted:
             return None
-        return f"{inserted} of {math.ceil((sampled + batch) / ratio)} trajectories for {ratio:g} samples per insert"
+        needed = quantity(math.ceil((sampled + batch) / ratio), "trajectory", "trajectories")
+        return f"{inserted} of {needed} for {ratio:g} {'sample' if ratio == 1 else 'samples'} per insert"
 
     def room(self, inserted: int, under_way: int, sampled: int) -> int | None:
         """How many more trajectories searchers may start now, None for any number."""

@@ -29,6 +29,7 @@ from tba.common.codec import Request, RequestHeader
 from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
+from tba.common.quantity import quantity
 
 log = get_logger(__name__)
 
@@ -221,7 +222,7 @@ class BufferService:
         if message.total < self._config.train.prompts_per_step:
             raise Refused(
                 "too_few_prompts",
-                f"task {message.task} has {message.total} prompts and a batch needs "
+                f"task {message.task} has {quantity(message.total, 'prompt')} and a batch needs "
                 f"{self._config.train.prompts_per_step} different ones: lower train.prompts_per_step",
             )
         if task is None:
@@ -230,8 +231,8 @@ class BufferService:
         elif fingerprint != message.fingerprint:
             raise Refused(
                 "other_prompts",
-                f"run {self._run.name} works on {total} prompts of {task}; this searcher has other data "
-                f"({message.total} prompts of {message.task}): use the same files on every node",
+                f"run {self._run.name} works on {quantity(total, 'prompt')} of {task}; this searcher has other data "
+                f"({quantity(message.total, 'prompt')} of {message.task}): use the same files on every node",
             )
         if len(self._prompt_ids) < total and message.keys:
             self._store.add_prompts(self._run, message.offset, message.keys)
@@ -294,7 +295,7 @@ class BufferService:
         underway = len(self._leases.leased_prompts() | self._index.fresh_prompts(oldest_useful, need))
         share = math.ceil(target / max(1, self._clients.living("searcher"))) - self._leases.held_by(sender)
         room = max(0, min(message.want, room, target - underway, share))
-        return room, f"{underway} of {target} prompts under way"
+        return room, f"{underway} of {quantity(target, 'prompt')} under way"
 
     def _room_by_rate(self) -> int:
         """How many prompts the ratio of samples to inserts leaves room for.

@@ -28,6 +28,7 @@ from tba.buffer.storage_errors import storage_errors
 from tba.buffer.write_ahead_log import WriteAheadLog
 from tba.common.durable import exclusive_lock
 from tba.common.errors import Refused, StorageError
+from tba.common.quantity import quantity
 from tba.common.trajectory import ARRAY_KINDS
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
@@ -430,10 +431,11 @@ class Store:
         self.flush()
         found = self._all(_SELECT_PAYLOADS, json.dumps(trajectories))
         if len(found) < len(trajectories):
+            gone = quantity(len(trajectories) - len(found), "trajectory", "trajectories")
             raise Refused(
                 "compacted",
-                f"the tokens of {len(trajectories) - len(found)} trajectories of this batch are gone: `tba buffer "
-                "compact` dropped them, so it cannot be repeated; resume from a newer checkpoint",
+                f"the tokens of {gone} of this batch are gone: `tba buffer compact` dropped them, so it cannot be "
+                "repeated; resume from a newer checkpoint",
             )
         return found
 

@@ -12,6 +12,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tba.common.errors import Oversize, VersionMismatch, WireError
+from tba.common.quantity import quantity
 from tba.common.trajectory import ARRAY_KINDS, check_frames, check_tokens
 from tba.common.wire import (
     FILE_REPLIES,
@@ -190,7 +191,7 @@ def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
         return
     if not message.ARRAYS:
         if frames:
-            raise WireError(f"{message.TYPE} carries no arrays, {len(frames)} frames came with it")
+            raise WireError(f"{message.TYPE} carries no arrays, {quantity(len(frames), 'frame')} came with it")
         return
     columns = message.rows if isinstance(message, PutTrajectories) else message
     counts = {name: getattr(columns, name) for name in _COUNT_COLUMNS}

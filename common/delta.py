@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.common.errors import SnapshotCorrupt
+from tba.common.quantity import quantity
 from tba.common.tensor_file import ITEM_BYTES, Bits, Tensor, map_tensors
 
 FILE = "delta.safetensors"
@@ -75,7 +76,8 @@ def read_delta(path: Path) -> Iterator[Change]:
             except KeyError as error:
                 raise SnapshotCorrupt(f"{path} has values of {name!r}, and no {error}") from error
             if len(positions) != len(tensor.bits):
-                raise SnapshotCorrupt(f"{path} has {len(tensor.bits)} values of {name!r}, {len(positions)} positions")
+                found = f"{quantity(len(tensor.bits), 'value')} of {name!r}, {quantity(len(positions), 'position')}"
+                raise SnapshotCorrupt(f"{path} has {found}")
             yield Change(name, tensor.dtype, positions, tensor.bits)
 
 
@@ -89,7 +91,7 @@ def apply_delta(path: Path, weights: Mapping[str, Tensor]) -> None:
             )
         if change.positions is None:
             if len(change.values) != len(tensor.bits):
-                raise SnapshotCorrupt(f"{path} replaces {change.name!r} by {len(change.values)} elements")
+                raise SnapshotCorrupt(f"{path} replaces {change.name!r} by {quantity(len(change.values), 'element')}")
             tensor.bits[:] = change.values
         elif len(change.positions):
             if change.positions[-1] >= len(tensor.bits):  # ascending: the last is the largest

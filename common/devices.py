@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tba.common.errors import DeviceBusy, UsageError
+from tba.common.quantity import quantity
 
 CPU = "cpu"
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -45,15 +46,16 @@ def list_gpus() -> list[Gpu]:
     return [_named(name.strip(), present) for name in visible.split(",")]
 
 
-def choose_gpus(wanted: str, present: Sequence[Gpu]) -> list[str]:
-    """The GPUs of a list such as `0-6`, `0,2,4`, `GPU-8f3a...` or `all`.
+def choose_gpus(wanted: str, present: Sequence[Gpu], key: str, flag: str = "") -> list[str]:
+    """The GPUs of a list such as `0-6`, `0,2,4`, `GPU-8f3a...` or `all`, which the setting `key` holds.
 
+    `flag` is what chooses the CPU on the command line, if anything does.
     Raises UsageError if the list is malformed or names a GPU that is not there.
     """
     if not present:
         raise UsageError(
-            f"GPU {wanted} was asked for and this machine shows no GPU (nvidia-smi lists none, or is not installed): "
-            "use --cpu (search.gpus, train.gpu)"
+            f"GPU {wanted} was asked for ({key}) and this machine shows no GPU (nvidia-smi lists none, or is not "
+            f'installed): {f"pass {flag}, or " if flag else ""}set {key} = "{CPU}"'
         )
     if wanted == "all":
         return [gpu.index for gpu in present]
@@ -69,7 +71,7 @@ def group_gpus(gpus: Sequence[str], tensor_parallel: int) -> list[list[str]]:
     """Consecutive groups of `tensor_parallel` GPUs, one for each engine. Raises UsageError if some are left over."""
     if len(gpus) % tensor_parallel:
         raise UsageError(
-            f"{len(gpus)} GPUs ({', '.join(gpus)}) cannot be cut into groups of search.tensor_parallel = "
+            f"{quantity(len(gpus), 'GPU')} ({', '.join(gpus)}) cannot be cut into groups of search.tensor_parallel = "
             f"{tensor_parallel}: name a multiple of {tensor_parallel}"
         )
     return [list(gpus[start : start + tensor_parallel]) for start in range(0, len(gpus), tensor_parallel)]

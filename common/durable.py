@@ -98,7 +98,7 @@ def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        file = path.open("a")  # who holds it may have written into it
     except OSError as error:
         raise ConfigError(f"{path.parent} is no directory that can be written to: {error.strerror}") from error
     with file:

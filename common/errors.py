@@ -7,6 +7,7 @@
     ├── UsageError           exit 2   the command line asks for something that cannot be
     ├── DeviceBusy                    a GPU has not enough free memory
     ├── AddressInUse                  another program listens at an address
+    ├── RunTaken                      another `tba run` has the directory of the run
     ├── WireError                     a message is malformed
     │   ├── VersionMismatch           the peer speaks another protocol version
     │   └── Oversize                  a frame or a field is over its limit
@@ -84,6 +85,10 @@ class DeviceBusy(TbaError):
 
 class AddressInUse(TbaError):
     """Another program listens at an address. Passes by itself, as when an old process ends, so systemd tries again."""
+
+
+class RunTaken(TbaError):
+    """Another `tba run` has the directory of the run. Passes by itself, when that one ends, so systemd tries again."""
 
 
 class WireError(TbaError):

@@ -9,9 +9,17 @@ from tba.common.errors import ConfigError, MissingExtra
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 
+# One of them at least: tokenizers are kept in many ways.
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
 
 def model_directory(path: str, *, setting: str = "model.path") -> Path:
     """The local directory of a model: itself, or the hub's cache. Raises ConfigError if there is none."""
+    return local_model(path, setting=setting) or _from_hub(path, setting)
+
+
+def local_model(path: str, *, setting: str = "model.path") -> Path | None:
+    """The directory of a model that is on this machine, None for one of the hub. Raises ConfigError if it is none."""
     if not path:
         raise ConfigError(f"{setting} is not set: name a Hugging Face model directory or a hub id")
     local = Path(path).expanduser()
@@ -21,7 +29,22 @@ def model_directory(path: str, *, setting: str = "model.path") -> Path:
         return local
     if not is_hub_name(path):
         raise ConfigError(f"{setting} {path} does not exist")
-    return _from_hub(path, setting)
+    return None
+
+
+def check_model(path: str, *, setting: str = "model.path") -> bool:
+    """Whether a model is on this machine; False for one of the hub.
+
+    Raises ConfigError if it is neither, or its directory lacks a file, as far as names tell.
+    """
+    directory = local_model(path, setting=setting)
+    if directory is None:
+        return False
+    if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
+        raise ConfigError(f"{setting} {path} has no tokenizer: no file is called {', '.join(_TOKENIZER_FILES)}")
+    if missing := [file.name for file in weight_files(directory) if not file.is_file()]:
+        raise ConfigError(f"{setting} {path} lacks {', '.join(missing)}, which its index names: copy the model again")
+    return True
 
 
 def is_hub_name(path: str) -> bool:

@@ -20,15 +20,25 @@ if TYPE_CHECKING:
     from tba.common.config_layers import Resolved
     from tba.common.process import StopSignal
 
+_CONFIG_VARIABLE = "TBA_CONFIG"
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", "-c", envvar="TBA_CONFIG", help="TOML file; by default ./tba.toml if it is there."),
+    typer.Option("--config", "-c", envvar=_CONFIG_VARIABLE, help="TOML file; by default ./tba.toml if it is there."),
 ]
+# Every command takes --config; one without arguments of its own takes the file as its argument too.
+File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)]
 Assignments = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
 DEFAULT_FILE = Path("tba.toml")
 _PIPE_WIDTH = 1000
+
+
+def one_file(argument: Path | None, option: Path | None) -> Path | None:
+    """The configuration file, given as an argument or by --config. Raises UsageError if both were given."""
+    given = option is not None and str(option) != os.environ.get(_CONFIG_VARIABLE)
+    not_both(argument is not None, given, f"FILE {argument}", f"--config {option}")
+    return option if argument is None else argument
 
 
 def resolve(

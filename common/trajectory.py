@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.common.errors import WireError
+from tba.common.quantity import quantity
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -124,7 +125,7 @@ def slices(sizes: Sequence[int], frame: memoryview) -> list[memoryview]:
 def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
     """Raise WireError unless every frame is as long as its column of counts says."""
     if len(frames) != len(ARRAY_KINDS):
-        raise WireError(f"{len(frames)} array frames where {len(ARRAY_KINDS)} are needed")
+        raise WireError(f"{quantity(len(frames), 'array frame')} where {len(ARRAY_KINDS)} are needed")
     for kind, frame in zip(ARRAY_KINDS, frames, strict=True):
         expected = sum(columns[f"{kind.name}_count"]) * kind.unit_bytes
         if frame.nbytes != expected:
@@ -139,7 +140,9 @@ def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
 def _check_loss_mask(columns: dict[str, Any]) -> None:
     for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
         if masked not in (0, tokens):
-            raise WireError(f"a loss mask has {masked} entries for {tokens} response tokens")
+            raise WireError(
+                f"a loss mask has {quantity(masked, 'entry', 'entries')} for {quantity(tokens, 'response token')}"
+            )
 
 
 def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
@@ -159,7 +162,7 @@ def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -
     if covered != columns["response_ids_count"]:
         pairs = enumerate(zip(covered, columns["response_ids_count"], strict=True))
         row, tokens = next((row, tokens) for row, (length, tokens) in pairs if length != tokens)
-        raise WireError(f"the version runs of row {row} do not cover its {tokens} response tokens")
+        raise WireError(f"the version runs of row {row} do not cover its {quantity(tokens, 'response token')}")
     if runs.min() < 0:
         raise WireError("version runs hold a negative number or an empty run")
 

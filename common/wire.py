@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tba.common.quantity import quantity
+
 PROTOCOL_VERSION = 1
 MAX_ROWS = 1 << 16
 MAX_TOKENS = 1 << 24
@@ -122,7 +124,7 @@ class Rows(ArrayCounts):
         rows = len(self.prompt_key)
         for name, column in self.__dict__.items():
             if column is not None and len(column) != rows:
-                raise ValueError(f"column {name} has {len(column)} rows, prompt_key has {rows}")
+                raise ValueError(f"column {name} has {quantity(len(column), 'row')}, prompt_key has {rows}")
         return self
 
 

@@ -1,7 +1,7 @@
 """What `tba run` and `tba status` show: one table for people on a terminal, lines for pipes."""
 
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -12,20 +12,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tba.common.clock import Clock, SystemClock
+from tba.common.quantity import quantity
 from tba.common.wire import ClientStatus, Status
 
 _LINE_SECONDS = 5.0
+_SAME_LINE_SECONDS = 60.0
 
 
 class Display:
-    """Shows the newest status: live on a terminal, else one line every few seconds."""
+    """Shows the newest status: live on a terminal, else a line every few seconds while something changes."""
 
-    def __init__(self, console: Console, *, steps: int) -> None:
+    def __init__(self, console: Console, *, steps: int, clock: Clock | None = None) -> None:
         self._console = console
+        self._clock = clock or SystemClock()
         self._steps = steps
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._eta = Eta(steps)
-        self._line_at = 0.0
+        self._line, self._line_at = "", -math.inf
 
     def __enter__(self) -> Self:
         if self._live:
@@ -42,22 +46,31 @@ class Display:
         """A line for people, above or after what is shown."""
         self._console.print(sentence, highlight=False)
 
-    def show(self, status: Status, *, last: bool = False) -> None:
-        """Replace what is shown; on a pipe, print a line now and then, and the `last` one in any case."""
+    def show(self, status: Status, *, starting: Collection[str] = (), last: bool = False) -> None:
+        """Replace what is shown; on a pipe, print a line now and then, and the `last` one in any case.
+
+        `starting` are the roles of which a process is known to load its model.
+        """
         step = status.step
-        remaining = self._eta.remaining(step, time.monotonic())
+        remaining = self._eta.remaining(step, self._clock.monotonic())
         if self._live:
             self._live.update(
                 Group(
                     _progress(step, self._steps, remaining),
                     _numbers(status),
-                    Text(explain(status), style="dim"),
+                    Text(explain(status, starting), style="dim"),
                     clients_table(status),
                 )
             )
-        elif last or time.monotonic() - self._line_at >= _LINE_SECONDS:
-            self._line_at = time.monotonic()
-            self._console.print(summary_line(status, self._steps, remaining), highlight=False, soft_wrap=True)
+        else:
+            self._print(summary_line(status, self._steps, remaining, starting), last=last)
+
+    def _print(self, line: str, *, last: bool) -> None:
+        """A line that says what the one before said is printed once a minute: the run lives."""
+        now = self._clock.monotonic()
+        if last or now - self._line_at >= (_SAME_LINE_SECONDS if line == self._line else _LINE_SECONDS):
+            self._line, self._line_at = line, now
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 class Eta:
@@ -83,24 +96,36 @@ def client_of(status: Status, role: str) -> ClientStatus | None:
     return min(clients, key=lambda client: client.silent_seconds, default=None)
 
 
-def explain(status: Status) -> str:
-    """One sentence: who waits for what."""
+def explain(status: Status, starting: Collection[str] = ()) -> str:
+    """One sentence: who waits for what. `starting` are the roles of which a process is known to load its model."""
     trainer = client_of(status, "trainer")
     if status.finished:
-        return f"finished after {status.step} steps"
-    if trainer is None:
-        return "no trainer is connected" if status.step else "no trainer has connected yet"
+        return f"finished after {quantity(status.step, 'step')}"
+    if "trainer" in starting or trainer is None:
+        return _without_trainer(status, starting)
     if trainer.activity == "gone":
         return f"the trainer left after step {status.step}"
     if status.trainer_waits_for:
         waiting = [f"{c.sender}: {c.reason}" for c in searchers(status) if c.activity == "waiting"]
-        at_work = (
-            f"{len(searchers(status))} searchers are connected" if searchers(status) else "no searcher is connected"
-        )
-        return f"the trainer waits for data ({status.trainer_waits_for}); {'; '.join(waiting) or at_work}"
+        meanwhile = "; ".join(waiting) or _connected(status, starting)
+        return f"the trainer waits for data ({status.trainer_waits_for}); {meanwhile}"
     if trainer.silent_seconds > 30:
         return f"the trainer is silent for {trainer.silent_seconds:.0f} s"
     return f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
+
+
+def _without_trainer(status: Status, starting: Collection[str]) -> str:
+    if "trainer" in starting:
+        return "the trainer is loading the model"
+    return (
+        "no trainer is connected" if status.step else "no trainer has connected yet: it does when its model is loaded"
+    )
+
+
+def _connected(status: Status, starting: Collection[str]) -> str:
+    if clients := searchers(status):
+        return f"{quantity(len(clients), 'searcher')} connected"
+    return "the searchers are loading the model" if "searcher" in starting else "no searcher is connected"
 
 
 def searchers(status: Status) -> list[ClientStatus]:
@@ -108,14 +133,15 @@ def searchers(status: Status) -> list[ClientStatus]:
     return [client for client in status.clients if client.role == "searcher" and client.activity != "gone"]
 
 
-def summary_line(status: Status, steps: int, remaining: float | None) -> str:
+def summary_line(status: Status, steps: int, remaining: float | None, starting: Collection[str] = ()) -> str:
     """Everything that matters in one line, for logs and pipes."""
     trainer = client_of(status, "trainer")
     metrics = trainer.metrics if trainer else {}
     parts = [f"step {status.step}/{steps}"]
     parts += [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
     parts += [f"{status.puts_per_second:.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
-    return "  ".join(parts) if status.step and not status.trainer_waits_for else f"{parts[0]}  {explain(status)}"
+    at_work = status.step and not status.trainer_waits_for and "trainer" not in starting
+    return "  ".join(parts) if at_work else f"{parts[0]}  {explain(status, starting)}"
 
 
 def _searchers_at(status: Status) -> str:
@@ -123,7 +149,7 @@ def _searchers_at(status: Status) -> str:
     serving = [_version(client) for client in clients if client.weights_version is not None]
     if not clients:
         return "no searcher is connected"
-    without = f"{len(clients) - len(serving)} searchers without weights yet"
+    without = f"{quantity(len(clients) - len(serving), 'searcher')} without weights yet"
     parts = [f"searchers at {','.join(serving)}"] if serving else []
     return ", ".join(parts if len(serving) == len(clients) else [*parts, without])
 
@@ -152,14 +178,14 @@ class SearcherState:
             return ""
         how = "broken, " if self.broken else ""
         when = "is tried again now" if self.running else f"starts again in {self.starts_in:.0f} s"
-        return f"{self.label} {how}{when} (failed {self.failures} times, last exit code {self.last_code})"
+        return f"{self.label} {how}{when} (failed {quantity(self.failures, 'time')}, last exit code {self.last_code})"
 
 
 def fleet_line(states: Sequence[SearcherState], status: Status | None) -> str:
     """The searchers of one machine in one line; their figures as they told the buffer, None if it is away."""
     up = sum(state.running and state.ready for state in states)
     starting = sum(state.running and not state.ready for state in states)
-    parts = [f"{up}/{len(states)} searchers up" + (f", {starting} starting" if starting else "")]
+    parts = [f"{up}/{quantity(len(states), 'searcher')} up" + (f", {starting} starting" if starting else "")]
     parts += [trouble for state in states if (trouble := state.trouble())]
     if status is None:
         return "; ".join([*parts, "the buffer does not answer"])
@@ -176,7 +202,7 @@ def _fleet_figures(clients: Sequence[ClientStatus]) -> str:
     newest = "none" if not versions else f"v{versions[0]}" + (f" to v{versions[-1]}" if len(versions) > 1 else "")
     return (
         f"{total('tokens_per_second'):,.0f} tokens/s, {total('trajectories_per_second'):.1f} trajectories/s, "
-        f"{total('in_flight'):.0f} in flight, weights {newest}, {total('errors'):.0f} errors"
+        f"{total('in_flight'):.0f} in flight, weights {newest}, {quantity(int(total('errors')), 'error')}"
     )
 
 

@@ -6,13 +6,13 @@ import shutil
 import socket
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from tba.common.config import Config, RewardModelSection, TaskSection
 from tba.common.devices import CPU, choose_gpus, list_gpus
 from tba.common.errors import MissingExtra, TbaError
-from tba.common.model_files import is_hub_name
+from tba.common.model_files import check_model, is_hub_name
+from tba.common.paths import check_data, check_places
 
 Finding = dict[str, str]
 _LOW_DISK_GIB = 10
@@ -69,15 +69,19 @@ def _engine(config: Config) -> tuple[str, str]:
 def _gpus(config: Config) -> tuple[str, str]:
     try:
         present = list_gpus()
-        for wanted in (config.search.gpus, config.train.gpu):
+        for key, wanted in (("search.gpus", config.search.gpus), ("train.gpu", config.train.gpu)):
             if wanted != CPU:
-                choose_gpus(wanted, present)
+                choose_gpus(wanted, present, key)
     except TbaError as error:
         return "fail", str(error)
     return "ok", f"{len(present)} present; search.gpus = {config.search.gpus}, train.gpu = {config.train.gpu}"
 
 
 def _disk(config: Config) -> tuple[str, str]:
+    try:
+        check_places(config)
+    except TbaError as error:
+        return "fail", str(error)
     existing = next(path for path in (config.run.dir.absolute(), *config.run.dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30
     return ("ok" if free >= _LOW_DISK_GIB else "warn"), f"{free:.0f} GiB free for {config.run.dir}"
@@ -99,13 +103,11 @@ def _address(config: Config) -> tuple[str, str]:
 
 def _model(config: Config) -> tuple[str, str]:
     path = config.model.path
-    if not path:
-        return "fail", "model.path is not set"
-    if Path(path).is_dir():
-        complete = (Path(path) / "config.json").exists()
-        return ("ok", path) if complete else ("fail", f"{path} has no config.json: not a Hugging Face model directory")
-    if not is_hub_name(path):
-        return "fail", f"{path} does not exist"
+    try:
+        if check_model(path):
+            return "ok", path
+    except TbaError as error:
+        return "fail", str(error)
     return "warn", f"{path} is no directory here: it will be taken from the hub"
 
 
@@ -124,14 +126,12 @@ def _reward_model(check: Callable[[RewardModelSection], str], config: Config) ->
 
 
 def _task(load_task: Callable[[TaskSection], object], config: Config) -> tuple[str, str]:
-    if config.task.is_own:
-        try:
+    try:
+        if config.task.is_own:
             load_task(config.task)
-        except TbaError as error:
-            return "fail", str(error)
-    for path in (config.task.train, config.task.test):
-        if path.endswith((".json", ".jsonl")) and not Path(path).is_file():
-            return "fail", f"{path} does not exist"
+        check_data(config.task)
+    except TbaError as error:
+        return "fail", str(error)
     return "ok", config.task.train or config.task.name
 
 

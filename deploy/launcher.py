@@ -1,41 +1,30 @@
 """`tba run` and `tba search` with several searchers: child processes of this machine under one supervisor."""
 
-import contextlib
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
 from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.cores import Core, share_cores, threads_of, usable_cores
 from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
-from tba.common.durable import exclusive_lock
-from tba.common.errors import (
-    EXIT_CONFIG,
-    AddressInUse,
-    BufferUnavailable,
-    ConfigError,
-    Refused,
-    TaskError,
-    TbaError,
-    UsageError,
-)
+from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
 from tba.common.log import get_logger
+from tba.common.paths import check_paths
 from tba.common.process import notify_systemd, signal_name
-from tba.common.wire import GetStatus, Status
-from tba.deploy.display import Display, SearcherState, fleet_line
-from tba.deploy.picture import METRICS_FILE
+from tba.common.wire import Status
+from tba.deploy.display import Display, SearcherState, client_of, fleet_line
+from tba.deploy.probe import ask_status, check_address
+from tba.deploy.run_directory import holds_run, tell_ending
 from tba.deploy.supervisor import HOPELESS, Child, Supervisor
 
 log = get_logger(__name__)
 
 _TEND_SECONDS = 0.1
 _STATUS_SECONDS = 0.5
-_LOCK_FILE = "launcher.lock"
 
 
 class Launcher:
@@ -58,6 +47,7 @@ class Launcher:
         for child in (*self._searchers, self._trainer):
             child.after = self._buffer
         self._supervisor = Supervisor([self._buffer, *self._searchers, self._trainer], config.launch)
+        self._heard_start = 0  # the number of the trainer's start that the buffer has heard last
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
         """Run until the trainer has made its last step (True) or `stop()` (False). No child outlives this call.
@@ -79,9 +69,9 @@ class Launcher:
             self._watch(client, stop, display)
             _raise_if_failed(self._supervisor)
             if (status := self._ask_status(client)) is not None:
-                display.show(status, last=True)
+                display.show(status, starting=self._starting(), last=True)
             if stop():
-                display.say("stopping: the trainer saves a checkpoint")
+                display.say(f"stopping: {self._left_to_do()}")
         return status is not None and status.finished and not stop()
 
     def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
@@ -93,16 +83,46 @@ class Launcher:
             if time.monotonic() - asked_at >= _STATUS_SECONDS:
                 asked_at = time.monotonic()
                 if (status := self._ask_status(client)) is not None:
-                    display.show(status)
+                    display.show(status, starting=self._starting())
             time.sleep(_TEND_SECONDS)
 
     def _ask_status(self, client: BufferClient) -> Status | None:
         """The status of our own buffer; None also while another one may answer in its place."""
-        return ask_status(client) if self._buffer.ready else None
+        since_start = time.monotonic() - self._trainer.started_at
+        status = ask_status(client) if self._buffer.ready else None
+        trainer = client_of(status, "trainer") if status is not None else None
+        if trainer is not None and trainer.activity != "gone" and trainer.silent_seconds < since_start:
+            self._heard_start = self._trainer.starts
+        return status
+
+    @property
+    def _trainer_is_there(self) -> bool:
+        """It has loaded its model. A buffer that has just been restarted need not have heard it yet."""
+        return self._trainer.process is not None and self._heard_start == self._trainer.starts
+
+    def _starting(self) -> set[str]:
+        """The roles whose processes run and are not at work yet: they load a model."""
+        roles = set()
+        if self._trainer.process is not None and not self._trainer_is_there:
+            roles.add("trainer")
+        if any(child.process is not None and not child.ready for child in self._searchers):
+            roles.add("searcher")
+        return roles
+
+    def _left_to_do(self) -> str:
+        if not holds_run(self._config):
+            return "nothing was trained yet"
+        return "the trainer saves a checkpoint" if self._trainer_is_there else "there is nothing new to save"
 
     def _end(self) -> None:
-        """The trainer first (it saves a checkpoint), the buffer last (it takes what the others hand over)."""
+        """The trainer first (it saves a checkpoint), the buffer last (it takes what the others hand over).
+
+        What is still starting has nothing to save or to hand over, and may not listen before its model is loaded.
+        """
+        tell_ending(self._config)
         drain = self._config.launch.drain_seconds
+        unneeded = [] if self._trainer_is_there else [self._trainer]
+        self._supervisor.kill([*unneeded, *(child for child in self._searchers if not child.ready)])
         for children in ([self._trainer], self._searchers, [self._buffer]):
             self._supervisor.stop(children, drain_seconds=drain)
 
@@ -190,14 +210,14 @@ class Fleet:
 def check_start(config: Config, *, resume: bool) -> None:
     """Refuse what would fail later, and leave nothing behind.
 
-    Raises UsageError if a new run would overwrite an old one, or none is there.
+    Raises UsageError if a new run would overwrite an old one, or none is there; ConfigError for a path that is not.
     """
+    check_paths(config)
     if config.search.gpus != CPU:
         searcher_groups(config)  # names missing and busy GPUs
     if config.train.gpu != CPU:
-        choose_gpus(config.train.gpu, list_gpus())
-    metrics = config.run.dir / METRICS_FILE  # made by the trainer: an attempt that failed before is no run
-    if not resume and metrics.exists() and metrics.stat().st_size:
+        choose_gpus(config.train.gpu, list_gpus(), "train.gpu")
+    if not resume and holds_run(config):
         raise UsageError(
             f"{config.run.dir} holds a run already: add --resume to go on with it, or choose another run.dir"
         )
@@ -213,7 +233,7 @@ def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool
     """
     if not config.task.is_own:
         return
-    _check_address(config.buffer.address)
+    check_address(config.buffer.address)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:
         # What the task prints stands before the sentence: else it might be all that is left at the log's end.
         ordered = {"PYTHONUNBUFFERED": "1"}
@@ -234,51 +254,13 @@ def _task_failure(task: TaskSection, code: int, said: str) -> TbaError:
     return (TaskError if code == EXIT_CONFIG else TbaError)(sentence)
 
 
-@contextlib.contextmanager
-def sole_launcher(config: Config) -> Iterator[None]:
-    """Hold the run's directory while the block runs, after a look at the buffer's address.
+def searcher_groups(config: Config, flag: str = "") -> list[list[str]]:
+    """The GPUs of each searcher; `flag` as in `choose_gpus`.
 
-    Raises LockTaken if another `tba run` has it; AddressInUse, and then leaves no directory that was not there.
+    Raises UsageError for a missing GPU, DeviceBusy for one without free memory.
     """
-    directory = config.run.dir
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    with exclusive_lock(directory / _LOCK_FILE, f"{directory} is being run already by another `tba run`"):
-        try:
-            _check_address(config.buffer.address)
-        except (AddressInUse, ConfigError):
-            if made:
-                _remove_unused(directory / _LOCK_FILE, made)
-            raise
-        yield
-
-
-def _remove_unused(lock_file: Path, made: Sequence[Path]) -> None:
-    """Remove the lock file and the directories that were made for it, the innermost first."""
-    lock_file.unlink()
-    with contextlib.suppress(OSError):  # something else has come into it
-        for folder in made:
-            folder.rmdir()
-
-
-def _check_address(address: str) -> None:
-    """Raise AddressInUse unless our buffer can be served there, ConfigError if none can."""
-    client = BufferClient(address, role="monitor", name="launcher")
-    try:
-        status = ask_status(client, deadline_seconds=0.5)
-    finally:
-        client.close()
-    if status is not None:
-        raise AddressInUse(
-            f"buffer.address {address} is in use: a buffer serves run {status.run_name} there; stop it or choose "
-            "another address"
-        )
-    ServerChannel(address).close()
-
-
-def searcher_groups(config: Config) -> list[list[str]]:
-    """The GPUs of each searcher. Raises UsageError for a missing GPU, DeviceBusy for one without free memory."""
     present = list_gpus()
-    chosen = choose_gpus(config.search.gpus, present)
+    chosen = choose_gpus(config.search.gpus, present, "search.gpus", flag)
     if config.search.engine == "vllm":  # which takes its part of the memory at once
         check_free(chosen, present, utilization=config.search.gpu_memory_utilization)
     return group_gpus(chosen, config.search.tensor_parallel)
@@ -318,14 +300,6 @@ def _cpu_shares(searchers: int, *, others: int) -> list[tuple[list[Core], int]]:
     """Cores and OpenMP threads of each searcher, with room for `others` that compute on the CPU too."""
     shares = share_cores(usable_cores(), searchers + others)
     return [(share, threads_of(share, shared_by=shares.count(share))) for share in shares[:searchers]]
-
-
-def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | None:
-    """The buffer's status, None if it does not answer in time."""
-    try:
-        return client.call(GetStatus(), Status, deadline_seconds=deadline_seconds)[0]
-    except (BufferUnavailable, Refused):
-        return None
 
 
 def _threads(config: Config) -> dict[str, str]:

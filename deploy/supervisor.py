@@ -150,13 +150,13 @@ class Supervisor:
         deadline = time.monotonic() + drain_seconds
         while any(_running(child) for child in children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+        for child in filter(_running, children):
+            log.warning("child killed: it did not end in time", child=child.name, pid=child.pid)
         self.kill(children)
 
     def kill(self, children: Sequence[Child]) -> None:
         """End children and their own children now."""
         for child in children:
-            if _running(child):
-                log.warning("child killed", child=child.name, pid=child.pid)
             if child.process is not None:
                 child.exit_code = self._bury(child)
             elif child.exit_code is None:

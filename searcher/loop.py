@@ -20,6 +20,7 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, ConfigError, Refused
 from tba.common.log import get_logger
 from tba.common.process import notify_systemd
+from tba.common.quantity import quantity
 from tba.searcher.delivery import Delivery
 from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
@@ -237,9 +238,9 @@ class Searcher:
         if self._delivery.pause:
             return "waiting", self._delivery.pause
         if self._unscored and not self._engine.in_flight:
-            return "waiting", f"{self._unscored} responses are being scored"
+            return "waiting", f"{quantity(self._unscored, 'response is', 'responses are')} being scored"
         if self._delivery.groups and not self._engine.in_flight:
-            return "waiting", f"{self._delivery.groups} groups are not acknowledged by the buffer"
+            return "waiting", f"the buffer has not acknowledged {quantity(self._delivery.groups, 'group')}"
         if not self._engine.in_flight:
             return "waiting", self._weights.trouble or self._wait_reason or "prompts"
         return "generating", self._weights.trouble

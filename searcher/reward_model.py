@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
 from tba.common.memory import loading, out_of_memory
+from tba.common.quantity import quantity
 from tba.searcher.reward_model_files import own_pad_id, read_config, read_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
@@ -50,7 +51,7 @@ class RewardModel:
         else:
             ids = self._tokenizer.encode(prompt + response, verbose=False)
         if not 0 < len(ids) <= self._longest:
-            raise ValueError(f"{len(ids)} tokens; it takes 1 to {self._longest} (reward_model.max_length)")
+            raise ValueError(f"{quantity(len(ids), 'token')}; it takes 1 to {self._longest} (reward_model.max_length)")
         if max(ids) >= self._vocabulary:
             raise ValueError(f"token {max(ids)} is outside the vocabulary of {self._vocabulary}")
         return ids
@@ -90,7 +91,7 @@ class RewardModel:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             if stop - start == 1:
-                scores.append(f"out of memory on {self._device} with {len(pairs[start])} tokens")
+                scores.append(f"out of memory on {self._device} with {quantity(len(pairs[start]), 'token')}")
             else:
                 middle = (start + stop) // 2
                 todo += [(middle, stop), (start, middle)]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.common.errors import CanaryMismatch, SnapshotError
+from tba.common.quantity import quantity
 from tba.common.snapshot import Canary, Snapshot
 from tba.searcher.engine import Engine, in_vocabulary
 
@@ -97,9 +98,9 @@ def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
 def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
     """The first difference in a few words, or None. Any float dtype will do for another: vLLM casts."""
     if missing := sorted(expected.keys() - found.keys()):
-        return f"{len(missing)} tensors are missing, {missing[0]!r} for one"
+        return f"{quantity(len(missing), 'tensor is', 'tensors are')} missing, {missing[0]!r} for one"
     if unknown := sorted(found.keys() - expected.keys()):
-        return f"{len(unknown)} tensors are unknown, {unknown[0]!r} for one"
+        return f"{quantity(len(unknown), 'tensor is', 'tensors are')} unknown, {unknown[0]!r} for one"
     for name, (dtype, shape) in expected.items():
         found_dtype, found_shape = found[name]
         if found_shape != shape:

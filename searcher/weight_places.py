@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba.common.errors import EngineError
+from tba.common.quantity import quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,9 @@ def record(
             raise EngineError(f"a copy of {list(source.shape)} into {parameter} is not a part of a checkpoint tensor")
         places.append(_place(name, parameter, markers[name], source, target))
     if missed := sorted(parameters.keys() - {place.parameter for place in places}):
-        raise EngineError(f"{len(missed)} parameters were loaded in another way, {missed[0]} for one")
+        raise EngineError(
+            f"{quantity(len(missed), 'parameter was', 'parameters were')} loaded in another way, {missed[0]} for one"
+        )
     return places
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from tba.common.delta import Change, Positions, read_delta
 from tba.common.errors import EngineError
+from tba.common.quantity import quantity
 from tba.common.tensor_file import Bits
 from tba.searcher.weight_places import Checkpoint, Place, flat, same_bits
 
@@ -339,4 +340,5 @@ def _compare(prepared: _Prepared, parameters: Mapping[str, Tensor]) -> None:
         if parameter in parameters and not same_bits(flat(parameters[parameter])[index], values)
     ]
     if wrong:
-        raise EngineError(f"{len(wrong)} tensors are not in the engine as in the files, {wrong[0]} for one")
+        many = quantity(len(wrong), "tensor is", "tensors are")
+        raise EngineError(f"{many} not in the engine as in the files, {wrong[0]} for one")

@@ -165,7 +165,7 @@ def newest(directory: Path) -> Checkpoint | None:
             _set_aside(path)
     if found:
         raise CheckpointError(
-            f"all {len(found)} checkpoints in {directory} are damaged and were set aside: "
+            f"every checkpoint in {directory} ({len(found)}) is damaged and was set aside: "
             "run again without them to start from the first step"
         )
     return None

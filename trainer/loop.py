@@ -28,6 +28,7 @@ from tba.common.errors import (
 from tba.common.log import get_logger
 from tba.common.memory import out_of_memory
 from tba.common.model_files import model_directory
+from tba.common.quantity import quantity
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch
 from tba.trainer.batches import Batches
@@ -327,9 +328,10 @@ class Trainer:
         self._skipped += 1
         log.warning("step skipped: no update was made", step=step, in_a_row=self._skipped, reason=result.skipped)
         if self._skipped >= self._config.train.max_skipped_steps:
+            skipped = quantity(self._skipped, "step was", "steps in a row were")
             raise TrainingBroken(
-                f"{self._skipped} steps in a row were skipped, the last is step {step}: {result.skipped}. "
-                f"{self._last_checkpoint()}: look at these trajectories, then pass --resume"
+                f"{skipped} skipped, the last is step {step}: {result.skipped}. {self._last_checkpoint()}: look at "
+                "these trajectories, then pass --resume"
             )
 
     def _last_checkpoint(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tba.common.durable import write_text
 from tba.common.errors import CheckpointError, TbaError
+from tba.common.quantity import quantity
 from tba.trainer.line_file import LineFile
 from tba.trainer.sinks.guarded import Guarded
 
@@ -49,7 +50,8 @@ class MetricsLog:
         try:
             self._file.sync()
         except OSError as error:
-            raise CheckpointError(f"{self._file.waiting} lines of metrics are not on disk: {error}") from error
+            waiting = quantity(self._file.waiting, "line of metrics is", "lines of metrics are")
+            raise CheckpointError(f"{waiting} not on disk: {error}") from error
         for sink in self._sinks:
             sink.flush()
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
 from tba.common.memory import loading
+from tba.common.quantity import quantity
 from tba.trainer.batch import Layout, Row, by_length, counted, pad
 from tba.trainer.objectives.responses import row_sums
 from tba.trainer.packing import ATTENTION, pack
@@ -45,9 +46,8 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
         )
         if missing := info["missing_keys"]:
             # transformers would go on with random weights there.
-            raise ConfigError(
-                f"the files in {directory} lack {len(missing)} weights of the model, {min(missing)} for one"
-            )
+            lacking = quantity(len(missing), "weight")
+            raise ConfigError(f"the files in {directory} lack {lacking} of the model, {min(missing)} for one")
         model.to(device).eval()
     _remove_dropout(model)
     _check_head(model)

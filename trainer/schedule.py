@@ -23,21 +23,35 @@ def learning_rate_schedule(config: TrainSection) -> Callable[[int], float]:
 
     The schedules of transformers are stateful objects around a pure function; only the function is used.
     """
-    if config.warmup_steps >= config.steps:
-        log.warning("the warm-up is as long as the run", warmup_steps=config.warmup_steps, steps=config.steps)
-    decay = min(config.decay_steps, max(config.steps - config.warmup_steps, 0))
-    if config.schedule == "wsd" and decay < config.decay_steps:
-        # With more decay than steps, the schedule of transformers would run backwards along its cosine.
-        log.warning("decay shortened to fit into train.steps", decay_steps=decay, configured=config.decay_steps)
+    warmup, decay = _phases(config)
     scheduler = get_scheduler(
         _NAMES[config.schedule],
         torch.optim.SGD([torch.zeros(1)], lr=1.0),
-        num_warmup_steps=config.warmup_steps,
+        num_warmup_steps=warmup,
         num_training_steps=config.steps,
         scheduler_specific_kwargs={"num_decay_steps": decay} if config.schedule == "wsd" else None,
     )
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return lambda step: config.learning_rate * factor(step)
+
+
+def _phases(config: TrainSection) -> tuple[int, int]:
+    """Steps of warm-up and of decay. Warns of a setting that does not fit into the run; `auto` always does."""
+    steps = config.steps
+    warmup = min(50, steps // 10) if config.warmup_steps == "auto" else config.warmup_steps
+    if warmup >= steps:
+        log.warning(
+            "the learning rate never reaches its peak: train.warmup_steps is not less than the steps of this run",
+            warmup_steps=warmup,
+            steps=steps,
+        )
+    left = max(steps - warmup, 0)
+    if config.decay_steps == "auto":
+        return warmup, min(500, steps // 2, left)
+    # With more decay than steps, the schedule of transformers would run backwards along its cosine.
+    if config.schedule == "wsd" and config.decay_steps > left:
+        log.warning("train.decay_steps is shortened to fit into this run", decay_steps=left, set=config.decay_steps)
+    return warmup, min(config.decay_steps, left)
 
 
 def beta_at(config: TrainSection, step: int) -> float:

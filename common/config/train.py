@@ -39,10 +39,10 @@ class TrainSection(Section):
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
     """Learning-rate schedule after the warm-up; wsd is warm-up, stable, decay."""
-    warmup_steps: NonNegative = 50
-    """Steps of linear warm-up."""
-    decay_steps: NonNegative = 500
-    """wsd: steps of decay at the end."""
+    warmup_steps: NonNegative | Literal["auto"] = "auto"
+    """Steps of linear warm-up; auto is 50, and at most a tenth of the run."""
+    decay_steps: NonNegative | Literal["auto"] = "auto"
+    """wsd: steps of decay at the end; auto is 500, and at most half of the run."""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW weight decay."""
     adam_betas: tuple[Decay, Decay] = (0.9, 0.99)

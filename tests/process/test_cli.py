@@ -1,6 +1,7 @@
 """The command line, as a user runs it: real processes, exit codes, one sentence for each mistake."""
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -87,9 +88,30 @@ def test_a_missing_file_is_exit_78(tba):
 
 
 @NO_GPU
-@pytest.mark.parametrize("command", [["search", "--gpus", "0-6"], ["train", "--gpu", "7"], ["train"], ["eval"]])
-def test_a_machine_without_a_gpu_says_so(tba, run_config, command):
-    refused(tba(*command, "--config", run_config.file), 2, "this machine shows no GPU", "use --cpu")
+@pytest.mark.parametrize(
+    ("command", "way_out"),
+    [
+        (["search", "--gpus", "0-6"], 'pass --cpu 1, or set search.gpus = "cpu"'),
+        (["train", "--gpu", "7"], 'pass --cpu, or set train.gpu = "cpu"'),
+        (["sft", "pairs.jsonl", "--out", "warm"], 'pass --cpu, or set train.gpu = "cpu"'),
+        (["eval"], 'pass --cpu, or set search.gpus = "cpu"'),
+        (["run"], 'installed): set search.gpus = "cpu"'),
+        (["run", "--set", "search.gpus=cpu"], 'installed): set train.gpu = "cpu"'),
+    ],
+)
+def test_a_machine_without_a_gpu_says_so_and_names_what_the_command_has(
+    tba, make_config, example_model, command, way_out
+):
+    file = make_config(model={"path": str(example_model)}).file
+    refused(tba(*command, "--config", file), 2, "this machine shows no GPU", way_out)
+
+
+@NO_GPU
+def test_doctor_names_the_setting_that_asks_for_a_gpu(tba, make_config, example_model):
+    file = make_config(model={"path": str(example_model)}, search={"gpus": "cpu"}).file
+    result = tba("doctor", file)
+    assert result.returncode == 1
+    assert 'installed): set train.gpu = "cpu"' in result.stdout
 
 
 def test_a_missing_model_is_exit_78(tba, make_config):
@@ -118,6 +140,51 @@ def test_config_show_names_the_origin_of_each_value(tba, run_config):
 def test_config_check(tba, make_config, example_model):
     assert tba("config", "check", "--config", make_config(model={"path": str(example_model)}).file).returncode == 0
     refused(tba("config", "check", "--config", make_config().file), 78, "model.path is not set")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"model.path": "/nowhere"}, "model.path /nowhere does not exist"),
+        ({"model.path": "TMP"}, "has no config.json: it is not a Hugging Face model directory"),
+        ({"model.path": "TMP/no-tokenizer"}, "no-tokenizer has no tokenizer"),
+        ({"model.path": "TMP/no-weights"}, "has no safetensors files"),
+        ({"model.path": "TMP/half"}, "half lacks model-2.safetensors, which its index names"),
+        ({"reward_model.path": "./nothing"}, "reward_model.path ./nothing does not exist"),
+        ({"task.name": "gsm8k", "task.train": "missing.jsonl"}, "task.train missing.jsonl does not exist"),
+        ({"run.dir": "TMP/run.toml/run"}, "run.toml is no directory"),
+    ],
+)
+def test_config_check_names_the_key_and_the_path_of_what_is_not_there(
+    tba, make_config, example_model, tmp_path, settings, sentence
+):
+    for name, removed in (("no-tokenizer", "tokenizer*"), ("no-weights", "*.safetensors"), ("half", "nothing")):
+        shutil.copytree(example_model, tmp_path / name, ignore=shutil.ignore_patterns(removed))
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "half/model.safetensors.index.json").write_text(json.dumps(index))
+    file = make_config(model={"path": str(example_model)}).file
+    sets = [f"--set={key}={value.replace('TMP', str(tmp_path))}" for key, value in settings.items()]
+    refused(tba("config", "check", file, *sets), 78, sentence, next(reversed(settings)))
+
+
+def test_config_check_says_what_will_come_from_the_hub_and_loads_no_torch(make_config, tmp_path):
+    file = make_config(model={"path": "some/model"}).file
+    command = [sys.executable, "-X", "importtime", "-m", "tba", "config", "check", file]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean_environment())
+    assert "model.path some/model is no directory here: it will be taken from the hub" in result.stderr
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert "pydantic" in loaded
+    assert not loaded & {"torch", "vllm", "transformers"}
+
+
+@pytest.mark.parametrize("command", [["run"], ["search"], ["train"], ["eval"], ["plot"], ["status"], ["doctor"]])
+def test_the_configuration_is_an_argument_or_an_option(tba, command):
+    for way in (["nowhere.toml"], ["--config", "nowhere.toml"], ["-c", "nowhere.toml"]):
+        refused(tba(*command, *way), 78, "nowhere.toml does not exist")
+
+
+def test_a_configuration_given_in_both_ways_is_wrong_usage(tba):
+    refused(tba("config", "show", "one.toml", "--config", "two.toml"), 2, "FILE one.toml and --config two.toml exclude")
 
 
 def test_doctor_reports_every_check(tba, make_config, example_model):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -214,13 +215,13 @@ def test_a_trainer_that_is_stopped_does_not_finish_the_run(small_run, start_tba,
 
 def test_a_second_run_neither_joins_nor_harms_the_first(small_run, start_tba, tba):
     run = small_run(train={"steps": 100_000})
-    start_tba("run", run.file)
+    first = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 2)
     other = tba("run", run.file, "--set", f"run.dir={run.directory}-other", "--set", "run.name=other")
     assert (other.returncode, "is in use: a buffer serves run test" in other.stderr) == (1, True)
     assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
     same = tba("run", run.file, "--resume")
-    assert (same.returncode, "is being run already by another `tba run`" in same.stderr) == (78, True)
+    assert (same.returncode, f"another `tba run` (pid {first.pid} on " in same.stderr) == (1, True)
     trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=120)
     assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
 
@@ -252,6 +253,34 @@ def test_ctrl_c_ends_every_child_and_the_run_goes_on_with_resume(small_run, star
     result = tba("run", run.file, "--resume", timeout=200)
     assert result.returncode == 0, result.stderr
     check_history(run, steps=LONG)
+
+
+def test_a_run_waits_for_the_former_one_that_is_still_ending(small_run, start_tba, tba, tmp_path):
+    run = small_run(launch={"restart_delay_seconds": 0.1, "drain_seconds": 8.0}, train={"steps": 100_000})
+    former = start_tba("run", run.file)
+    wait_until(lambda: steps_trained(run) >= 4)
+    children_of(former, " train ")[0].suspend()  # it cannot save: the launcher gives it all its time
+    former.terminate()
+    wait_until(lambda: "ending" in (run.directory / "launcher.lock").read_text())
+    steps = steps_trained(run) + 5
+    result = tba("run", "--config", run.file, "--resume", "--set", f"train.steps={steps}", timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert f"the former `tba run` (pid {former.pid} on " in result.stderr
+    assert former.wait(60) == 0
+    check_history(run, steps=steps)
+
+
+def test_ctrl_c_before_the_trainer_is_there_ends_at_once_and_promises_no_checkpoint(small_run, start_tba, tmp_path):
+    run = small_run(launch={"drain_seconds": 600.0})
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: children_of(launcher, " train "))
+    children_of(launcher, " train ")[0].suspend()  # it would not end by itself: nobody may wait for it
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(60) == EXIT_INTERRUPTED, log_of(tmp_path)
+    said = (tmp_path / "tba0.log").read_text()
+    assert "stopping: nothing was trained yet" in said
+    assert f"stopped; start again with: tba run {run.file}\n" in said
+    assert "checkpoint" not in said
 
 
 def test_no_child_outlives_a_launcher_that_is_killed(small_run, start_tba):
@@ -295,11 +324,20 @@ def test_a_new_run_never_overwrites_an_old_one(small_run, tba):
     assert "add --resume" in result.stderr
 
 
-def test_a_child_with_a_wrong_configuration_ends_the_run_with_its_sentence(small_run, tba):
+def test_a_path_that_is_not_there_is_told_before_anything_starts(small_run, tba):
     run = small_run(model={"path": "/nowhere"})
+    result = tba("run", run.file)
+    assert (result.returncode, result.stderr) == (78, "error: model.path /nowhere does not exist\n")
+    assert not run.directory.exists()
+
+
+def test_a_child_with_a_wrong_configuration_ends_the_run_with_its_sentence(small_run, tba, example_model, tmp_path):
+    strange = shutil.copytree(example_model, tmp_path / "strange")
+    (strange / "config.json").write_text('{"model_type": "unheard-of"}')
+    run = small_run(model={"path": str(strange)})
     result = tba("run", run.file, timeout=120)
     assert result.returncode == 78
-    assert "/nowhere" in result.stderr
+    assert "unheard-of" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -2,6 +2,8 @@
 
 import json
 
+from tba.common.config import Config
+
 
 def test_sft_makes_a_model_and_says_what_happens_as_json_lines(tba, example_model, tmp_path):
     data, out = tmp_path / "pairs.jsonl", tmp_path / "warm"
@@ -11,6 +13,9 @@ def test_sft_makes_a_model_and_says_what_happens_as_json_lines(tba, example_mode
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["learning_rate"] for row in rows) == Config().train.learning_rate, "the warm-up fits five steps"
+    assert "warmup" not in result.stderr + result.stdout
+    assert "decay_steps" not in result.stderr
     assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss_before"]
     assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     again = tba(*command)

@@ -14,40 +14,42 @@ NAMES = [str(n) for n in range(8)]
     [("0-6", NAMES[:7]), ("7", ["7"]), ("0,2,4", ["0", "2", "4"]), ("0-1,7", ["0", "1", "7"]), ("all", NAMES)],
 )
 def test_a_list_of_gpus_is_understood(wanted, chosen):
-    assert choose_gpus(wanted, EIGHT) == chosen
+    assert choose_gpus(wanted, EIGHT, "train.gpu") == chosen
 
 
 @pytest.mark.parametrize("name", ["GPU-3aaa-3", "GPU-3a", "MIG-1"])
 def test_a_uuid_is_passed_on(name):
-    assert choose_gpus(name, EIGHT) == [name]
+    assert choose_gpus(name, EIGHT, "train.gpu") == [name]
 
 
 @pytest.mark.parametrize("wanted", ["", "a", "3-1", "0;1", "-1", "1-"])
 def test_a_malformed_list_is_refused(wanted):
     with pytest.raises(UsageError, match="is no list of GPUs"):
-        choose_gpus(wanted, EIGHT)
+        choose_gpus(wanted, EIGHT, "train.gpu")
 
 
 @pytest.mark.parametrize("name", ["9", "GPU-9"])
 def test_a_missing_gpu_is_named_with_those_that_are_there(name):
     with pytest.raises(UsageError, match=f"GPU {name} was asked for .* not there; this machine has 0 .GPU-0aaa-0., 1"):
-        choose_gpus(f"0,{name}", EIGHT[:2])
+        choose_gpus(f"0,{name}", EIGHT[:2], "train.gpu")
 
 
 def test_the_beginning_of_several_uuids_is_refused():
     with pytest.raises(UsageError, match="several UUIDs"):
-        choose_gpus("GPU-", EIGHT)
+        choose_gpus("GPU-", EIGHT, "train.gpu")
 
 
 @pytest.mark.parametrize("wanted", ["0-3,3", "3,GPU-3aaa"])
 def test_a_gpu_that_stands_twice_is_named(wanted):
     with pytest.raises(UsageError, match="GPU 3 stands twice"):
-        choose_gpus(wanted, EIGHT)
+        choose_gpus(wanted, EIGHT, "train.gpu")
 
 
 def test_a_machine_without_gpus_says_so():
-    with pytest.raises(UsageError, match="shows no GPU .* use --cpu"):
-        choose_gpus("0", [])
+    with pytest.raises(UsageError, match=r'train.gpu. and this machine shows no GPU .*: set train.gpu = "cpu"'):
+        choose_gpus("0", [], "train.gpu")
+    with pytest.raises(UsageError, match='pass --cpu 1, or set search.gpus = "cpu"'):
+        choose_gpus("0", [], "search.gpus", "--cpu 1")
 
 
 def test_gpus_are_cut_into_consecutive_groups():
@@ -94,7 +96,7 @@ def test_what_a_scheduler_hides_is_not_there(nvidia_smi, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
     assert [gpu.index for gpu in list_gpus()] == ["1"]
     with pytest.raises(UsageError, match="GPU 0 was asked for"):
-        choose_gpus("0", list_gpus())
+        choose_gpus("0", list_gpus(), "train.gpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert list_gpus() == []
 

@@ -106,7 +106,7 @@ def test_the_service_makes_the_trainer_wait_for_inserts(harness):
     buffer.report(0)
     assert buffer.sample(1, prompts=2, samples=2) is None
     reason = buffer.ask(wire.GetStatus()).message.trainer_waits_for
-    assert reason == "6 of 8 trajectories for 1 samples per insert"
+    assert reason == "6 of 8 trajectories for 1 sample per insert"
 
 
 def test_the_service_holds_searchers_back_that_are_ahead(harness):

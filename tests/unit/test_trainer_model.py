@@ -67,7 +67,7 @@ def test_a_file_that_lacks_weights_is_a_configuration_error_and_not_random_weigh
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lack 1 weights of the model, model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"lack 1 weight of the model, model\.norm\.weight"):
         load_model(tmp_path, CPU)
 
 

@@ -23,6 +23,23 @@ def test_wsd_with_more_decay_than_steps_decays_over_what_the_warm_up_leaves():
     assert found == pytest.approx([1, 0.5, 0.5 * (1 + math.cos(math.pi * 19 / 20))], abs=1e-12)
 
 
+@pytest.mark.parametrize(("steps", "warmup", "decay"), [(1000, 50, 500), (200, 20, 100), (5, 0, 2), (2, 0, 1)])
+def test_what_nobody_has_set_fits_into_the_run_and_is_no_warning(caplog, steps, warmup, decay):
+    rate = learning_rate_schedule(TrainSection(learning_rate=1.0, steps=steps))
+    assert rate(warmup) == 1.0
+    assert all(rate(step) < 1 for step in range(warmup))
+    assert rate(steps - decay) == 1.0
+    assert all(rate(step) < 1 for step in range(steps - decay + 1, steps))
+    assert caplog.records == []
+
+
+def test_a_warm_up_that_somebody_has_set_is_kept_and_a_longer_one_than_the_run_is_told(caplog):
+    assert rates([9], steps=10, warmup_steps=20, schedule="constant") == [0.45]
+    said = caplog.text
+    assert "the learning rate never reaches its peak: train.warmup_steps" in said
+    assert "decay_steps" not in said
+
+
 def test_constant_linear_and_cosine():
     keys = {"steps": 110, "warmup_steps": 10}
     assert rates([5, 10, 109], schedule="constant", **keys) == pytest.approx([0.5, 1, 1])

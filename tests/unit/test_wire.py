@@ -223,7 +223,7 @@ def test_frames_that_do_not_add_up_to_their_counts_are_refused(trajectory):
 def test_columns_of_different_length_are_refused(trajectory):
     columns, _ = pack([trajectory(), trajectory()])
     columns["reward"] = [1.0]
-    with pytest.raises(ValueError, match="column reward has 1 rows"):
+    with pytest.raises(ValueError, match="column reward has 1 row,"):
         wire.Rows.model_validate(columns)
 
 

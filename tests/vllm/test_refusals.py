@@ -120,9 +120,9 @@ def test_other_tensors_than_the_model_has_are_refused_before_anything_is_touched
 
     name = "model.layers.1.self_attn.k_proj.weight"
     saved, problem = {
-        "missing": (without(new, name), "1 tensors are missing"),
+        "missing": (without(new, name), "1 tensor is missing"),
         "mis-shaped": (with_tensor(new, name, torch.zeros(32, 65)), r"has shape \[32, 65\], not \[32, 64\]"),
-        "unknown": (with_tensor(new, "extra", torch.zeros(2)), "1 tensors are unknown, 'extra'"),
+        "unknown": (with_tensor(new, "extra", torch.zeros(2)), "1 tensor is unknown, 'extra'"),
         "integer": (with_tensor(new, name, torch.zeros(32, 64, dtype=torch.int32)), "has dtype I32, not F32"),
     }[kind]
     version = lab.serve(engine, old)

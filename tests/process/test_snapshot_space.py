@@ -10,6 +10,7 @@ from tba.common.snapshot import Canary, list_snapshots, read
 from tba.tests.unit.publish_lab import Press
 from tba.trainer.host_copies import HostCopies
 from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
+from tba.trainer.whole_writer import WholeWriter
 
 from .fault_lab import wait_for
 from .test_storage_faults import small_disk  # noqa: F401
@@ -46,13 +47,15 @@ def test_below_the_floor_snapshots_wait_and_only_the_newest_is_published_afterwa
 
 
 def test_a_disk_that_fills_up_while_writing_is_known_as_such_and_nothing_is_left(lab):
-    publication = Publication(0, 0, HostCopies(torch.device("cpu")).copy(lab.weights().items()))
-    writer = SnapshotWriter(lab.config, lab.model, lab.files, address="")
+    copies = HostCopies(torch.device("cpu"))
+    publication = Publication(0, 0, copies.copy(lab.weights().items()))
+    made = SnapshotWriter(lab.config, lab.model, lab.files, lambda _: Canary([], []))
+    writer = WholeWriter(made, lab.model, copies)
     lab.config.snapshots.mkdir(parents=True, exist_ok=True)
     with (lab.disk.path / "all").open("wb") as file:
         free = os.statvfs(lab.disk.path).f_bavail * os.statvfs(lab.disk.path).f_frsize
         os.posix_fallocate(file.fileno(), 0, free - (128 << 10))
     with pytest.raises((OSError, SafetensorError)) as caught:
-        writer.write(publication, Canary([], []))
+        writer.write(publication)
     assert is_full_disk(caught.value)
     assert list(lab.config.snapshots.iterdir()) == []

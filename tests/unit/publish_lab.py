@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tba.common import snapshot, wire
 from tba.common.config import Config
+from tba.trainer.adapters import add_adapters
 from tba.trainer.connection import network
-from tba.trainer.model import load_model, weights_of
+from tba.trainer.model import load_model, structure_of, weights_of
 from tba.trainer.publish import Publisher
 
 from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
@@ -17,7 +19,16 @@ from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
 class Press:
     """A model, a buffer and publishers of the model."""
 
-    def __init__(self, root: Path, *, dtype: str = "float32", tie: bool = True, hidden: int = 16, **train) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        dtype: str = "float32",
+        tie: bool = True,
+        hidden: int = 16,
+        lora: dict[str, Any] | None = None,
+        **train: Any,
+    ) -> None:
         self.files = save_tiny_model(root / "model", tie=tie, hidden=hidden)
         (self.files / "tokenizer_notes.txt").write_text("belongs to the model")
         (self.files / "training_state.bin").write_bytes(b"does not")
@@ -25,15 +36,27 @@ class Press:
             "run": {"dir": str(root / "run"), "name": "r"},
             "model": {"path": str(self.files), "dtype": dtype},
             "train": {"prompts_per_step": 1, "full_snapshot_every": 1} | train,
+            "lora": lora or {},
         }
         self.buffer = BufferThread(Config.model_validate(sections))
         self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})
-        self.model = load_model(self.files, torch.device("cpu"))
+        self.model = self.plain = load_model(self.files, torch.device("cpu"))
+        if lora:
+            self.plain = structure_of(self.model)
+            add_adapters(self.model, self.config.lora)
         self.publishers: list[Publisher] = []
 
-    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False) -> Publisher:
-        dial = network(self.config.buffer.address)
-        made = Publisher(self.config, self.model, self.files, next_version=next_version, stop=stop, dial=dial)
+    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False, **lora: Any) -> Publisher:
+        """A publisher of the model as it is configured, or with other keys of [lora]."""
+        made = Publisher(
+            self.config.model_copy(update={"lora": self.config.lora.model_copy(update=lora)}),
+            self.model,
+            self.files,
+            plain=self.plain,
+            next_version=next_version,
+            stop=stop,
+            dial=network(self.config.buffer.address),
+        )
         self.publishers.append(made)
         return made
 
@@ -62,6 +85,14 @@ class Press:
             parameter.copy_(
                 torch.where(chosen, parameter + 0.05 * torch.randn(parameter.shape, generator=generator), parameter)
             )
+
+    @torch.no_grad()
+    def train_adapters(self, seed: int) -> None:
+        """Give the adapters other values, all of them, as large as training makes them."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's weights as they are published."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from tba.common.errors import SnapshotCorrupt
 from tba.common.low_rank import Factors, merge
-from tba.common.tensor_file import Tensor, map_tensors
+from tba.common.tensor_file import Tensor, map_tensors, read_layout
 
 FILE = "adapter.safetensors"
 
@@ -40,6 +40,11 @@ def read_factors(path: Path) -> dict[str, Factors]:
     if len(tensors) != 3 * len(names):
         raise SnapshotCorrupt(f"{path} has {len(tensors)} tensors for {len(names)} adapters: three belong to each")
     return {name: _factors(path, name, tensors) for name in names}
+
+
+def changed_by(path: Path) -> set[str]:
+    """The names of the weights that an adapter file changes. Raises as `read_factors`."""
+    return {key.removeprefix(f"{LOW}/") for key in read_layout(path).spans if key.startswith(f"{LOW}/")}
 
 
 def apply_adapter(path: Path, weights: Mapping[str, Tensor], *, threads: int = 0) -> None:

@@ -95,8 +95,8 @@ class Snapshot:
     """A snapshot that has been found and verified.
 
     `weight_files` hold all weights of the version, also where it was published as a delta or an adapter: then they are
-    what that makes of its base. They are empty where only the change is there. `delta` names the file with the changed
-    elements alone (since `manifest.base`), if it was published as a delta.
+    what that makes of its base, and `delta` names the file that says which tensors differ from the base's. They are
+    empty where only the change is there.
     """
 
     path: Path
@@ -162,7 +162,7 @@ def read(path: Path) -> Snapshot:
         raise SnapshotCorrupt(f"{path / MANIFEST} is malformed: {error}") from error
     complete = [path / name for name in manifest.complete_files if name.endswith(".safetensors")]
     weights = complete if all(file.is_file() for file in complete) or manifest.base is None else []
-    return Snapshot(path, manifest, weights, path / delta.FILE if manifest.change == delta.FILE else None)
+    return Snapshot(path, manifest, weights, path / manifest.change if manifest.change else None)
 
 
 def list_snapshots(directory: Path) -> list[Path]:

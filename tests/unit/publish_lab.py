@@ -8,10 +8,12 @@ import torch
 
 from tba.common import snapshot, wire
 from tba.common.config import Config
-from tba.trainer.adapters import add_adapters
+from tba.trainer.adapters import BASE, FACTORS, gathered, scalings
+from tba.trainer.build import build
 from tba.trainer.connection import network
-from tba.trainer.model import load_model, structure_of, weights_of
+from tba.trainer.model import weights_of
 from tba.trainer.publish import Publisher
+from tba.trainer.ranks import ALONE
 
 from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
 
@@ -27,9 +29,10 @@ class Press:
         tie: bool = True,
         hidden: int = 16,
         lora: dict[str, Any] | None = None,
+        files: Path | None = None,
         **train: Any,
     ) -> None:
-        self.files = save_tiny_model(root / "model", tie=tie, hidden=hidden)
+        self.files = files or save_tiny_model(root / "model", tie=tie, hidden=hidden)
         (self.files / "tokenizer_notes.txt").write_text("belongs to the model")
         (self.files / "training_state.bin").write_bytes(b"does not")
         sections = {
@@ -40,10 +43,8 @@ class Press:
         }
         self.buffer = BufferThread(Config.model_validate(sections))
         self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})
-        self.model = self.plain = load_model(self.files, torch.device("cpu"))
-        if lora:
-            self.plain = structure_of(self.model)
-            add_adapters(self.model, self.config.lora)
+        self.learner, self.plain = build(self.config, self.files, torch.device("cpu"), ALONE)
+        self.model = self.learner.policy
         self.publishers: list[Publisher] = []
 
     def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False, **lora: Any) -> Publisher:
@@ -93,6 +94,20 @@ class Press:
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The weights that searchers make of base and adapters: the definition in torch, an operation at a time."""
+        dtype = getattr(torch, self.config.model.dtype)
+        weights = {name: tensor.to(dtype) for name, tensor in gathered(self.model, BASE)}
+        factors = {name: tensor.detach() for name, tensor in gathered(self.model, FACTORS)}
+        for name, scaling in scalings(self.model).items():
+            low, high = factors[f"low/{name}"], factors[f"high/{name}"]
+            total = high[:, 0:1] * low[0]
+            for k in range(1, len(low)):
+                product = high[:, k : k + 1] * low[k]
+                total = total + product
+            weights[name] = (weights[name].float() + total * scaling).to(dtype)
+        return weights
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's weights as they are published."""

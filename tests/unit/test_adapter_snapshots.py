@@ -19,7 +19,7 @@ from tba.searcher.host_copy import HostCopy
 from tba.searcher.node_cache import clear
 from tba.tests.weights_lab import WEIGHTS, CountingServer, flip_a_byte
 from tba.trainer.adapter_writer import _names_in_files
-from tba.trainer.adapters import BASE, FACTORS, gathered, scalings
+from tba.trainer.adapters import scalings
 
 LORA = {"rank": 3, "alpha": 4.0, "publish": "adapter"}
 FULL = "model.safetensors"
@@ -41,21 +41,6 @@ def publish(lab, publisher, steps) -> None:
             lab.train_adapters(step)
         publisher.publish(step)
     assert publisher.flush(30)
-
-
-def policy(lab) -> dict[str, torch.Tensor]:
-    """The weights that searchers are to have: the definition in torch, an operation at a time."""
-    dtype = getattr(torch, lab.config.model.dtype)
-    weights = {name: tensor.to(dtype) for name, tensor in gathered(lab.model, BASE)}
-    factors = {name: tensor.detach() for name, tensor in gathered(lab.model, FACTORS)}
-    for name, scaling in scalings(lab.model).items():
-        low, high = factors[f"low/{name}"], factors[f"high/{name}"]
-        total = high[:, 0:1] * low[0]
-        for k in range(1, len(low)):
-            product = high[:, k : k + 1] * low[k]
-            total = total + product
-        weights[name] = (weights[name].float() + total * scaling).to(dtype)
-    return weights
 
 
 def same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -80,7 +65,7 @@ def test_what_a_node_merges_is_the_trainers_policy_and_its_canary(press, copies,
         publish(lab, publisher, [step])
         found, held = copies.prepare(lab.announced_ref())
         assert found.manifest.change == (adapter.FILE if step else None)
-        assert same_bits(load_file(found.weight_files[0]), policy(lab))
+        assert same_bits(load_file(found.weight_files[0]), lab.merged())
         held.release()
     fresh = AutoModelForCausalLM.from_pretrained(shutil.copytree(found.path, found.path.parent / "eval"))
     tokens = torch.tensor(found.manifest.canary.sequences[:1])
@@ -93,7 +78,7 @@ def test_an_adapter_snapshot_holds_the_factors_and_nothing_else(lab):
     publish(lab, lab.publisher(), [0, 1])
     found = lab.announced()
     assert {path.name for path in found.path.iterdir()} == {adapter.FILE, "manifest.json"}
-    assert (found.manifest.base, found.delta, found.weight_files) == (0, None, [])
+    assert (found.manifest.base, found.delta, found.weight_files) == (0, found.path / adapter.FILE, [])
     factors = adapter.read_factors(found.path / adapter.FILE)
     assert factors.keys() == scalings(lab.model).keys()
     assert all(one.low.shape[0] == 3 and one.scaling == np.float32(4 / 3) for one in factors.values())
@@ -107,7 +92,7 @@ def test_the_snapshot_of_step_0_is_the_base_and_those_for_people_are_complete(pr
     for version, step in ((3, 3), (5, 5)):
         lab.train_adapters(step)
         complete = lab.config.snapshots / f"v{version:08d}"
-        assert same_bits(load_file(complete / FULL), policy(lab))
+        assert same_bits(load_file(complete / FULL), lab.merged())
         assert AutoModelForCausalLM.from_pretrained(complete).dtype == torch.bfloat16
 
 
@@ -138,7 +123,7 @@ def test_a_base_that_somebody_deleted_is_published_again(lab, copies):
     publish(lab, publisher, [3])
     assert kinds(lab) == [(1, 1, 0), (2, 0, None), (3, 2, 2), (4, 3, 2)]
     found, _ = copies.prepare(lab.announced_ref())
-    assert same_bits(load_file(found.weight_files[0]), policy(lab))
+    assert same_bits(load_file(found.weight_files[0]), lab.merged())
 
 
 def test_a_base_of_other_weights_is_not_built_upon(press):
@@ -159,7 +144,7 @@ def test_a_node_that_joins_late_fetches_the_base_and_one_adapter_and_then_adapte
         ref = lab.announced_ref().model_copy(update={"address": server.address})
         found, held = copies.prepare(ref)
         held.release()
-        assert same_bits(load_file(found.weight_files[0]), policy(lab))
+        assert same_bits(load_file(found.weight_files[0]), lab.merged())
         publish(lab, publisher, [step])
     server.close()
     sizes = {name: entry.bytes for name, entry in found.manifest.files.items()}
@@ -196,7 +181,7 @@ def test_a_damaged_base_on_the_node_is_brought_again(lab, copies):
     map_tensors(base / WEIGHTS, writable=True)["model.layers.0.mlp.up_proj.weight"].bits[:] ^= 1
     publish(lab, publisher, [3])
     found, _ = copies.prepare(lab.announced_ref())
-    assert same_bits(load_file(found.weight_files[0]), policy(lab))
+    assert same_bits(load_file(found.weight_files[0]), lab.merged())
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink, lambda path: path.write_bytes(b"")])
@@ -208,7 +193,7 @@ def test_a_missing_or_damaged_adapter_is_refused_and_the_next_one_goes(lab, copi
         copies.prepare(lab.announced_ref())
     publish(lab, publisher, [2])
     found, _ = copies.prepare(lab.announced_ref())
-    assert same_bits(load_file(found.weight_files[0]), policy(lab))
+    assert same_bits(load_file(found.weight_files[0]), lab.merged())
 
 
 def reseal(path: Path, **changes) -> str:

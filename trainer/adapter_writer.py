@@ -77,10 +77,12 @@ class AdapterWriter:
         return (self._base.written.path,) if self._base else ()
 
     def shortage(self, publication: Publication) -> str:
-        """The adapters' bytes, and those of all weights where the snapshot is full or the base is not there."""
-        assert self._base_copy is not None
-        full = int(self._writer.must_be_full(publication.step)) + int(not self._has_base())
-        needed = bytes_of(publication.copy) + full * bytes_of(self._base_copy)
+        """As for the adapters alone, or for all weights where the snapshot is full, and the base if it is not there."""
+        self._start()
+        wholes = int(not self._has_base())
+        if publication.step > 0 or not wholes:
+            wholes += int(self._writer.must_be_full(publication.step))
+        needed = bytes_of(publication.copy) + wholes * bytes_of(self._copied_base())
         return self._writer.shortage(publication.version, needed)
 
     def write(self, publication: Publication) -> Written:
@@ -129,12 +131,15 @@ class AdapterWriter:
     def _start(self) -> "_Merging":
         """What merges, from the first snapshot on, and the base that an earlier start has left."""
         if self._merging is None:
-            assert self._base_copy is not None
-            weights = self._base_copy.wait()
+            weights = self._copied_base().wait()
             saved = self._writer.as_saved(weights)
             self._merging = _Merging(weights, saved, list(self._scalings))
             self._base = self._find_base({name: as_bits(tensor) for name, tensor in saved.items()})
         return self._merging
+
+    def _copied_base(self) -> HostCopy:
+        assert self._base_copy is not None, "copied with the first adapters"
+        return self._base_copy
 
     def _has_base(self) -> bool:
         return self._base is not None and self._base.written.is_there
@@ -155,8 +160,7 @@ class AdapterWriter:
         return None
 
     def _publish_base(self, version: int) -> _Base:
-        assert self._base_copy is not None
-        weights = self._base_copy.wait()
+        weights = self._copied_base().wait()
         canary, saved = self._writer.make_canary(weights), self._writer.as_saved(weights)
         written = self._writer.publish(
             version, lambda directory: self._writer.write_full(directory, version, 0, canary, saved)

@@ -1,10 +1,10 @@
 """Publishing: the training thread copies the weights to the host; a thread of its own does the rest.
 
-    training thread   publish ──► round and copy in one pass ──► queue of one
-    publisher thread  space? ──► canary ──► write ──► fsync ──► hash ──► name ──► announce ──► collect old ones
+    training thread   publish ──► round and copy in one pass, or copy the adapters ──► queue of one
+    publisher thread  space? ─► merge ─► canary ─► write ─► fsync ─► hash ─► name ─► announce ─► collect old ones
 
 Invariants: an announced snapshot is complete, and the versions of a run ascend. The canary is computed from the very
-copy that is written.
+weights that are written or hashed.
 """
 
 import functools
@@ -90,7 +90,8 @@ class Publisher:
         """Hand over the model as it is now, and return its version.
 
         Waits while an earlier snapshot is being written and another one waits: each is published, and the
-        host holds no more than four copies, the base of the next delta included. Raises what the thread failed on.
+        host holds no more than four copies, the base of the next delta included, or two and some adapters. Raises what
+        the thread failed on.
         """
         base_version = self._take_version() if self._writer.needs_base(step) else None
         version = self._take_version()

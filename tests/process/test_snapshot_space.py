@@ -59,3 +59,22 @@ def test_a_disk_that_fills_up_while_writing_is_known_as_such_and_nothing_is_left
         writer.write(publication)
     assert is_full_disk(caught.value)
     assert list(lab.config.snapshots.iterdir()) == []
+
+
+def test_adapters_go_out_where_a_full_snapshot_has_to_wait(small_disk):  # noqa: F811
+    lora = {"rank": 1, "publish": "adapter"}
+    lab = Press(small_disk.path, hidden=256, min_free_mib=12, lora=lora, keep_snapshot_every=5, steps=99)
+    publisher = lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(20)
+    with small_disk.ballast.open("wb") as file:
+        free = os.statvfs(small_disk.path).f_bavail * os.statvfs(small_disk.path).f_frsize
+        os.posix_fallocate(file.fileno(), 0, free - (13 << 20))
+    publisher.publish(1)
+    assert publisher.flush(20)
+    publisher.publish(5)
+    wait_for(lambda: publisher.trouble.startswith("v2 waits for disk space"), 20, "it is full")
+    small_disk.relieve()
+    assert publisher.flush(20)
+    assert steps(lab) == [0, 1, 5]
+    lab.close()

@@ -1,8 +1,9 @@
-"""Weights on their way: a delta against the full snapshot in bytes, its parts in memcpys of the model, and the fetch.
+"""Weights on their way: deltas and adapters against the full snapshot in bytes, their parts in memcpys, and the fetch.
 
 Random bf16 weights of 128 and 512 million parameters in tensors of the shapes of a model; 1 % or 25 % of the elements
-differ. A memcpy is one `numpy.copyto` of the same bytes, measured anew for each part; both are the best of three, in
-CPU time of this process, which other work on the machine disturbs less. The fetch is in wall-clock time.
+differ, or each tensor has an adapter of rank 16. A memcpy is one `numpy.copyto` of the same bytes, measured anew for
+each part; both are the best of three, in CPU time of this process, which other work on the machine disturbs less. The
+fetch is in wall-clock time.
 """
 
 import socket
@@ -14,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.table import print_table
-from tba.common import delta
+from tba.common import adapter, delta
 from tba.common.clock import SystemClock
 from tba.common.durable import copy_file, sha256_of
+from tba.common.low_rank import Factors, merge
 from tba.common.tensor_file import Tensor, map_tensors, read_layout, sha256_of_tensors, write_tensor_file
 from tba.searcher.fetch import Fetcher
 from tba.tests.weights_lab import WEIGHTS, RandomWeights
@@ -28,6 +31,8 @@ MILLIONS = (128, 512)
 CHANGED = (0.01, 0.25)
 WIDTH = 2048
 ROUNDS = 3
+RANK = 16
+THREADS = 2
 FETCHED = 256 << 20  # bytes
 
 Weights = dict[str, Tensor]
@@ -38,6 +43,10 @@ def main() -> None:
         rows = [row for millions in MILLIONS for row in deltas(millions, Path(folder))]
         headings = ["parameters, changed", "full/delta", "build", "write", "hash result", "copy", "patch", "check"]
         print_table("deltas: bytes, and times in memcpys of the model", headings, rows)
+        rows = [adapters(millions, Path(folder)) for millions in MILLIONS]
+        headings = ["parameters, rank", "full/adapter", "merge", "write", "hash result", "copy", "merge", "check"]
+        title = "adapters: bytes, and times in memcpys of the model"
+        print_table(title, [*headings, "by matmul", f"{THREADS} threads, wall clock"], rows)
         headings = ["way", "MB/s", "times as long"]
         print_table(f"{FETCHED >> 20} MiB over loopback", headings, fetches(Path(folder)))
 
@@ -78,6 +87,69 @@ def deltas(millions: int, folder: Path) -> Iterator[list[str]]:
         mapped = map_tensors(folder / "new")
         assert all(np.array_equal(tensor.bits, mapped[name].bits) for name, tensor in new.items())
         yield row
+
+
+def adapters(millions: int, folder: Path) -> list[str]:
+    """What the trainer does, what the searcher does, a merge by matrix products, and what a second thread gains."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    names = [f"layer.{n}" for n in range(millions * 10**6 // (4096 * WIDTH))]
+    base = {name: Tensor("BF16", (4096, WIDTH), normal(rng, 4096, WIDTH).view("<u4") >> 16) for name in names}
+    base = {name: replace(tensor, bits=tensor.bits.reshape(-1).astype("<u2")) for name, tensor in base.items()}
+    factors = {
+        name: Factors(normal(rng, RANK, WIDTH), 1e-3 * normal(rng, 4096, RANK), np.float32(2.0)) for name in names
+    }
+    into = {name: replace(tensor, bits=np.empty_like(tensor.bits)) for name, tensor in base.items()}
+    space = {name: np.empty_like(tensor.bits) for name, tensor in base.items()}
+    for file in ("old", "new"):
+        (folder / file).unlink(missing_ok=True)
+    write_tensor_file(folder / "old", base)
+    layout, tensors = read_layout(folder / "old"), adapter.tensors_of(factors)
+
+    def memcpys(part: Callable[[], object], before: Callable[[], object] = lambda: None) -> str:
+        clock = time.process_time
+        return f"{best(part, before, clock) / best(lambda: copy(base, space), clock=clock):.1f}"
+
+    def fresh() -> None:
+        (folder / "new").unlink(missing_ok=True)
+        copy_file(folder / "old", folder / "new")
+
+    row = [
+        f"{millions} M, {RANK}",
+        f"{sum(one.bits.nbytes for one in base.values()) / sum(one.bits.nbytes for one in tensors.values()):.1f}",
+        memcpys(lambda: merge(base, factors, into, threads=1)),
+        memcpys(lambda: write_tensor_file(folder / adapter.FILE, tensors)),
+        memcpys(lambda: sha256_of_tensors(layout, into)),
+        memcpys(
+            lambda: copy_file(folder / "old", folder / "new"), before=lambda: (folder / "new").unlink(missing_ok=True)
+        ),
+        memcpys(
+            lambda: adapter.apply_adapter(folder / adapter.FILE, map_tensors(folder / "new", writable=True), threads=1),
+            before=fresh,
+        ),
+        memcpys(lambda: sha256_of_tensors(layout, map_tensors(folder / "new"))),
+    ]
+    mapped = map_tensors(folder / "new")
+    assert all(np.array_equal(tensor.bits, mapped[name].bits) for name, tensor in into.items())
+    row.append(memcpys(lambda: by_matmul(base, factors, into)))
+    seconds = [best(lambda n=n: merge(base, factors, into, threads=n)) for n in (1, THREADS)]
+    return [*row, f"1/{seconds[0] / seconds[1]:.1f}"]
+
+
+def by_matmul(base: Weights, factors: dict[str, Factors], into: Weights) -> None:
+    """The merge that nobody defines the bits of."""
+    for name, factor in factors.items():
+        weight, target = (
+            torch.from_numpy(one[name].bits.view(np.int16)).view(torch.bfloat16).view(one[name].shape)
+            for one in (base, into)
+        )
+        product = torch.from_numpy(factor.high) @ torch.from_numpy(factor.low)
+        target.copy_(product.mul_(float(factor.scaling)).add_(weight))
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Random numbers of the size of weights."""
+    return rng.standard_normal(shape, np.float32) * np.float32(0.02)
 
 
 def flipped(bits: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.table import print_table
-from tba.common.config import TrainSection
+from tba.common.config import LoraSection, TrainSection
 from tba.tests.unit.tb_lab import objective
+from tba.trainer.adapters import FACTORS, MERGED, add_adapters, gathered
 from tba.trainer.canary import canary_sequences, make_canary
 from tba.trainer.checkpoint import tensors_of
 from tba.trainer.host_copies import HostCopies
@@ -34,7 +35,10 @@ def main() -> None:
         sequences = canary_sequences(Path(folder), model.config.vocab_size)
     rows = [publication(model, sequences, dtype) for dtype in (torch.float32, torch.bfloat16)]
     print_table("a publication, in memcpys of the float32 weights", ["published as", "as it was", "now"], rows)
-    rows = [checkpoint_row(model)]
+    print_table(
+        "a publication with adapters of rank 16", ["lora.publish", "memcpys of the float32 weights"], lora(model)
+    )
+    rows = [checkpoint_row(random_model())]
     print_table("a checkpoint, in memcpys of what it holds", ["", "a copy in new memory", "now"], rows)
 
 
@@ -65,6 +69,19 @@ def publication(model: Any, sequences: list[list[int]], dtype: torch.dtype) -> l
         copies.give_back(copies.copy(weights_of(model).items(), dtype))
 
     return [str(dtype).removeprefix("torch."), f"{best(before) / best(memcpy):.1f}", f"{best(now) / best(memcpy):.2f}"]
+
+
+def lora(model: Any) -> list[list[str]]:
+    """What the training thread does of it: all weights merged and rounded, or a copy of the adapters."""
+    memcpy = memcpy_of(weights_of(model))
+    add_adapters(model, LoraSection(rank=16))
+    copies = HostCopies(CPU)
+
+    def publish(what: str, dtype: torch.dtype) -> float:
+        return best(lambda: copies.give_back(copies.copy(gathered(model, what), dtype))) / best(memcpy)
+
+    merged, adapter = publish(MERGED, torch.bfloat16), publish(FACTORS, torch.float32)
+    return [["merged", f"{merged:.2f}"], ["adapter", f"{adapter:.3f}"]]
 
 
 def checkpoint_row(model: Any) -> list[str]:

@@ -6,20 +6,24 @@
     v00000041/              delta
         manifest.json       also the base (version, sha256 of its manifest), and the files it makes of the base's
         delta.safetensors   what changed since the base: `tba.common.delta`
+    v00000042/              adapter
+        manifest.json       as that of a delta; the base is full
+        adapter.safetensors low-rank factors, which are merged into the base: `tba.common.adapter`
 
 The manifest's own sha256 travels in the announcement, and a delta's manifest holds that of its base's: one hash
-vouches for everything. Whoever wants the weights of a delta makes the complete directory first; it looks like a
-full snapshot with a delta file beside.
+vouches for everything. Whoever wants the weights of a delta or an adapter makes the complete directory first; it looks
+like a full snapshot with that file beside.
 """
 
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.common import delta
+from tba.common import adapter, delta
 from tba.common.durable import publish_directory, sha256_of, write_json
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
 from tba.common.log import get_logger
@@ -28,6 +32,8 @@ from tba.common.wire import WeightsRef
 log = get_logger(__name__)
 
 FORMAT = 1
+# What a snapshot that is not full has one of.
+CHANGES = (delta.FILE, adapter.FILE)
 MANIFEST = "manifest.json"
 # No separator, and no leading dot: what a manifest names lies beside it and is no "..".
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][^/\\\0]{0,200}")
@@ -57,8 +63,9 @@ class Canary:
 class Manifest:
     """What `manifest.json` holds. `files` are those that were published.
 
-    Of a delta, `base` is the version it applies to, `base_manifest_sha256` says which snapshot of that version is
-    meant, and `complete` are the files that come out: all that a full snapshot would have. A full one has None.
+    Of a delta or an adapter, `base` is the version it applies to, `base_manifest_sha256` says which snapshot of that
+    version is meant, and `complete` are the files that come out: all that a full snapshot would have. A full one has
+    None.
     """
 
     run: str
@@ -74,17 +81,22 @@ class Manifest:
 
     @property
     def complete_files(self) -> dict[str, FileEntry]:
-        """The files of a complete model directory, published as such or made from a delta."""
+        """The files of a complete model directory, published as such or made from the base."""
         return self.files if self.complete is None else self.complete
+
+    @property
+    def change(self) -> str | None:
+        """The file that makes the complete files of the base's, a delta or an adapter; None for a full snapshot."""
+        return None if self.base is None else next(name for name in CHANGES if name in self.files)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A snapshot that has been found and verified.
 
-    `weight_files` hold all weights of the version, also where it was published as a delta: then they are what
-    the delta makes of its base, and `delta` names the file with the changes alone (since `manifest.base`). They
-    are empty where only the delta is there.
+    `weight_files` hold all weights of the version, also where it was published as a delta or an adapter: then they are
+    what that makes of its base, and `delta` names the file that says which tensors differ from the base's. They are
+    empty where only the change is there.
     """
 
     path: Path
@@ -150,7 +162,7 @@ def read(path: Path) -> Snapshot:
         raise SnapshotCorrupt(f"{path / MANIFEST} is malformed: {error}") from error
     complete = [path / name for name in manifest.complete_files if name.endswith(".safetensors")]
     weights = complete if all(file.is_file() for file in complete) or manifest.base is None else []
-    return Snapshot(path, manifest, weights, path / delta.FILE if manifest.base is not None else None)
+    return Snapshot(path, manifest, weights, path / manifest.change if manifest.change else None)
 
 
 def list_snapshots(directory: Path) -> list[Path]:
@@ -170,19 +182,19 @@ def choose_snapshots(directory: Path, one: Path | None, *, every: bool) -> list[
     return found if every else found[-1:]
 
 
-def collect(directory: Path, *, keep_last: int, keep_every: int) -> list[Path]:
-    """Delete old snapshots: all but the newest `keep_last`, the first, those of every `keep_every`-th step, and
-    whatever these are deltas on.
+def collect(directory: Path, *, keep_last: int, keep_every: int, keep: Iterable[Path] = ()) -> list[Path]:
+    """Delete old snapshots: all but the newest `keep_last`, the first, those of every `keep_every`-th step, those of
+    `keep`, and whatever these are based on.
 
-    The first is what a run is compared with. `keep_every` 0 keeps no others. The manifest goes first, so that
+    The first is what a run is compared with. `keep_every` 0 keeps none by its step. The manifest goes first, so that
     a half-deleted directory is no snapshot; one that cannot be read is left for a person. Returns what was
     deleted.
     """
     found = list_snapshots(directory)
     manifests = {path: manifest for path in found if (manifest := _readable(path))}
-    kept = {found[0], *found[-max(keep_last, 1) :]} if found else set()
+    kept = {found[0], *found[-max(keep_last, 1) :], *keep} if found else set()
     kept |= {path for path, manifest in manifests.items() if keep_every and manifest.step % keep_every == 0}
-    # A base is older than its delta: one pass from the newest finds whole chains.
+    # A base is older than what is based on it: one pass from the newest finds whole chains.
     for path in reversed(found):
         if path in kept and path in manifests and (base := manifests[path].base) is not None:
             kept.add(directory / directory_name(base))
@@ -221,9 +233,9 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         0 <= manifest.base < manifest.version
         and manifest.base_manifest_sha256
         and manifest.complete
-        and delta.FILE in manifest.files
+        and len(manifest.files.keys() & set(CHANGES)) == 1
     ):
-        raise SnapshotCorrupt(f"v{manifest.version} is a delta on v{manifest.base}, with no word of what it makes")
+        raise SnapshotCorrupt(f"v{manifest.version} is a change of v{manifest.base}, with no word of what it makes")
     return manifest
 
 

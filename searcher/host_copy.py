@@ -2,25 +2,27 @@
 
     full     its files, linked or fetched
     delta    newest complete ancestor ──► copy ──► patch with each delta since, in order ──► the hash it must have
+    adapter  its base ──► copy ──► merge ──► the hash it must have
 
 A version's files are made anew and never change, so an engine can reread the weights that it served before. Whatever
-is in doubt (a delta is missing or damaged, the result has another hash) is made from the full snapshot instead.
+is in doubt (a delta is missing or damaged, the result has another hash) is made from the full snapshot instead. What
+the newest adapters are on stays here, however old it is: each of them needs it again.
 """
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tba.common import delta
+from tba.common import adapter, delta
 from tba.common.clock import Clock
 from tba.common.durable import copy_file, link_or_copy
 from tba.common.errors import SnapshotCorrupt, SnapshotError, SnapshotOutdated
 from tba.common.log import get_logger
 from tba.common.snapshot import MANIFEST, Manifest, Snapshot, check_hash, directory_name, read
-from tba.common.tensor_file import map_tensors
+from tba.common.tensor_file import Tensor, map_tensors
 from tba.common.wire import WeightsRef
 from tba.searcher.node_cache import Held, NodeCache
 from tba.searcher.sources import Source, bring_manifest, bring_proved, open_source
@@ -32,10 +34,17 @@ _CHAIN = "chain"
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A delta on the way from a complete ancestor, with the directory its files are in."""
+    """A delta or an adapter on the way from a complete ancestor, with the directory its file is in."""
 
     manifest: Manifest
     directory: Path
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the weights of this version of those of its base, in place."""
+        if self.manifest.change == adapter.FILE:
+            adapter.apply_adapter(self.directory / adapter.FILE, tensors)
+        else:
+            delta.apply_delta(self.directory / delta.FILE, tensors)
 
 
 class HostCopy:
@@ -55,6 +64,7 @@ class HostCopy:
         self._clock = clock
         self._wanted = wanted
         self._tell = tell
+        self._base: Held | None = None  # what the newest adapters are on
 
     def prepare(self, ref: WeightsRef, *, anew: bool = False) -> tuple[Snapshot, Held]:
         """The complete files of an announced snapshot, proved by their hashes, and the hold that keeps them.
@@ -68,12 +78,27 @@ class HostCopy:
             raise SnapshotError(f"v{ref.version} cannot be made in {self._cache.directory}: {error}") from error
         finally:
             source.close()
+        snapshot = read(held.path)
+        self._keep_base(snapshot.manifest)
         self._cache.collect()
-        return read(held.path), held
+        return snapshot, held
 
     def remove_made(self) -> None:
         """Leave nothing behind that was made here, except what somebody holds by now."""
+        self.close()
         self._cache.remove_made()
+
+    def close(self) -> None:
+        """Let go of what is kept for snapshots to come."""
+        if self._base is not None:
+            self._base.release()
+            self._base = None
+
+    def _keep_base(self, manifest: Manifest) -> None:
+        """Hold the base of adapters, if it is here, also where another searcher of the node has merged them."""
+        if manifest.change == adapter.FILE and (base := self._cache.hold(_name(*_base(manifest)))) is not None:
+            self.close()
+            self._base = base
 
     def _complete(self, source: Source, version: int, sha256: str, *, anew: bool) -> Held:
         name = _name(version, sha256)
@@ -98,11 +123,12 @@ class HostCopy:
             except SnapshotOutdated:
                 raise
             except SnapshotError as error:
-                log.warning("delta not applied, going back to the full snapshot", version=version, reason=str(error))
+                log.warning("change not applied, going back to the full snapshot", version=version, reason=str(error))
+        self.close()  # the base is checked, and made anew if it is damaged
         self._patch(source, manifest, part, from_full=True)
 
     def _patch(self, source: Source, manifest: Manifest, part: Path, *, from_full: bool) -> None:
-        """Make the complete files of a delta in the directory that its own files are in."""
+        """Make the complete files of a delta or an adapter in the directory that its own file is in."""
         base, links = self._ancestor(source, _Link(manifest, part), from_full=from_full)
         try:
             complete = manifest.complete_files
@@ -121,7 +147,7 @@ class HostCopy:
         shutil.rmtree(part / _CHAIN, ignore_errors=True)
 
     def _ancestor(self, source: Source, newest: _Link, *, from_full: bool) -> tuple[Held, list[_Link]]:
-        """The newest ancestor whose complete files are here, or else the full one; and the deltas since, oldest first.
+        """The newest ancestor whose complete files are here, or else the full one; and the changes since, oldest first.
 
         `from_full` goes back to the full one in any case, and checks it again.
         """
@@ -134,9 +160,9 @@ class HostCopy:
             directory = newest.directory / _CHAIN / directory_name(version)
             directory.mkdir(parents=True, exist_ok=True)
             manifest = bring_manifest(source, version, sha256, directory)
-            if manifest.base is None:
+            if (change := manifest.change) is None:
                 return self._complete(source, version, sha256, anew=from_full), links
-            bring_proved(source, version, delta.FILE, directory / delta.FILE, manifest.files[delta.FILE])
+            bring_proved(source, version, change, directory / change, manifest.files[change])
             links.insert(0, _Link(manifest, directory))
 
 
@@ -154,7 +180,7 @@ def _base(manifest: Manifest) -> tuple[int, str]:
 def _apply(links: list[_Link], weights: Path) -> None:
     tensors = map_tensors(weights, writable=True)
     for link in links:
-        delta.apply_delta(link.directory / delta.FILE, tensors)
+        link.apply(tensors)
 
 
 def _check_complete(manifest_sha256: str, path: Path) -> None:

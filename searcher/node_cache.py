@@ -75,6 +75,10 @@ class NodeCache:
         self._proved.add(name)
         return held
 
+    def hold(self, name: str) -> Held | None:
+        """A snapshot that is there, kept from being collected and not checked; None if it is not there."""
+        return self._hold(self.directory / name)
+
     def acquire(self, name: str, make: Callable[[Path], None], check: Callable[[Path], None]) -> Held:
         """The snapshot of that name, made by `make` in a directory of its own unless it is there.
 

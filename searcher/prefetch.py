@@ -98,6 +98,8 @@ class Prefetcher:
         while (left := self.take()) is not None:
             if left.held is not None:
                 left.held.release()
+        if not self._thread.is_alive():
+            self._copies.close()
 
     # ------------------------------------------------------------ prefetch thread
 

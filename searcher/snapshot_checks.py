@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.common import adapter
 from tba.common.errors import CanaryMismatch, SnapshotError
 from tba.common.quantity import quantity
 from tba.common.snapshot import Canary, Snapshot
@@ -37,11 +38,23 @@ def check_snapshot(snapshot: Snapshot, expected: TensorShapes, *, tied: bool, vo
     """Raise SnapshotError unless a snapshot is one of the model that is served."""
     name = f"v{snapshot.manifest.version}"
     if not snapshot.weight_files:
-        raise SnapshotError(f"{name} is a delta on v{snapshot.manifest.base}, and its complete weights are not here")
+        raise SnapshotError(f"{name} is based on v{snapshot.manifest.base}, and its complete weights are not here")
     if difference := shape_difference(expected, tensor_shapes(snapshot.weight_files, tied=tied)):
         raise SnapshotError(f"{name} does not hold the weights of the model that is served: {difference}")
     if problem := canary_problem(snapshot.manifest.canary, vocabulary):
         raise SnapshotError(f"{name} has an unusable canary: {problem}")
+
+
+def on_one_base(snapshot: Snapshot, served: Snapshot) -> bool:
+    """Whether both are adapters on the same base, and the first changes all that the second does.
+
+    Then what the first changes of the base is also all that it changes of the second.
+    """
+    new, old = snapshot.manifest, served.manifest
+    if {new.change, old.change} != {adapter.FILE} or new.base_manifest_sha256 != old.base_manifest_sha256:
+        return False
+    changed, before = (adapter.changed_by(one.path / adapter.FILE) for one in (snapshot, served))
+    return before <= changed
 
 
 def prove(engine: Engine, snapshot: Snapshot, tolerance: float, *, context: int) -> Mismatch:

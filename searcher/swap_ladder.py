@@ -20,7 +20,7 @@ from tba.common.errors import CanaryMismatch, EngineError, EngineFaulty, Snapsho
 from tba.common.log import get_logger
 from tba.common.snapshot import Snapshot
 from tba.searcher.engine import LoadReport
-from tba.searcher.snapshot_checks import Mismatch
+from tba.searcher.snapshot_checks import Mismatch, on_one_base
 
 log = get_logger(__name__)
 
@@ -142,11 +142,11 @@ class SwapLadder:
             pass
 
     def _delta_of(self, snapshot: Snapshot) -> str | None:
-        """The file of a snapshot's changes, if they are changes of the very weights that serve."""
+        """The file of a snapshot's changes, if they are all that differs from the very weights that serve."""
         manifest, served = snapshot.manifest, self._served
-        if snapshot.delta is None or (manifest.run, manifest.base) != (served.run, served.version):
+        if snapshot.delta is None or manifest.run != served.run:
             return None
-        return str(snapshot.delta)
+        return str(snapshot.delta) if manifest.base == served.version or on_one_base(snapshot, served.proof) else None
 
     def _prepare(self, weights: Weights, delta: str | None) -> None:
         started = time.perf_counter()

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tba.common import adapter
 from tba.common.delta import Change, Positions, read_delta
 from tba.common.errors import EngineError
 from tba.common.quantity import quantity
@@ -79,13 +80,14 @@ class WeightSwap:
         return not self._packed
 
     def prepare(self, files: Sequence[str], delta: str | None, seed: int) -> None:
-        """Do everything that needs no pause. `files` hold all weights; `delta` what changed of those that serve.
+        """Do everything that needs no pause. `files` hold all weights; `delta`, if it is given, or an adapter in its
+        place, says what differs from those that serve.
 
         Touches nothing that serves, so it may run in a thread beside generation.
         """
         self._prepared = self._old = None
         checkpoint = Checkpoint(files)
-        changes = {change.name: change for change in read_delta(Path(delta))} if delta else None
+        changes = _changes_in(Path(delta)) if delta else None
         prepared = _Prepared(set(checkpoint.names()) if changes is None else set(changes))
         self._choose_samples(prepared, checkpoint, changes or {}, seed)
         if self._packed:
@@ -166,7 +168,7 @@ class WeightSwap:
 
     # ------------------------------------------------------------ preparing
 
-    def _gather(self, prepared: _Prepared, checkpoint: Checkpoint, changes: Mapping[str, Change]) -> None:
+    def _gather(self, prepared: _Prepared, checkpoint: Checkpoint, changes: Mapping[str, Change | None]) -> None:
         """For copies in place: bring what is to be copied close to the device."""
         parameters = self._parameters()
         for place in self._places:
@@ -216,7 +218,7 @@ class WeightSwap:
         return multiply
 
     def _choose_samples(
-        self, prepared: _Prepared, checkpoint: Checkpoint, changes: Mapping[str, Change], seed: int
+        self, prepared: _Prepared, checkpoint: Checkpoint, changes: Mapping[str, Change | None], seed: int
     ) -> None:
         """Elements to look at after the exchange: others each time, and of a delta those that it changes."""
         generator = torch.Generator().manual_seed(seed)
@@ -303,6 +305,13 @@ def packed_modules(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[s
     embedding's)."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return {name: names[id(module.weight)] for name, module in _packed(model)}
+
+
+def _changes_in(path: Path) -> dict[str, Change | None]:
+    """The tensors that a delta or an adapter changes; None for one whose new values the complete files have."""
+    if path.name == adapter.FILE:
+        return dict.fromkeys(adapter.changed_by(path))
+    return {change.name: change for change in read_delta(path)}
 
 
 def scattered(place: Place, positions: Positions, values: Bits, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from tba.common.wire import WeightsRef
 from tba.searcher.engine import Engine, LoadReport
 from tba.searcher.node_cache import Held
 from tba.searcher.prefetch import Prefetcher, Prepared
+from tba.searcher.snapshot_checks import on_one_base
 
 log = get_logger(__name__)
 
@@ -41,6 +42,7 @@ class WeightsFollower:
         prefetcher.make_ready = self._make_ready
         self._refused: _Refused | None = None
         self._held: Held | None = None  # the files that serve: an engine may read them again
+        self._served: Snapshot | None = None  # what they are
         self.current: WeightsRef | None = None
         self.last_load_seconds = 0.0
         self.last_prepare_seconds = 0.0
@@ -82,7 +84,7 @@ class WeightsFollower:
             return False
         if self._held is not None:
             self._held.release()
-        self._held, self._refused = prepared.held, None
+        self._held, self._served, self._refused = prepared.held, prepared.snapshot, None
         self.last_prepare_seconds = prepared.seconds
         log.info(
             "weights loaded",
@@ -98,10 +100,13 @@ class WeightsFollower:
     def _make_ready(self, snapshot: Snapshot, anew: bool) -> Snapshot:
         """In the prefetch thread, while nothing is swapped: what the engine can do beside generation.
 
-        The delta goes along only where the engine serves its base, and nothing is in doubt.
+        What changed goes along only where the engine serves the base, or other adapters on it, and nothing is in doubt.
         """
         base = self.current.manifest_sha256 if self.current else None
-        if anew or snapshot.manifest.base_manifest_sha256 != base:
+        on_served = snapshot.manifest.base_manifest_sha256 == base
+        if not on_served and self._served is not None:
+            on_served = on_one_base(snapshot, self._served)
+        if anew or not on_served:
             snapshot = replace(snapshot, delta=None)
         self._engine.prepare(snapshot)
         return snapshot

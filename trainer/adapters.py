@@ -1,7 +1,8 @@
 """LoRA through PEFT: adapters beside frozen linear layers.
 
 The frozen base is the reference policy: the model without its adapters, bit for bit and without a second copy. What is
-published is merged, W + alpha / rank x B A, so that searchers load it like any other weights.
+published is merged, W + alpha / rank x B A, so that searchers load it like any other weights; or base and adapters
+apart (tba.trainer.adapter_writer), which each searcher merges.
 """
 
 import contextlib
@@ -14,9 +15,14 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tba.common.adapter import HIGH, LOW
 from tba.common.config import LoraSection
 from tba.common.errors import ConfigError, MissingExtra
+from tba.trainer.model import weights_of
 from tba.trainer.sharding import whole
+
+# What can be put together of a model, for `gathered`.
+MERGED, BASE, FACTORS = "merged", "base", "factors"
 
 _NAME = "default"
 _BASE = ".base_layer."
@@ -69,6 +75,35 @@ def _disabled(layers: list[Any]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def gathered(model: PreTrainedModel, what: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a model, one after the other, each put together from all ranks. Every rank has to go through them.
+
+    MERGED: all weights, with adapters merged in if there are any; BASE: all weights without them; FACTORS: the
+    adapters, A as low/NAME and B as high/NAME of the weight that they change. Names are those without adapters.
+    """
+    if what == FACTORS:
+        return _factors(model)
+    state = weights_of(model)
+    return merged(model, state) if what == MERGED else _base(state)
+
+
+def scalings(model: PreTrainedModel) -> dict[str, float]:
+    """What the product of each adapter is multiplied by, by the name of its weight."""
+    return {f"{name}.weight": float(layer.scaling[_NAME]) for name, layer in _adapted(model)}
+
+
+def _factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    for name, layer in _adapted(model):
+        yield f"{LOW}/{name}.weight", whole(layer.lora_A[_NAME].weight)
+        yield f"{HIGH}/{name}.weight", whole(layer.lora_B[_NAME].weight)
+
+
+def _base(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in state.items():
+        if ".lora_" not in name:
+            yield name.replace(_BASE, "."), whole(tensor)
 
 
 def merged(model: PreTrainedModel, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

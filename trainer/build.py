@@ -27,7 +27,8 @@ def build(config: Config, files: Path, device: torch.device, ranks: Ranks) -> tu
         plain = structure_of(policy)
     if config.lora.rank:
         add_adapters(policy, config.lora)
-        adapter = {**config.lora.model_dump(mode="json"), "base": fingerprint(files)}
+        # How they are published may change from one start to the next.
+        adapter = {**config.lora.model_dump(mode="json", exclude={"publish"}), "base": fingerprint(files)}
     elif config.objective.uses_reference:
         reference = load_model(files, place)
     objective = choose(config.objective, longest_response=config.search.max_tokens)

@@ -2,7 +2,7 @@
 
 rank 0, in tba.trainer.loop        the others, here
 STEP and its batch           ──►   the same step
-PUBLISH                      ──►   weights put together, tensor by tensor
+PUBLISH and what             ──►   weights or adapters put together, tensor by tensor
 SAVE                         ──►   weights and optimiser states put together
 END                          ──►   leave
 """
@@ -13,9 +13,8 @@ import torch
 from tba.common.errors import TbaError
 from tba.common.log import get_logger
 from tba.trainer import checkpoint
-from tba.trainer.adapters import merged
+from tba.trainer.adapters import gathered
 from tba.trainer.batch import Row, TrainBatch
-from tba.trainer.model import weights_of
 from tba.trainer.ranks import Ranks, pack_arrays, unpack_arrays
 from tba.trainer.step import Learner
 
@@ -37,8 +36,9 @@ def follow(learner: Learner, ranks: Ranks) -> None:
                 log.debug("step failed", reason=str(error))
         elif command == PUBLISH:
             with torch.no_grad():
-                for _ in merged(learner.policy, weights_of(learner.policy)):
-                    pass
+                for what in payload.decode().split():
+                    for _ in gathered(learner.policy, what):
+                        pass
         elif command == SAVE:
             for _ in checkpoint.tensors_of(learner):
                 pass

@@ -252,7 +252,7 @@ class Trainer:
     def publish(self) -> None:
         """Searchers are to serve what trains: also at the start, where a resume may be behind the newest."""
         assert self._publisher is not None
-        self._ranks.send(PUBLISH)
+        self._ranks.send(PUBLISH, " ".join(self._publisher.gathers).encode())
         self._life.weights_version = self._publisher.publish(self.learner.steps_done)
 
     def _one_step(self) -> None:

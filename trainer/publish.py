@@ -1,12 +1,13 @@
 """Publishing: the training thread copies the weights to the host; a thread of its own does the rest.
 
-    training thread   publish ──► round and copy in one pass ──► queue of one
-    publisher thread  space? ──► canary ──► write ──► fsync ──► hash ──► name ──► announce ──► collect old ones
+    training thread   publish ──► round and copy in one pass, or copy the adapters ──► queue of one
+    publisher thread  space? ─► merge ─► canary ─► write ─► fsync ─► hash ─► name ─► announce ─► collect old ones
 
 Invariants: an announced snapshot is complete, and the versions of a run ascend. The canary is computed from the very
-copy that is written.
+weights that are written or hashed.
 """
 
+import functools
 import queue
 import shutil
 import threading
@@ -14,7 +15,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -23,13 +23,13 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, SnapshotError, TbaError
 from tba.common.log import get_logger
 from tba.common.wire import AnnounceSnapshot, Done
-from tba.trainer.adapters import merged
+from tba.trainer.adapter_writer import AdapterWriter
 from tba.trainer.canary import canary_sequences, make_canary, skeleton
 from tba.trainer.connection import Client, Dial
-from tba.trainer.host_copies import HostCopies, HostCopy
-from tba.trainer.model import weights_of
+from tba.trainer.host_copies import HostCopies
 from tba.trainer.serve import SnapshotServer
-from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
+from tba.trainer.snapshot_writer import Publication, SnapshotWriter, Writer, is_full_disk
+from tba.trainer.whole_writer import WholeWriter
 
 log = get_logger(__name__)
 
@@ -58,21 +58,20 @@ class Publisher:
     ) -> None:
         self._config = config
         self._dial = dial
-        self._model = model
-        self._plain = model if plain is None else plain
-        self._modules = skeleton(self._plain)
+        plain = model if plain is None else plain
         self._copies = copies or HostCopies(model.device)
-        self._base: HostCopy | None = None  # what the next delta applies to; the thread's
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._directory = config.snapshots.resolve()
         self._next_version = max(next_version, _after_leftovers(self._directory))
-        self._sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings)
+        sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings)
+        canary_of = functools.partial(make_canary, skeleton(plain), sequences=sequences)
+        writer = SnapshotWriter(config, plain, model_files, canary_of)
+        kind = AdapterWriter if config.lora.publish == "adapter" else WholeWriter
+        self._writer: Writer = kind(writer, model, self._copies)
         self._stop = stop
         self._server: SnapshotServer | None = None
         if config.train.serve_snapshots:
             self._server = SnapshotServer(config.train.serve_snapshots, self._directory)
-        address = self._server.address if self._server else ""
-        self._writer = SnapshotWriter(config, self._plain, model_files, address=address)
+        self._address = self._server.address if self._server else ""
         self.trouble = ""  # why a snapshot waits, for people; read by the training thread
         self._queue: queue.Queue[Publication] = queue.Queue(maxsize=1)
         self._closing = threading.Event()
@@ -82,16 +81,21 @@ class Publisher:
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._thread.start()
 
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """What the next `publish` puts together from all ranks, for `tba.trainer.adapters.gathered`."""
+        return self._writer.gathers
+
     def publish(self, step: int) -> int:
         """Hand over the model as it is now, and return its version.
 
         Waits while an earlier snapshot is being written and another one waits: each is published, and the
-        host holds no more than four copies, the base of the next delta included. Raises what the thread failed on.
+        host holds no more than four copies, the base of the next delta included, or two and some adapters. Raises what
+        the thread failed on.
         """
-        version = self._next_version
-        self._next_version += 1
-        weights = merged(self._model, weights_of(self._model))
-        publication = Publication(version, step, self._copies.copy(weights, self._dtype))
+        base_version = self._take_version() if self._writer.needs_base(step) else None
+        version = self._take_version()
+        publication = Publication(version, step, self._writer.copy(), base_version)
         with self._changed:
             self._unfinished += 1
         while True:
@@ -103,6 +107,11 @@ class Publisher:
                 if self._stop():  # it will not be announced; the next start publishes anew
                     self._done_with_one()
                     return version
+
+    def _take_version(self) -> int:
+        version = self._next_version
+        self._next_version += 1
+        return version
 
     def check(self) -> None:
         """Raise what the thread failed on, if it did."""
@@ -151,7 +160,12 @@ class Publisher:
             return
         client.ask(announcement, Done, self._closing.is_set)
         train = self._config.train
-        snapshot.collect(self._directory, keep_last=train.keep_snapshots, keep_every=train.keep_snapshot_every)
+        snapshot.collect(
+            self._directory,
+            keep_last=train.keep_snapshots,
+            keep_every=train.keep_snapshot_every,
+            keep=self._writer.keeps(),
+        )
         log.info(
             "snapshot published",
             version=announcement.weights.version,
@@ -167,24 +181,16 @@ class Publisher:
             shortage = self._writer.shortage(publication)
             if not shortage:
                 try:
-                    announcement = self._write_with_canary(publication)
+                    written = self._writer.write(publication)
                 except (OSError, SafetensorError) as error:
                     if not is_full_disk(error):
                         raise
                     shortage = f"v{publication.version} waits for disk space: {error}"
                 else:
                     self.trouble = ""
-                    return announcement
+                    return written.announcement(self._address)
             publication = self._wait_for_space(publication, shortage)
         return None
-
-    def _write_with_canary(self, publication: Publication) -> AnnounceSnapshot:
-        canary = make_canary(self._modules, publication.copy.wait(), self._sequences)
-        announcement = self._writer.write(publication, canary)
-        if self._base is not None:
-            self._copies.give_back(self._base)
-        self._base = publication.copy
-        return announcement
 
     def _wait_for_space(self, publication: Publication, shortage: str) -> Publication:
         """Training goes on meanwhile: of two snapshots that wait the newer one counts, the other is dropped."""

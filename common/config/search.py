@@ -65,8 +65,9 @@ class SearchSection(Section):
     """Where snapshots come from. path: the trainer's directory, on a shared file system; trainer: its
     `train.serve_snapshots`; auto: the path where it is there, else the trainer."""
     weights_dir: Path | None = None
-    """Where a node keeps the weights that its searchers serve or prepare, three to four times the model: a local disk,
-    or /dev/shm. By default a directory of the user and the run in the system's temporary directory."""
+    """Where a node keeps the weights that its searchers serve or prepare, three to four times the model, and once more
+    with `lora.publish = "adapter"`: a local disk, or /dev/shm. By default a directory of the user and the run in the
+    system's temporary directory."""
 
     @field_validator("temperature", mode="before")
     @classmethod

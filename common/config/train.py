@@ -152,6 +152,16 @@ class LoraSection(Section):
     """An adapter adds alpha / rank x B A to its weight."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
     """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; all are all but the output head."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """merged: weights with the adapters merged in, in full or as deltas. adapter: the base once, then the adapters
+    alone, and each searcher merges; docs/operations.md says what that saves and costs. The last snapshot and those of
+    `train.keep_snapshot_every` are full in any case, and `train.full_snapshot_every` is not needed."""
+
+    @model_validator(mode="after")
+    def _there_are_adapters(self) -> Self:
+        if self.publish == "adapter" and not self.rank:
+            raise ValueError('lora.publish = "adapter" has no meaning without adapters: set lora.rank')
+        return self
 
 
 class ReferenceSection(Section):

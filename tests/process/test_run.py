@@ -158,6 +158,28 @@ def test_weights_go_through_the_socket_as_deltas_where_no_file_system_is_shared(
     assert not (tmp_path / "weights/test").exists(), "nor does an evaluation"
 
 
+def test_adapters_go_through_the_socket_and_the_run_is_evaluated(small_run, tba, tmp_path):
+    train = {"serve_snapshots": "tcp://127.0.0.1:*", "keep_snapshots": 99, "steps": 6}
+    run = small_run(
+        model={"dtype": "bfloat16"},
+        search={"weights_from": "trainer"},
+        train=train,
+        lora={"rank": 4, "publish": "adapter"},
+    )
+    result = tba("run", run.file, timeout=200)
+    assert result.returncode == 0, result.stderr
+    check_history(run, steps=6)
+    manifests = [json.loads(path.read_text()) for path in run.directory.glob("snapshots/v*/manifest.json")]
+    adapters = {manifest["version"] for manifest in manifests if "adapter.safetensors" in manifest["files"]}
+    used = {version for (version,) in query(run, "SELECT DISTINCT policy_version FROM trajectories")}
+    assert adapters & used
+    assert not (tmp_path / "weights/test").exists(), "a finished run leaves no weights on the node"
+    evaluated = tba("eval", "--config", run.file, "--all", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert len(json.loads(evaluated.stdout)) == len(manifests)
+    assert not (tmp_path / "weights/test").exists(), "nor does an evaluation"
+
+
 def starts_of(run, role: str) -> int:
     """How often processes of a role have started."""
     if role == "buffer serve":

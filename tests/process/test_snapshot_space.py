@@ -10,6 +10,7 @@ from tba.common.snapshot import Canary, list_snapshots, read
 from tba.tests.unit.publish_lab import Press
 from tba.trainer.host_copies import HostCopies
 from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
+from tba.trainer.whole_writer import WholeWriter
 
 from .fault_lab import wait_for
 from .test_storage_faults import small_disk  # noqa: F401
@@ -46,13 +47,34 @@ def test_below_the_floor_snapshots_wait_and_only_the_newest_is_published_afterwa
 
 
 def test_a_disk_that_fills_up_while_writing_is_known_as_such_and_nothing_is_left(lab):
-    publication = Publication(0, 0, HostCopies(torch.device("cpu")).copy(lab.weights().items()))
-    writer = SnapshotWriter(lab.config, lab.model, lab.files, address="")
+    copies = HostCopies(torch.device("cpu"))
+    publication = Publication(0, 0, copies.copy(lab.weights().items()))
+    made = SnapshotWriter(lab.config, lab.model, lab.files, lambda _: Canary([], []))
+    writer = WholeWriter(made, lab.model, copies)
     lab.config.snapshots.mkdir(parents=True, exist_ok=True)
     with (lab.disk.path / "all").open("wb") as file:
         free = os.statvfs(lab.disk.path).f_bavail * os.statvfs(lab.disk.path).f_frsize
         os.posix_fallocate(file.fileno(), 0, free - (128 << 10))
     with pytest.raises((OSError, SafetensorError)) as caught:
-        writer.write(publication, Canary([], []))
+        writer.write(publication)
     assert is_full_disk(caught.value)
     assert list(lab.config.snapshots.iterdir()) == []
+
+
+def test_adapters_go_out_where_a_full_snapshot_has_to_wait(small_disk):  # noqa: F811
+    lora = {"rank": 1, "publish": "adapter"}
+    lab = Press(small_disk.path, hidden=256, min_free_mib=12, lora=lora, keep_snapshot_every=5, steps=99)
+    publisher = lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(20)
+    with small_disk.ballast.open("wb") as file:
+        free = os.statvfs(small_disk.path).f_bavail * os.statvfs(small_disk.path).f_frsize
+        os.posix_fallocate(file.fileno(), 0, free - (13 << 20))
+    publisher.publish(1)
+    assert publisher.flush(20)
+    publisher.publish(5)
+    wait_for(lambda: publisher.trouble.startswith("v2 waits for disk space"), 20, "it is full")
+    small_disk.relieve()
+    assert publisher.flush(20)
+    assert steps(lab) == [0, 1, 5]
+    lab.close()

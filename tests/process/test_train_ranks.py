@@ -126,7 +126,7 @@ def test_a_rank_that_dies_ends_the_run_with_one_sentence_and_one_process_goes_on
 
 
 def test_two_processes_save_when_stopped_and_go_on_under_torchrun_with_adapters(make_run):
-    straight, run = make_run("straight", rank=2), make_run("stopped", rank=2)
+    straight, run = make_run("straight", rank=2), make_run("stopped", rank=2, publish="adapter")
     one = straight.start()
     straight.feed()
     assert one.wait(90) == 0
@@ -141,4 +141,6 @@ def test_two_processes_save_when_stopped_and_go_on_under_torchrun_with_adapters(
     environment = {name: value for name, value in clean_environment().items() if name != PARENT_VARIABLE}
     subprocess.run(command, env=environment, check=True, timeout=90)
     assert_same_training(run, straight)
-    assert snapshot.read(snapshot.list_snapshots(run.config.snapshots)[-1]).manifest.step == STEPS
+    manifests = [snapshot.read(path).manifest for path in snapshot.list_snapshots(run.config.snapshots)]
+    assert (manifests[0].step, manifests[-1].step) == (0, STEPS)
+    assert {manifest.base for manifest in manifests[1:-1]} == {0}, "adapters, also after the restart"

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tba.common import snapshot, wire
 from tba.common.config import Config
+from tba.trainer.adapters import BASE, FACTORS, gathered, scalings
+from tba.trainer.build import build
 from tba.trainer.connection import network
-from tba.trainer.model import load_model, weights_of
+from tba.trainer.model import weights_of
 from tba.trainer.publish import Publisher
+from tba.trainer.ranks import ALONE
 
 from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
 
@@ -17,23 +21,43 @@ from .tb_lab import BufferThread, FakeSearcher, save_tiny_model
 class Press:
     """A model, a buffer and publishers of the model."""
 
-    def __init__(self, root: Path, *, dtype: str = "float32", tie: bool = True, hidden: int = 16, **train) -> None:
-        self.files = save_tiny_model(root / "model", tie=tie, hidden=hidden)
+    def __init__(
+        self,
+        root: Path,
+        *,
+        dtype: str = "float32",
+        tie: bool = True,
+        hidden: int = 16,
+        lora: dict[str, Any] | None = None,
+        files: Path | None = None,
+        **train: Any,
+    ) -> None:
+        self.files = files or save_tiny_model(root / "model", tie=tie, hidden=hidden)
         (self.files / "tokenizer_notes.txt").write_text("belongs to the model")
         (self.files / "training_state.bin").write_bytes(b"does not")
         sections = {
             "run": {"dir": str(root / "run"), "name": "r"},
             "model": {"path": str(self.files), "dtype": dtype},
             "train": {"prompts_per_step": 1, "full_snapshot_every": 1} | train,
+            "lora": lora or {},
         }
         self.buffer = BufferThread(Config.model_validate(sections))
         self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})
-        self.model = load_model(self.files, torch.device("cpu"))
+        self.learner, self.plain = build(self.config, self.files, torch.device("cpu"), ALONE)
+        self.model = self.learner.policy
         self.publishers: list[Publisher] = []
 
-    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False) -> Publisher:
-        dial = network(self.config.buffer.address)
-        made = Publisher(self.config, self.model, self.files, next_version=next_version, stop=stop, dial=dial)
+    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False, **lora: Any) -> Publisher:
+        """A publisher of the model as it is configured, or with other keys of [lora]."""
+        made = Publisher(
+            self.config.model_copy(update={"lora": self.config.lora.model_copy(update=lora)}),
+            self.model,
+            self.files,
+            plain=self.plain,
+            next_version=next_version,
+            stop=stop,
+            dial=network(self.config.buffer.address),
+        )
         self.publishers.append(made)
         return made
 
@@ -62,6 +86,28 @@ class Press:
             parameter.copy_(
                 torch.where(chosen, parameter + 0.05 * torch.randn(parameter.shape, generator=generator), parameter)
             )
+
+    @torch.no_grad()
+    def train_adapters(self, seed: int) -> None:
+        """Give the adapters other values, all of them, as large as training makes them."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The weights that searchers make of base and adapters: the definition in torch, an operation at a time."""
+        dtype = getattr(torch, self.config.model.dtype)
+        weights = {name: tensor.to(dtype) for name, tensor in gathered(self.model, BASE)}
+        factors = {name: tensor.detach() for name, tensor in gathered(self.model, FACTORS)}
+        for name, scaling in scalings(self.model).items():
+            low, high = factors[f"low/{name}"], factors[f"high/{name}"]
+            total = high[:, 0:1] * low[0]
+            for k in range(1, len(low)):
+                product = high[:, k : k + 1] * low[k]
+                total = total + product
+            weights[name] = (weights[name].float() + total * scaling).to(dtype)
+        return weights
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's weights as they are published."""

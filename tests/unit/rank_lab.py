@@ -1,6 +1,6 @@
 """Learners over several ranks, for tests: `main` is one rank, a scenario names what it trains.
 
-Rank 0 leaves DIRECTORY/SCENARIO.pt: the metrics of each step, and the weights that would be published. A checkpoint
+Rank 0 leaves DIRECTORY/SCENARIO.pt: the metrics of each step, and all that may be published. A checkpoint
 that is there under DIRECTORY/SCENARIO is gone on from; one is left under DIRECTORY/SCENARIO.after. NAME/again is the
 scenario NAME in a folder of its own, where there may be a checkpoint.
 """
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from tba.common.config import LoraSection, ReferenceSection, TrainSection
 from tba.common.process import RENDEZVOUS_VARIABLE
 from tba.trainer import checkpoint
-from tba.trainer.adapters import add_adapters, merged
-from tba.trainer.model import weights_of
+from tba.trainer.adapters import BASE, FACTORS, MERGED, add_adapters, gathered
 from tba.trainer.ranks import ALONE, Ranks, join
 from tba.trainer.step import Learner
 
@@ -99,7 +98,11 @@ def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2)
     metrics = [
         learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(first, first + steps)
     ]
-    weights = {name: tensor.clone() for name, tensor in merged(learner.policy, weights_of(learner.policy))}
+    weights = {
+        f"{what}/{name}": tensor.clone()
+        for what in (MERGED, BASE, FACTORS)
+        for name, tensor in gathered(learner.policy, what)
+    }
     if ranks.rank == 0:
         checkpoint.save(directory / f"{scenario}.after", learner, run="r", keep=1)
     else:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tba.common import delta
+from tba.common import adapter, delta
 from tba.common.clock import ManualClock
 from tba.common.config import Config
 from tba.common.durable import sha256_of
@@ -92,6 +92,22 @@ def test_the_delta_is_offered_only_where_the_engine_serves_its_base(lab, followe
     given = [snapshot.delta for snapshot in follower.engine.given]
     assert [path and path.name for path in given] == [None, delta.FILE, None]
     assert all(snapshot.weight_files[0].is_file() for snapshot in follower.engine.given[1:])
+
+
+def test_adapters_say_what_changed_on_their_base_and_on_one_another(press, tmp_path):
+    lab = press(dtype="bfloat16", lora={"rank": 2, "publish": "adapter"}, steps=99)
+    publisher, follower, refs = lab.publisher(), Follower(lab, tmp_path / "node"), []
+    for step in range(4):
+        if step:
+            lab.train_adapters(step)
+        publisher.publish(step)
+        assert publisher.flush(20)
+        refs.append(lab.announced_ref())
+    for ref in (refs[1], refs[2], refs[3], refs[0], refs[2]):  # it joins late, and once the base comes back
+        assert follower.settle(ref)
+    given = [snapshot.delta for snapshot in follower.engine.given]
+    assert [path and path.name for path in given] == [None, adapter.FILE, adapter.FILE, None, adapter.FILE]
+    follower.weights.close()
 
 
 def test_damaged_weights_are_refused_with_the_reason_and_tried_again_later(lab, follower, tmp_path):

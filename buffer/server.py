@@ -19,7 +19,7 @@ from tba.buffer.syncer import Checkpointer, Syncer
 from tba.common.channels import Peer, ServerChannel
 from tba.common.clock import Clock
 from tba.common.codec import Frames, encode_reply
-from tba.common.errors import Refused, StorageError
+from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
 from tba.common.wire import Failure, GetStatus, Goodbye, Heartbeat, PutAck, RunState, SampleBatch
 
@@ -107,6 +107,8 @@ class BufferServer:
             return []
         try:
             outcomes = self._commit(group)
+        except SyncFailed:
+            raise
         except StorageError as error:
             log.error("commit failed", reason=str(error), requests=len(group))
             self._rebuild()

@@ -5,6 +5,7 @@ transaction for whatever arrived while the last one committed.
 """
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -27,7 +28,7 @@ from tba.buffer.schema import migrate
 from tba.buffer.storage_errors import storage_errors
 from tba.buffer.write_ahead_log import WriteAheadLog
 from tba.common.durable import exclusive_lock
-from tba.common.errors import Refused, StorageError
+from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.trajectory import ARRAY_KINDS
 from tba.common.wire import AnnounceSnapshot, ReportStep, WeightsRef
 
@@ -115,26 +116,36 @@ class Store:
         self._new_references: list[tuple[int, str, float]] = []
         self._unlogged = 0  # bytes that this transaction will have put into the log, roughly
         self._next_id: int | None = None
-        with contextlib.ExitStack() as resources, storage_errors(path):
-            resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
-            # Closed last: SQLite's locks are the process's, and go with any descriptor of the file.
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            resources.callback(os.close, file)
-            # Opened by one thread and used by another, never by two at a time.
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
-            resources.callback(self._connection.close)
-            self._refuse_damaged()
-            self._refuse_foreign()
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = NORMAL")  # `WriteAheadLog.sync` makes it more
-            self._connection.execute("PRAGMA busy_timeout = 10000")  # milliseconds, for a lock of another program
-            self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `WriteAheadLog.copy` does it
-            migrate(Database(self._connection))
-            # This writes, and so makes the log.
-            self._connection.execute(f"PRAGMA user_version = {_identity(path.stat())}")
-            self.log = resources.enter_context(WriteAheadLog(path, file, durable=durability == "power"))
-            self._resources = resources.pop_all()
+        self._resources = contextlib.ExitStack()
+        try:
+            with storage_errors(path):
+                self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
+                self._open(durable=durability == "power")
+        except SyncFailed:
+            leave_open(self._resources)
+            raise
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def _open(self, *, durable: bool) -> None:
+        # Closed last: SQLite's locks are the process's, and go with any descriptor of the file.
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._resources.callback(os.close, file)
+        # Opened by one thread and used by another, never by two at a time.
+        self._connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, uri=True)
+        self._resources.callback(self._connection.close)
+        self._refuse_damaged()
+        self._refuse_foreign()
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = NORMAL")  # `WriteAheadLog.sync` makes it more
+        self._connection.execute("PRAGMA busy_timeout = 10000")  # milliseconds, for a lock of another program
+        self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `WriteAheadLog.copy` does it
+        migrate(Database(self._connection))
+        # This writes, and so makes the log.
+        self._connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
+        self.log = self._resources.enter_context(WriteAheadLog(self.path, file, durable=durable))
 
     def _refuse_damaged(self) -> None:
         """Raise StorageError for a file that was copied while a server wrote to it: its parts are of different times.
@@ -163,13 +174,21 @@ class Store:
             )
 
     def close(self) -> None:
-        """Close the file; what was committed stays."""
-        self._resources.close()
+        """Close the file; what was committed stays.
+
+        After a failed sync it is left open until the process ends, and the lock held: SQLite copies the log when the
+        last connection closes, and would delete it.
+        """
+        if self.log.failure is None:
+            self._resources.close()
+        else:
+            self.log.leave()
+            leave_open(self._resources)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit at the end, or nothing at all. Raises StorageError if the disk refuses."""
-        with storage_errors(self.path):
+        with self.log.unless_failed():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -530,7 +549,7 @@ class Store:
 
     def shrink(self) -> None:
         """Give free pages back to the file system. Raises StorageError if the disk refuses."""
-        with storage_errors(self.path):
+        with self.log.unless_failed():
             self._connection.execute("VACUUM")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -552,6 +571,11 @@ class Store:
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with storage_errors(self.path):
             return self._connection.execute(query, values).fetchall()
+
+
+def leave_open(resources: contextlib.ExitStack) -> None:
+    """Never close these, not even when the interpreter ends, which closes all that it can still reach or count."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(resources))
 
 
 def _identity(file: os.stat_result) -> int:

@@ -15,7 +15,7 @@ from tba.buffer.mailbox import Mailbox
 from tba.buffer.write_ahead_log import WriteAheadLog
 from tba.common.channels import Peer
 from tba.common.codec import Frames
-from tba.common.errors import StorageError
+from tba.common.errors import StorageError, SyncFailed
 from tba.common.log import get_logger
 
 log = get_logger(__name__)
@@ -100,5 +100,7 @@ class Checkpointer:
             if self._log.copy():
                 with self._mailbox.holding():
                     self._log.finish()
+        except SyncFailed:  # what was copied may be lost
+            raise
         except StorageError as error:  # the log keeps what could not be copied, and there is a next time
             log.warning("checkpoint failed", reason=str(error))

@@ -18,7 +18,7 @@ from .conftest import clean_environment
 from .fault_lab import ROWS, assert_all_is_stored_once, producing, stored, wait_for
 
 TOKENS = 8192  # a put is 256 KiB
-SHORT, LONG = 40, 100  # puts: the log is copied after 32, its writing is held back for a copy of all after 64
+PUTS = 40  # the log is copied after 32
 
 # Another program that has the database open, and a view of it that keeps the log from being copied completely.
 PROGRAM = """
@@ -53,6 +53,11 @@ class Disk:
     @property
     def log(self) -> Path:
         return self.database.with_name(self.database.name + "-wal")
+
+    def beginning_of_the_log(self) -> bytes:
+        """It is another one when the log has been begun anew."""
+        with self.log.open("rb") as log:
+            return log.read(32)
 
     def refuse_a_sync_of(self, kind: str) -> None:
         self.fault.write_text(kind)
@@ -110,7 +115,7 @@ def test_a_failed_sync_ends_the_server_and_the_next_one_has_all_that_was_acknowl
         assert_ends_with_a_sentence(server, tmp_path)
         assert disk.log.stat().st_size > 0
         server = serve()
-        wait_for_acknowledged(producers, SHORT)
+        wait_for_acknowledged(producers, PUTS)
         for producer in producers:
             producer.wait_until_all_is_answered(60)
         server.kill()
@@ -122,7 +127,7 @@ def test_a_failed_sync_ends_the_server_and_the_next_one_has_all_that_was_acknowl
 def test_what_was_acknowledged_survives_a_power_cut_after_a_failed_sync(serve, disk, run_config, tmp_path):
     server = serve()
     with producing(run_config.address, 2, tokens=TOKENS) as producers:
-        wait_for_acknowledged(producers, SHORT)
+        wait_for_acknowledged(producers, PUTS)
         disk.refuse_a_sync_of("database")
         assert_ends_with_a_sentence(server, tmp_path)
         acknowledged = [set(producer.acknowledged) for producer in producers]
@@ -155,9 +160,8 @@ def failed_half_way(serve, disk, run_config, folder):
     """Producers, and a program with the database open; half of the log was copied when the disk refused a sync."""
     server = serve()
     with producing(run_config.address, 2, tokens=TOKENS) as producers:
-        wait_for_acknowledged(producers, SHORT)
+        wait_for_acknowledged(producers, PUTS)
         with another_program(disk) as program:
-            wait_for_acknowledged(producers, SHORT)
             disk.refuse_a_sync_of("database")
             assert_ends_with_a_sentence(server, folder)
             yield producers, program
@@ -167,10 +171,11 @@ def test_a_program_that_outlives_the_server_does_not_make_the_next_one_believe_i
     serve, disk, run_config, tmp_path
 ):
     with failed_half_way(serve, disk, run_config, tmp_path) as (producers, program):
+        beginning = disk.beginning_of_the_log()
         server = serve()
         tell(program)
         assert program.stdout.readline() == "idle\n"
-        wait_for_acknowledged(producers, LONG)
+        wait_for(lambda: disk.beginning_of_the_log() != beginning, 60, "all of the log is copied")
         for producer in producers:
             producer.wait_until_all_is_answered(60)
         server.kill()

@@ -107,7 +107,7 @@ class BufferServer:
             return []
         try:
             outcomes = self._commit(group)
-        except SyncFailed:
+        except SyncFailed:  # no request's fault
             raise
         except StorageError as error:
             log.error("commit failed", reason=str(error), requests=len(group))

@@ -24,6 +24,7 @@ _STORAGE_CODES = frozenset(
         sqlite3.SQLITE_CANTOPEN,
         sqlite3.SQLITE_PERM,
         sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PROTOCOL,
     }
 )
 

@@ -397,12 +397,10 @@ class Store:
         """See the trajectories and prompts of a run in another database in place of our own, up to an id.
 
         The other database is attached read-only. A temporary view goes before a table of its name, so every query
-        here reads it; what is recorded goes into our own tables. Their log is copied by SQLite itself: ours
-        measures what trajectories write, and here there are none.
+        here reads it; what is recorded goes into our own tables.
         """
         with storage_errors(past):
             self._connection.execute("ATTACH ? AS past", (f"{past.absolute().as_uri()}?mode=ro",))
-            self._connection.execute("PRAGMA wal_autocheckpoint = 1000")
             for table, condition in (
                 ("prompts", f"run = {past_run}"),
                 ("trajectory_rows", f"run = {past_run} AND id <= {newest}"),

@@ -21,15 +21,18 @@ from pathlib import Path
 from types import TracebackType
 
 from tba.buffer.storage_errors import storage_errors, sync_file
-from tba.common.errors import SyncFailed
+from tba.common.errors import StorageError, SyncFailed
+from tba.common.log import get_logger
+
+log = get_logger(__name__)
 
 _LONG_BYTES = 8 << 20
 _VERY_LONG_BYTES = 16 << 20
 _FINISH_ROUNDS = 4
 _COPY_SECONDS = 60.0  # what is no trajectory is not counted: batches, leases, reports
 _CHUNK_BYTES = 4 << 20
-# Of the file with SQLite's index of the log (https://www.sqlite.org/walformat.html, "The WAL-Index Header"): its format,
-# which has been the same since 2010, and how many frames have been copied. In the byte order of the machine.
+# Of the file with SQLite's index of the log (https://www.sqlite.org/walformat.html, "The WAL-Index Header"): its
+# format, which has been the same since 2010, and how many frames have been copied. In the machine's byte order.
 _INDEX_FORMAT = struct.pack("=I", 3_007_000)
 _COPIED_FRAMES_AT = 96
 
@@ -38,7 +41,7 @@ class WriteAheadLog:
     """The log of the database at `path`, whose descriptor is `file`. It is there while its writer has it open.
 
     `sync` and `copy` may be called by two threads, while a third writes and counts in `written` what it wrote. All
-    raise StorageError, and after a failed sync SyncFailed, whoever heard of it first.
+    raise SyncFailed after a failed sync, whoever heard of it first.
     """
 
     def __init__(self, path: Path, file: int, *, durable: bool) -> None:
@@ -52,6 +55,9 @@ class WriteAheadLog:
         with contextlib.ExitStack() as resources:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             resources.callback(self._connection.close)
+            self._connection.execute(
+                "PRAGMA synchronous = NORMAL"
+            )  # OFF, a build's default perhaps, would sync nothing
             self._page_bytes = int(self._connection.execute("PRAGMA page_size").fetchone()[0])
             self._log = os.open(path.with_name(path.name + "-wal"), os.O_RDWR)
             resources.callback(os.close, self._log)
@@ -93,18 +99,22 @@ class WriteAheadLog:
                 sync_file(self._log, self._path)
 
     def copy(self) -> bool:
-        """Copy what is in the log into the database file, if that is long, or a minute ago. True if `finish` is due."""
+        """Copy what is in the log into the database file, if that is long, or a minute ago. True if `finish` is due.
+
+        For want of space, say, it may not be possible: a warning tells, the log keeps all, and there is a next time.
+        """
         written, now = self.written, time.monotonic()
         if written - self._copied <= _LONG_BYTES and now - self._copied_at < _COPY_SECONDS:
             return False
         self._copied, self._copied_at = written, now
-        with self.unless_failed():
+        with self._copying():
             frames, _ = self._checkpoint()
             if frames * self._page_bytes <= _VERY_LONG_BYTES:
                 return False
             sync_file(self._file, self._path)  # else `finish` would do this, and more of the copying, with all waiting
             frames, copied = self._checkpoint()
-        return (frames - copied) * self._page_bytes <= _LONG_BYTES  # else a reader holds it
+            return (frames - copied) * self._page_bytes <= _LONG_BYTES  # else a reader holds it
+        return False
 
     def finish(self) -> None:
         """Copy all of the log. Whoever calls sees to it that next to nothing is written meanwhile.
@@ -112,12 +122,22 @@ class WriteAheadLog:
         A reader that still needs the log keeps it from being written anew: then it grows on, until the next time.
         The file keeps its length: blocks that are there already are synced faster than new ones.
         """
-        with self.unless_failed():
+        with self._copying():
             for _ in range(_FINISH_ROUNDS):
                 before = self.written
                 frames, copied = self._checkpoint()
                 if copied == frames and self.written == before:
                     break
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        try:
+            with self.unless_failed():
+                yield
+        except SyncFailed:
+            raise
+        except StorageError as error:
+            log.warning("checkpoint failed", reason=str(error))
 
     @contextlib.contextmanager
     def unless_failed(self) -> Iterator[None]:
@@ -138,10 +158,13 @@ class WriteAheadLog:
         goes with the last process that has the database open. But one that outlives us keeps it, for our next start,
         and copies the rest itself when it closes. Nobody minds the smaller number: frames are copied in their order.
         """
-        # Never closed: with any descriptor of this file all of SQLite's locks on it would go.
-        index = os.open(self._path.with_name(self._path.name + "-shm"), os.O_RDWR)
-        if os.pread(index, len(_INDEX_FORMAT), 0) == _INDEX_FORMAT:
-            os.pwrite(index, bytes(4), _COPIED_FRAMES_AT)
+        try:
+            # Never closed: with any descriptor of this file all of SQLite's locks on it would go.
+            index = os.open(self._path.with_name(self._path.name + "-shm"), os.O_RDWR)
+            if os.pread(index, len(_INDEX_FORMAT), 0) == _INDEX_FORMAT:
+                os.pwrite(index, bytes(4), _COPIED_FRAMES_AT)
+        except OSError as error:
+            log.warning("end all programs that have the database open before the next start", reason=str(error))
 
     def _checkpoint(self) -> tuple[int, int]:
         """(frames in the log, those of them that are in the database file now). It waits for nobody."""

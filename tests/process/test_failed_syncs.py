@@ -1,6 +1,6 @@
 """A sync that fails loses what was written before it, and the next one succeeds: nothing acknowledged may hang on it.
 
-Real servers on a disk that is played by failing_disk.c. Each test ends with a power cut, which shows what the disk holds.
+Real servers on a disk that failing_disk.c plays. Each test ends with a power cut, which shows what the disk holds.
 """
 
 import os
@@ -142,7 +142,9 @@ def another_program(disk):
     """It reads; a line makes it end its view, the next one close the database."""
     command = [sys.executable, "-c", PROGRAM, str(disk.database)]
     environment = clean_environment() | disk.environment
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
         try:
             assert program.stdout.readline() == "reads\n"
             yield program

@@ -16,7 +16,7 @@ from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import StorageError
+from tba.common.errors import StorageError, SyncFailed
 from tba.common.trajectory import pack
 
 REF = wire.WeightsRef(version=0, step=0, path="/v0", manifest_sha256="0" * 64)
@@ -147,6 +147,21 @@ def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, traj
     assert serving.ended()
     assert serving.raised is error
     assert serving.client.poll(0.3) == []
+
+
+def test_what_the_checkpointer_found_keeps_the_syncer_from_acknowledging_and_the_writer_from_committing(
+    serving, trajectory
+):
+    serving.store.released.clear()
+    serving.put([trajectory()])
+    wait_for(lambda: serving.rows_that_others_see() == 1)
+    serving.store.log.failure = SyncFailed("the disk")
+    serving.put([trajectory(tokens=[9])], first=1)
+    serving.store.released.set()
+    assert serving.ended()
+    assert serving.raised is serving.store.log.failure
+    assert serving.client.poll(0.3) == []
+    assert serving.rows_that_others_see() == 1
 
 
 def test_a_sync_that_fails_late_ends_a_server_that_is_told_to_stop(serving, trajectory):

@@ -140,6 +140,25 @@ def test_puts_wait_while_the_log_is_finished_and_others_are_answered(serving, tr
     assert reply.message.stored == 1
 
 
+def test_a_server_that_is_told_to_stop_while_the_log_is_finished_ends_when_that_is_done(serving, trajectory):
+    begun, done, finish = threading.Event(), threading.Event(), serving.store.log.finish
+    serving.store.log.copy = lambda: True
+
+    def slow_finish() -> None:
+        begun.set()
+        assert done.wait(20)
+        finish()
+
+    serving.store.log.finish = slow_finish
+    assert begun.wait(10)
+    serving.put([trajectory()])
+    serving.stopped.set()
+    assert not serving.ended(0.3)
+    done.set()
+    assert serving.ended()
+    assert serving.raised is None
+
+
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageError("the disk is gone")])
 def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, trajectory, error):
     serving.store.broken = error

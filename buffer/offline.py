@@ -19,7 +19,9 @@ from tba.buffer.rate_limiter import RateLimiter
 from tba.buffer.reader import open_reader
 from tba.buffer.run import software
 from tba.buffer.service import BufferService
-from tba.buffer.store import Run, Store
+from tba.buffer.store import Store
+from tba.buffer.tables import past as past_tables
+from tba.buffer.tables.runs import Run
 from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
@@ -202,7 +204,7 @@ class OfflineService(BufferService):
         return None
 
     def _repeat_batch(self, message: wire.SampleBatch) -> None:
-        recorded = self._store.copy_past_batch(self._run, message.step, self._past.run)
+        recorded = past_tables.copy_batch(self._store.database, self._run, message.step, self._past.run)
         if recorded is None:
             raise ConfigError(f"{self._past.path} has no batch of step {message.step} to replay")
         prompts, samples = recorded
@@ -240,7 +242,7 @@ class OfflineBuffer:
         )
         settings = origin.into(config.model_dump(mode="json"))
         run = self._store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
-        self._store.overlay(run, past.path, past.run, past.newest_trajectory)
+        past_tables.overlay(self._store.database, run, past.path, past.run, past.newest_trajectory)
         self._run = run
         self._service = OfflineService(self._store, run, config, SystemClock(), past, replay=replay)
         if past.lost and not replay:
@@ -271,7 +273,7 @@ class OfflineBuffer:
 
     def compare_losses(self) -> tuple[int, float]:
         """(steps whose loss both runs have recorded, the largest difference)."""
-        ours = self._store.losses(self._run)
+        ours = self._store.batches.losses(self._run)
         both = ours.keys() & self._past.losses.keys()
         return len(both), max((abs(ours[step] - self._past.losses[step]) for step in both), default=0.0)
 

@@ -22,7 +22,8 @@ from tba.buffer.rate_limiter import RateLimiter
 from tba.buffer.received import SequenceRanges
 from tba.buffer.remover import Limits
 from tba.buffer.rows import PutColumns, RunColumns, database_rows, put_columns
-from tba.buffer.store import Run, Store
+from tba.buffer.store import Store
+from tba.buffer.tables.runs import Run
 from tba.common import wire
 from tba.common.clock import Clock
 from tba.common.codec import Request, RequestHeader
@@ -104,24 +105,24 @@ class BufferService:
     def rebuild(self) -> None:
         """Make the memory anew from the committed database."""
         store, run = self._store, self._run
-        self._versions = {ref.version: ref for ref in store.snapshots(run)}
+        self._versions = {ref.version: ref for ref in store.snapshots.all(run)}
         self._newest = self._versions[max(self._versions)] if self._versions else None
-        self._steps_done = store.steps_done(run)
-        self._next_step = store.recorded_steps(run)
-        self._finished = store.finished_step(run) is not None
-        self._clients.admit_trainers(store.trainers(run))
-        self._prompt_ids = store.prompt_ids(run)
+        self._steps_done = store.batches.steps_done(run)
+        self._next_step = store.batches.recorded_steps(run)
+        self._finished = store.runs.finished_step(run) is not None
+        self._clients.admit_trainers(store.senders.trainers(run))
+        self._prompt_ids = store.prompts.ids(run)
         self._prompt_keys = {id_: key for key, id_ in self._prompt_ids.items()}
-        epoch, place = store.newest_place(run)
+        epoch, place = store.visits.newest_place(run)
         self._leases = LeaseBook(run.seed, list(self._prompt_keys), epoch, place)
-        self._leases.open = {visit.id: visit for visit in store.open_visits(run)}
+        self._leases.open = {visit.id: visit for visit in store.visits.open(run)}
         self._index = SamplingIndex(self._limits)
-        for entry in store.entries(run, self._policy_steps()):
+        for entry in store.trajectories.entries(run, self._policy_steps()):
             self._index.add(entry)
         now, samples = self._history_step(self._steps_done), self._config.train.samples_per_prompt
         warm_up(self._index, self._rules, step=now, samples=samples)
-        self._trajectories, self._errors = store.counts(run)
-        self._sampled = store.consumed(run)
+        self._trajectories, self._errors = store.trajectories.counts(run)
+        self._sampled = store.batches.consumed(run)
         self._sender_ids: dict[str, int] = {}
         self._received: dict[str, SequenceRanges] = {}
 
@@ -190,15 +191,15 @@ class BufferService:
             )
         client.host = message.host
         self._sender_id(sender)
-        self._store.describe_sender(sender, message.host, message.pid)
+        self._store.senders.describe(sender, message.host, message.pid)
         self._clients.replace_earlier(sender)
         if client.role == "trainer":
-            self._clients.admit_trainers(self._store.trainers(self._run))
+            self._clients.admit_trainers(self._store.senders.trainers(self._run))
             # It may have been told to make more steps.
-            self._store.finish(self._run, None)
+            self._store.runs.finish(self._run, None)
             self._finished = False
         newest = self._newest.version + 1 if self._newest else 0
-        recorded = self._store.recorded_steps(self._run)
+        recorded = self._store.batches.recorded_steps(self._run)
         return Answer(wire.Welcome(run_name=self._run.name, next_version=newest, recorded_steps=recorded))
 
     def _heartbeat(self, message: wire.Heartbeat, sender: str) -> Answer:
@@ -217,7 +218,7 @@ class BufferService:
 
     def _register_prompts(self, message: wire.RegisterPrompts, _: str) -> Answer:
         _refuse_beyond("task", message.total)
-        task, fingerprint, total = self._store.task_of(self._run)
+        task, fingerprint, total = self._store.runs.task(self._run)
         if message.total < self._config.train.prompts_per_step:
             raise Refused(
                 "too_few_prompts",
@@ -226,7 +227,7 @@ class BufferService:
             )
         if task is None:
             total = message.total
-            self._store.register_task(self._run, message.task, message.fingerprint, total)
+            self._store.runs.register_task(self._run, message.task, message.fingerprint, total)
         elif fingerprint != message.fingerprint:
             raise Refused(
                 "other_prompts",
@@ -234,15 +235,15 @@ class BufferService:
                 f"({message.total} prompts of {message.task}): use the same files on every node",
             )
         if len(self._prompt_ids) < total and message.keys:
-            self._store.add_prompts(self._run, message.offset, message.keys)
-            self._prompt_ids = self._store.prompt_ids(self._run)
+            self._store.prompts.add(self._run, message.offset, message.keys)
+            self._prompt_ids = self._store.prompts.ids(self._run)
             self._prompt_keys = {id_: key for key, id_ in self._prompt_ids.items()}
             self._leases.prompts = list(self._prompt_keys)
         known = len(self._prompt_ids)
         return Answer(wire.Registered(known=known, complete=known == total))
 
     def _lease_prompts(self, message: wire.LeasePrompts, sender: str) -> Answer | None:
-        if not self._prompt_ids or len(self._prompt_ids) < self._store.task_of(self._run)[2]:
+        if not self._prompt_ids or len(self._prompt_ids) < self._store.runs.task(self._run)[2]:
             raise Refused("no_prompts", "the prompts of the run are not registered yet")
         if self._clients[sender].activity == GONE:
             return Answer(wire.Leases(visits=[], reason="it said goodbye"))
@@ -251,7 +252,7 @@ class BufferService:
         room, reason = self._room_for_leases(message, sender)
         again = self._leases.unheld()[: max(0, room - len(lost))]
         for visit in again:
-            self._store.lease_again(visit.id, sender, self._clock.wall())
+            self._store.visits.lease_again(visit.id, sender, self._clock.wall())
             visit.sender = sender
         new = [self._new_visit(sender) for _ in range(room - len(lost) - len(again))]
         if not (visits := [*lost, *again, *new]) and message.want and not self._has_old_weights(message):
@@ -267,7 +268,7 @@ class BufferService:
         """A sender that was silent for too long, and is at work, keeps what nobody else has got meanwhile."""
         for visit in (self._leases.open.get(lease) for lease in held):
             if visit is not None and visit.sender is None:
-                self._store.lease_again(visit.id, sender, self._clock.wall())
+                self._store.visits.lease_again(visit.id, sender, self._clock.wall())
                 visit.sender = sender
 
     def _has_old_weights(self, message: wire.LeasePrompts) -> bool:
@@ -309,7 +310,7 @@ class BufferService:
 
     def _new_visit(self, sender: str) -> OpenVisit:
         epoch, place, prompt = self._leases.next_place()
-        id_ = self._store.add_visit(self._run, epoch, place, prompt, sender, self._clock.wall())
+        id_ = self._store.visits.add(self._run, epoch, place, prompt, sender, self._clock.wall())
         visit = OpenVisit(id_, epoch, prompt, sender)
         self._leases.open[id_] = visit
         return visit
@@ -324,7 +325,7 @@ class BufferService:
         number, received = self._sender_id(sender), self._ranges_of(sender)
         missing = received.missing(put.first_sequence, len(put))
         if missing:
-            ids = self._store.new_ids(len(missing))
+            ids = self._store.trajectories.new_ids(len(missing))
             places = [sequence - put.first_sequence for sequence in missing]
             every = ids if len(ids) == len(put) else range(len(put))
             known = RunColumns(self._run.id, number, self._clock.wall(), every, prompts, versions)
@@ -340,10 +341,10 @@ class BufferService:
         if len(places) < len(put):  # some of them are there already
             rows = [(id_, *rows[place][1:]) for id_, place in zip(ids, places, strict=True)]
             payloads = [payloads[place] for place in places]
-        self._store.add_trajectories(rows, payloads)
+        self._store.trajectories.add(rows, payloads)
         if (references := put.rows.reference_logprob) is not None:
             known_logprobs = ((id_, references[place]) for id_, place in zip(ids, places, strict=True))
-            self._store.add_references(
+            self._store.trajectories.add_references(
                 [(id_, wire.INITIAL_REFERENCE, logprob) for id_, logprob in known_logprobs if logprob is not None]
             )
         self._trajectories += len(places)
@@ -370,7 +371,7 @@ class BufferService:
     def _free_bytes(self) -> int:
         at, free = self._free
         if (now := self._clock.monotonic()) - at > _FREE_SPACE_SECONDS:
-            at, free = self._free = (now, self._store.free_bytes())
+            at, free = self._free = (now, self._store.database.free_bytes())
         return free
 
     def _prompts_of(self, put: PutColumns) -> list[int]:
@@ -391,7 +392,7 @@ class BufferService:
             raise Refused("unknown_version", f"policy version {error.args[0]} was never announced") from error
 
     def _imported_prompts(self, put: PutColumns) -> list[int]:
-        ids = self._store.add_imported_prompts(self._run, sorted(set(put.rows.prompt_key)))
+        ids = self._store.prompts.add_imported(self._run, sorted(set(put.rows.prompt_key)))
         return [ids[key] for key in put.rows.prompt_key]
 
     def _imported_versions(self, put: PutColumns) -> list[int]:
@@ -405,20 +406,20 @@ class BufferService:
 
     def _ranges_of(self, sender: str) -> SequenceRanges:
         if sender not in self._received:
-            self._received[sender] = SequenceRanges(self._store.sequence_ranges(self._sender_id(sender)))
+            self._received[sender] = SequenceRanges(self._store.trajectories.sequence_ranges(self._sender_id(sender)))
         return self._received[sender]
 
     def _close_visits(self, answered: set[tuple[int, int]], sender: str) -> None:
         """End the visits that these pairs (lease, prompt) answer, unless another sender has got them meanwhile."""
         done = [lease for lease, prompt in answered if self._leases.close(lease, prompt, sender)]
         if done:
-            self._store.close_visits(done, self._clock.wall())
+            self._store.visits.close(done, self._clock.wall())
 
     # ------------------------------------------------------------ trainer
 
     def _sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
         _refuse_beyond("step", message.step)
-        if not self._store.has_batch(self._run, message.step) and (shortage := self._choose_batch(message)):
+        if not self._store.batches.has(self._run, message.step) and (shortage := self._choose_batch(message)):
             # A trainer that asks ahead is still at work on the step before.
             self._trainer_waits_for = shortage.reason if message.step <= self._steps_done else ""
             return None
@@ -446,7 +447,7 @@ class BufferService:
         if isinstance(groups, Shortage):
             return groups
         check_size(self._store, [entry.id for group in groups for entry in group])
-        self._store.record_batch(self._run, message.step, groups, self._clock.wall(), stale_from=now)
+        self._store.batches.record(self._run, message.step, groups, self._clock.wall(), stale_from=now)
         self._index.mark_taken(entry.id for group in groups for entry in group)
         self._next_step = message.step + 1
         self._sampled += message.prompts * message.samples
@@ -461,9 +462,9 @@ class BufferService:
         return {version: ref.step for version, ref in self._versions.items()}
 
     def _report_step(self, message: wire.ReportStep, _: str) -> Answer:
-        if not self._store.has_batch(self._run, message.step):
+        if not self._store.batches.has(self._run, message.step):
             raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
-        self._store.report(self._run, message, self._clock.wall())
+        self._store.batches.report(self._run, message, self._clock.wall())
         self._steps_done = max(self._steps_done, message.step + 1)
         return Answer(wire.Done())
 
@@ -472,13 +473,13 @@ class BufferService:
         known = self._versions.get(message.weights.version)
         if known is not None and known != message.weights:
             raise Refused("version_taken", f"snapshot v{known.version} was announced before, with other content")
-        self._store.add_snapshot(self._run, message, self._clock.wall())
+        self._store.snapshots.add(self._run, message, self._clock.wall())
         self._versions[message.weights.version] = message.weights
         self._newest = self._versions[max(self._versions)]
         return Answer(wire.Done())
 
     def _finish_run(self, message: wire.FinishRun, _: str) -> Answer:
-        self._store.finish(self._run, message.step)
+        self._store.runs.finish(self._run, message.step)
         self._finished = True
         return Answer(wire.Done())
 
@@ -510,7 +511,7 @@ class BufferService:
             duplicates=self._duplicates,
             sampleable=len(self._index),
             puts_per_second=sum(rows for _, rows in self._put_times) / _RATE_SECONDS,
-            database_bytes=self._store.database_bytes(),
+            database_bytes=self._store.database.size_bytes(),
             queued_bytes=self.queued_bytes,
             commit_seconds=sum(self._commit_seconds) / max(1, len(self._commit_seconds)),
             rejected=dict(self.rejected),
@@ -524,7 +525,7 @@ class BufferService:
 
     def _sender_id(self, sender: str) -> int:
         if sender not in self._sender_ids:
-            self._sender_ids[sender] = self._store.sender_id(self._run, sender, self._clients[sender].role)
+            self._sender_ids[sender] = self._store.senders.number(self._run, sender, self._clients[sender].role)
         return self._sender_ids[sender]
 
 

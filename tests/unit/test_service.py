@@ -85,7 +85,7 @@ def test_an_expired_lease_goes_to_another_searcher_as_it_is(harness):
 
 def open_leases(buffer) -> set[int]:
     """Visits that are not done, by the file."""
-    return {visit.id for visit in buffer.store.open_visits(buffer.run)}
+    return {visit.id for visit in buffer.store.visits.open(buffer.run)}
 
 
 def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harness, trajectory):
@@ -404,7 +404,9 @@ def test_a_second_server_on_the_same_database_is_refused(harness):
 def test_rewards_and_timestamps_are_indexed(harness):
     buffer = harness()
     for column in ("reward", "received_at"):
-        plan = buffer.store._all(f"EXPLAIN QUERY PLAN SELECT id FROM trajectory_rows WHERE run = 1 AND {column} > 0")
+        plan = buffer.store.database.all(
+            f"EXPLAIN QUERY PLAN SELECT id FROM trajectory_rows WHERE run = 1 AND {column} > 0"
+        )
         assert "USING" in plan[0][3]
         assert column in plan[0][3]
 
@@ -415,12 +417,12 @@ def test_a_failed_transaction_leaves_nothing(harness, trajectory):
 
     def fail_after_a_write():
         with buffer.store.transaction():
-            buffer.store.add_visit(buffer.run, 0, 0, 1, "s.1", 0.0)
+            buffer.store.visits.add(buffer.run, 0, 0, 1, "s.1", 0.0)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail_after_a_write()
-    assert buffer.store.open_visits(buffer.run) == []
+    assert buffer.store.visits.open(buffer.run) == []
 
 
 def test_a_database_of_a_newer_release_is_refused(harness, tmp_path):

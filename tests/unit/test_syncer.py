@@ -32,6 +32,7 @@ class SlowStore(Store):
         self.broken: BaseException | None = None
         self.full = False
         self._sync, self.log.sync = self.log.sync, self._slow_sync
+        self._flush, self.trajectories.flush = self.trajectories.flush, self._perhaps_flush
 
     def _slow_sync(self) -> None:
         assert self.released.wait(20)
@@ -39,10 +40,10 @@ class SlowStore(Store):
             raise self.broken
         self._sync()
 
-    def flush(self) -> None:
-        if self.full and self._new_rows:
+    def _perhaps_flush(self) -> None:
+        if self.full and self.trajectories._new_rows:
             raise StorageError("the disk is full")
-        super().flush()
+        self._flush()
 
 
 class Serving:
@@ -249,7 +250,7 @@ def test_a_put_that_finds_no_room_does_not_keep_a_status_in_its_group_from_its_a
 
 
 def test_a_locked_database_keeps_neither_the_status_of_a_group_nor_its_signs_of_life(serving, trajectory):
-    serving.store._connection.execute("PRAGMA busy_timeout = 300")
+    serving.store.database._connection.execute("PRAGMA busy_timeout = 300")
     with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         serving.client.post(wire.Hello(host="h", pid=1, software="t"))

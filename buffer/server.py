@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tba.buffer.answer import Answer
 from tba.buffer.mailbox import Arrival, Mailbox
 from tba.buffer.network import Network
-from tba.buffer.service import Answer, BufferService
+from tba.buffer.service import BufferService
 from tba.buffer.store import Store
 from tba.buffer.syncer import Checkpointer, Syncer
 from tba.common.channels import Peer, ServerChannel

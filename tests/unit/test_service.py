@@ -97,7 +97,7 @@ def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harn
     assert buffer.put(rows, 0, sender="b.1").stored == 2
     assert open_leases(buffer) == {theirs.lease, mine.lease}
     buffer.put([trajectory(mine.prompt_key, mine.lease)], 2, sender="b.1")
-    assert open_leases(buffer) == set(buffer.service._leases.open) == {theirs.lease}
+    assert open_leases(buffer) == set(buffer.service._served.leases.open) == {theirs.lease}
 
 
 def test_rows_that_are_there_already_close_no_visit(harness, trajectory):
@@ -132,7 +132,7 @@ def test_a_heartbeat_keeps_leases(harness):
     buffer.clock.advance(29)
     buffer.service.expire_leases()
     assert len(buffer.lease(2, sender="other.1").visits) == 2
-    assert buffer.service._leases.held_by("slow.1") == 2
+    assert buffer.service._served.leases.held_by("slow.1") == 2
 
 
 HELLO = wire.Hello(host="h", pid=1, software="x")
@@ -364,9 +364,9 @@ def test_the_memory_equals_one_rebuilt_from_the_file(harness, trajectory):
 
     def memory():
         service = buffer.service
-        entries = {prompt: service._index.entries(prompt) for prompt in service._index.prompts()}
-        leases = (service._leases.epoch, service._leases.place, service._leases.open)
-        return entries, leases, service.state(), service._trajectories
+        entries = {prompt: service._served.index.entries(prompt) for prompt in service._served.index.prompts()}
+        leases = (service._served.leases.epoch, service._served.leases.place, service._served.leases.open)
+        return entries, leases, service.state(), service._served.trajectories
 
     before = memory()
     buffer.service.rebuild()

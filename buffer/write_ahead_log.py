@@ -55,9 +55,10 @@ class WriteAheadLog:
         with contextlib.ExitStack() as resources:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             resources.callback(self._connection.close)
-            self._connection.execute(
-                "PRAGMA synchronous = NORMAL"
-            )  # OFF, a build's default perhaps, would sync nothing
+            self._watch = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            resources.callback(self._watch.close)
+            # Of some builds the default is OFF, with which a checkpoint would sync nothing.
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             self._page_bytes = int(self._connection.execute("PRAGMA page_size").fetchone()[0])
             self._log = os.open(path.with_name(path.name + "-wal"), os.O_RDWR)
             resources.callback(os.close, self._log)
@@ -168,5 +169,21 @@ class WriteAheadLog:
 
     def _checkpoint(self) -> tuple[int, int]:
         """(frames in the log, those of them that are in the database file now). It waits for nobody."""
-        _, frames, copied = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        with self._not_begun_anew():
+            _, frames, copied = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         return frames, copied
+
+    @contextlib.contextmanager
+    def _not_begun_anew(self) -> Iterator[None]:
+        """A view of the database, in which the log is not begun anew; or, if all is copied, nothing can be copied.
+
+        The writer beside us begins it anew whenever it may. If that happens while a checkpoint starts, SQLite up to
+        3.51.2 may take frames of the new log for copied, and they are lost (https://sqlite.org/wal.html#walresetbug).
+        This can go when no older SQLite is in use any more.
+        """
+        self._watch.execute("BEGIN")
+        try:
+            self._watch.execute("SELECT 1 FROM sqlite_master").fetchone()
+            yield
+        finally:
+            self._watch.execute("ROLLBACK")

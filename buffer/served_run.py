@@ -32,8 +32,8 @@ class ServedRun:
         self.history = history
         self.rules = _rules(config)
         self._limits = _limits(config, run.seed)
-        inserts = (config.samples_per_insert, config.samples_per_insert_slack) if history.grows else (None, 0)
-        self.rate = RateLimiter(*inserts)
+        ratio = config.samples_per_insert if history.grows else None
+        self.rate = RateLimiter(ratio, config.samples_per_insert_slack)
         self.clients = Clients(clock, config.buffer.lease_seconds)
         self.too_little_data = False  # the last batch that was asked for could not be sampled
         self.rebuild()

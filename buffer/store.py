@@ -21,6 +21,8 @@ from tba.buffer.tables.snapshots import Snapshots
 from tba.buffer.tables.trajectories import Trajectories
 from tba.buffer.write_ahead_log import WriteAheadLog
 
+_TRANSACTION_BYTES = 32 << 10  # in the log, beside those of its trajectories: some pages of tables and indexes
+
 
 class Store:
     """One open database. Not thread-safe.
@@ -58,7 +60,7 @@ class Store:
         except BaseException:
             self.trajectories.rolled_back()
             raise
-        self.log.written += self.trajectories.committed()
+        self.log.written += _TRANSACTION_BYTES + self.trajectories.committed()
 
     def open_run(self, name: str, *, seed: int, config: dict[str, Any], software: dict[str, str]) -> Run:
         """The run of this name, made if it is not there; and a record of this start.

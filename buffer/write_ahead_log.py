@@ -16,7 +16,7 @@ import os
 import sqlite3
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +29,7 @@ log = get_logger(__name__)
 _LONG_BYTES = 8 << 20
 _VERY_LONG_BYTES = 16 << 20
 _FINISH_ROUNDS = 4
-_COPY_SECONDS = 60.0  # what is no trajectory is not counted: batches, leases, reports
+_COPY_SECONDS = 60.0  # what is no trajectory is hardly counted: batches, leases, reports
 _CHUNK_BYTES = 4 << 20
 # Of the file with SQLite's index of the log (https://www.sqlite.org/walformat.html, "The WAL-Index Header"): its
 # format, which has been the same since 2010, and how many frames have been copied. In the machine's byte order.
@@ -108,14 +108,15 @@ class WriteAheadLog:
         if written - self._copied <= _LONG_BYTES and now - self._copied_at < _COPY_SECONDS:
             return False
         self._copied, self._copied_at = written, now
-        with self._copying():
-            frames, _ = self._checkpoint()
-            if frames * self._page_bytes <= _VERY_LONG_BYTES:
-                return False
-            sync_file(self._file, self._path)  # else `finish` would do this, and more of the copying, with all waiting
-            frames, copied = self._checkpoint()
-            return (frames - copied) * self._page_bytes <= _LONG_BYTES  # else a reader holds it
-        return False
+        return self._told(self._copy)
+
+    def _copy(self) -> bool:
+        frames, _ = self._checkpoint()
+        if frames * self._page_bytes <= _VERY_LONG_BYTES:
+            return False
+        sync_file(self._file, self._path)  # else `finish` would do this, and more of the copying, while puts wait
+        frames, copied = self._checkpoint()
+        return (frames - copied) * self._page_bytes <= _LONG_BYTES  # else a reader holds it
 
     def finish(self) -> None:
         """Copy all of the log. Whoever calls sees to it that next to nothing is written meanwhile.
@@ -123,22 +124,26 @@ class WriteAheadLog:
         A reader that still needs the log keeps it from being written anew: then it grows on, until the next time.
         The file keeps its length: blocks that are there already are synced faster than new ones.
         """
-        with self._copying():
-            for _ in range(_FINISH_ROUNDS):
-                before = self.written
-                frames, copied = self._checkpoint()
-                if copied == frames and self.written == before:
-                    break
+        self._told(self._finish)
 
-    @contextlib.contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _finish(self) -> bool:
+        for _ in range(_FINISH_ROUNDS):
+            before = self.written
+            frames, copied = self._checkpoint()
+            if copied == frames and self.written == before:
+                return True
+        return False
+
+    def _told(self, copying: Callable[[], bool]) -> bool:
+        """What it returns, or False after a warning."""
         try:
             with self.unless_failed():
-                yield
+                return copying()
         except SyncFailed:
             raise
         except StorageError as error:
             log.warning("checkpoint failed", reason=str(error))
+            return False
 
     @contextlib.contextmanager
     def unless_failed(self) -> Iterator[None]:

@@ -81,6 +81,7 @@ class Trajectories:
         self._new_rows, self._new_payloads, self._new_references = [], [], []
 
     def insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
+        """Write (trajectory, reference, log-probability) now, each that is not there."""
         self._database.insert("OR IGNORE", "reference_logprobs", ("trajectory", "reference", "logprob"), rows)
 
     def sequence_ranges(self, sender: int) -> list[tuple[int, int]]:

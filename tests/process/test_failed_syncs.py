@@ -34,6 +34,27 @@ sys.stdin.readline()
 connection.close()
 """
 
+# A writer whose SQLite syncs: the database at the end of a checkpoint, the log when it is begun anew.
+WRITER = """
+import sys
+from pathlib import Path
+from tba.buffer.store import Store
+from tba.common.errors import SyncFailed
+store = Store(Path(sys.argv[1]), durability="process")
+store.log.finish()
+Path(sys.argv[2]).write_text(sys.argv[3])
+try:
+    store.open_run("test", seed=0, config={}, software={})
+    store.log.finish()
+except SyncFailed as error:
+    print(type(error.__cause__).__name__, error.__cause__.sqlite_errorname)
+try:
+    store.open_run("other", seed=0, config={}, software={})
+except SyncFailed:
+    print("again")
+store.close()
+"""
+
 
 @dataclass(frozen=True)
 class Disk:
@@ -122,6 +143,16 @@ def test_a_failed_sync_ends_the_server_and_the_next_one_has_all_that_was_acknowl
         server.wait()
         disk.cut_power()
         assert_all_is_stored_once(disk.database, producers)
+
+
+@pytest.mark.parametrize("kind", ["database", "log"])
+def test_a_sync_that_sqlite_makes_is_the_last_one_too(disk, kind):
+    disk.database.parent.mkdir()
+    command = [sys.executable, "-c", WRITER, disk.database, disk.fault, kind]
+    environment = clean_environment() | disk.environment
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.splitlines() == ["OperationalError SQLITE_IOERR_FSYNC", "again"]
+    assert disk.log.stat().st_size > 0
 
 
 def test_what_was_acknowledged_survives_a_power_cut_after_a_failed_sync(serve, disk, run_config, tmp_path):

@@ -325,6 +325,6 @@ def test_the_record_of_an_offline_run_passes_its_check(offline, source, tmp_path
 
 def test_the_log_of_a_long_run_does_not_grow(offline, tmp_path):
     buffer = offline()
-    for step in range(400):
+    for step in range(600):
         train(buffer, step)
-    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 6e6
+    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 10e6  # 18e6 if it is never copied

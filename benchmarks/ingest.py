@@ -72,7 +72,7 @@ def measure(row_bytes: int, producers: int, count: int) -> tuple[float, float]:
 def bare_loop(path: Path, row_bytes: int, count: int) -> float:
     """Rows per second of nothing but INSERT and COMMIT."""
     store = Store(path, durability="power")  # makes the same tables with the same pragmas
-    connection = store._connection
+    connection = store.database._connection
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA wal_autocheckpoint = 1000")  # SQLite's own default
     rows, payloads = bare_rows(row_bytes, count)

@@ -2,7 +2,8 @@
 
 import json
 
-from tba.buffer.store import Run, Store
+from tba.buffer.store import Store
+from tba.buffer.tables.runs import Run
 from tba.common import wire
 from tba.common.codec import MAX_FRAME_BYTES
 from tba.common.errors import Refused
@@ -11,8 +12,8 @@ from tba.common.trajectory import ARRAY_KINDS
 
 def recorded_batch(store: Store, run: Run, message: wire.SampleBatch) -> tuple[wire.Batch, list[bytes]]:
     """The recorded batch of a step with its array frames. Raises Refused if payloads of it were compacted."""
-    rows = store.batch_rows(run, message.step, message.reference)
-    blobs = list(zip(*store.payloads(rows["id"]), strict=True))
+    rows = store.batches.rows(run, message.step, message.reference)
+    blobs = list(zip(*store.trajectories.payloads(rows["id"]), strict=True))
     counts = {
         f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
         for kind, column in zip(ARRAY_KINDS, blobs, strict=True)
@@ -34,7 +35,7 @@ def recorded_batch(store: Store, run: Run, message: wire.SampleBatch) -> tuple[w
 
 def check_size(store: Store, trajectories: list[int]) -> None:
     """A batch that fits no message must not be recorded: it could never be handed out. Raises Refused."""
-    size = 4 * max(store.tokens(trajectories))
+    size = 4 * max(store.trajectories.tokens(trajectories))
     if size > MAX_FRAME_BYTES:
         raise Refused(
             "oversize",

@@ -1,9 +1,8 @@
 """`tba buffer ...`: declared here, done elsewhere. Every import that costs time stands in a command."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +13,6 @@ from tba.common.terminal import (
     ConfigFile,
     Csv,
     Json,
-    cell,
     not_both,
     note,
     print_columns,
@@ -22,7 +20,6 @@ from tba.common.terminal import (
     print_json,
     print_json_rows,
     print_table,
-    printable,
     resolve,
     start_process,
 )
@@ -62,6 +59,7 @@ def stats(
     """Counts, sizes and rewards, read from the database file; works while the server runs."""
     not_both(as_json, as_csv, "--json", "--csv")
     path = _config(config, sets, buffer).database
+    from tba.buffer.printing import print_fields
     from tba.buffer.stats import read_stats
 
     runs = read_stats(path)
@@ -70,7 +68,7 @@ def stats(
     if as_csv:
         return print_csv(list(runs[0]) if runs else [], [list(numbers.values()) for numbers in runs])
     for numbers in runs:
-        _print_fields({name.replace("_", " "): value for name, value in numbers.items()})
+        print_fields({name.replace("_", " "): value for name, value in numbers.items()})
     return None
 
 
@@ -91,6 +89,7 @@ def query(
     path = _config(config, sets, buffer).database
     from itertools import islice
 
+    from tba.buffer.printing import csv_value, jsonable, refuse_equal
     from tba.buffer.query import query as run_query
 
     if limit is None:
@@ -98,10 +97,10 @@ def query(
     with run_query(path, sql) as result:
         rows = islice(result.rows, limit) if limit else result.rows
         if as_json:
-            _refuse_equal(result.headings)
-            print_json_rows(_jsonable(result.headings, row) for row in rows)
+            refuse_equal(result.headings)
+            print_json_rows(jsonable(result.headings, row) for row in rows)
         elif as_csv:
-            print_csv(result.headings, (list(map(_csv_value, row)) for row in rows))
+            print_csv(result.headings, (list(map(csv_value, row)) for row in rows))
         else:
             print_columns(result.headings, rows)
         if limit and next(result.rows, None) is not None:
@@ -118,6 +117,7 @@ def show(
 ) -> None:
     """One trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
     settings = _config(config, sets, buffer)
+    from tba.buffer.printing import print_trajectory
     from tba.buffer.show import describe, recorded_model
     from tba.buffer.texts import decoder_of
 
@@ -125,7 +125,7 @@ def show(
     known = describe(settings.database, trajectory, decoder_of(model))
     if as_json:
         return print_json(known)
-    return _print_trajectory(known)
+    return print_trajectory(known)
 
 
 @app.command()
@@ -141,9 +141,10 @@ def tail(
     """The newest trajectories, one per line, and with --follow each new one as it is committed."""
     not_both(as_json, as_csv, "--json", "--csv")
     path = _config(config, sets, buffer).database
+    from tba.buffer.printing import print_csv_line, print_line
     from tba.buffer.show import TAIL_COLUMNS, follow, newest
 
-    write = print_json if as_json else _print_csv_line if as_csv else _print_line
+    write = print_json if as_json else print_csv_line if as_csv else print_line
     rows = newest(path, max(1, lines))
     if as_csv:
         print_csv(TAIL_COLUMNS, ())
@@ -237,6 +238,7 @@ def compact(
     path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None
     from tba.buffer.compact import compact as run_compact
     from tba.buffer.origin import recorded_settings
+    from tba.buffer.printing import print_fields
     from tba.common.clock import SystemClock
 
     recorded = {**recorded_settings(path, given), "buffer.database": path}
@@ -244,7 +246,7 @@ def compact(
     done = run_compact(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
     if as_json:
         return print_json(done)
-    return _print_fields({name.replace("_", " "): value for name, value in done.items()})
+    return print_fields({name.replace("_", " "): value for name, value in done.items()})
 
 
 @app.command()
@@ -318,92 +320,3 @@ def _resolved(
 
 def _config(file: Path | None, sets: Sequence[str] | None, buffer: Path | None) -> "Config":
     return _resolved(file, sets, buffer).config
-
-
-def _print_fields(fields: dict[str, Any]) -> None:
-    print_table(["", "value"], [{"": name, "value": value} for name, value in fields.items()])
-
-
-def _refuse_equal(headings: Sequence[str]) -> None:
-    """A JSON object has a name once: of two such columns one would be lost."""
-    from collections import Counter
-
-    from tba.common.errors import UsageError
-
-    if twice := [name for name, times in Counter(headings).items() if times > 1]:
-        raise UsageError(f"two columns are named {twice[0]!r}, and a JSON object holds one: rename one with AS")
-
-
-def _jsonable(headings: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    """A row as JSON holds it: blobs in hexadecimal, infinite numbers, which JSON has not, as text."""
-    return dict(zip(headings, map(_json_value, row), strict=True))
-
-
-def _json_value(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and math.isinf(value) else _csv_value(value)
-
-
-def _csv_value(value: Any) -> Any:
-    return value.hex() if isinstance(value, bytes) else value
-
-
-def _print_csv_line(row: dict[str, Any]) -> None:
-    print_csv(None, [list(row.values())])
-
-
-def _print_line(row: dict[str, Any]) -> None:
-    said = printable(row["error"] or row["text"] or "")
-    tokens = quantity(row["response_tokens"], "token")
-    typer.echo(
-        f"{row['received_at_text']}  #{row['id']:<8} reward {cell(row['reward']):<8} v{row['policy_version']:<6} "
-        f"{row['stop_reason']:<6} {tokens:>12}  {row['searcher']}  {printable(row['prompt']):.40}: {said:.80}"
-    )
-
-
-def _print_trajectory(known: dict[str, Any]) -> None:
-    import json
-
-    tokens = {name: known.pop(name) for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask")}
-    texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
-    trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
-    runs = known.pop("version_runs") or []
-    known.pop("received_at_text")
-    fields = {name.replace("_", " "): _readable(name, value) for name, value in known.items()}
-    for name, value in known["reward_parts"].items():
-        fields[f"reward part {name}"] = value
-    fields["metadata"] = json.dumps(known["metadata"])
-    fields["versions"] = ", ".join(f"v{version} x {quantity(count, 'token')}" for version, count in runs)
-    if known["policy_version"] < 0:
-        fields["versions"] = "no policy of this run made it"
-    fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)
-    fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
-    fields |= {f"reference {name}": value for name, value in references.items()}
-    _print_fields({name: value for name, value in fields.items() if value is not None and name != "reward parts"})
-    _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"])
-    _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
-    typer.echo()
-    if trained_by:
-        steps = [{name: _readable(name, value) for name, value in step.items()} for step in trained_by]
-        print_table(["step", "slot", "staleness", "trained_at"], steps)
-    else:
-        typer.echo("no step has trained on it")
-
-
-def _readable(name: str, value: Any) -> Any:
-    """Unix seconds as a time in UTC, everything else as it is, times too that no calendar has."""
-    from datetime import UTC, datetime
-
-    if not name.endswith("_at") or value is None:
-        return value
-    try:
-        time = datetime.fromtimestamp(value, UTC)
-    except (OverflowError, OSError, ValueError):
-        return value
-    return time.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
-
-
-def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:
-    missing = "its tokens were compacted away"
-    typer.echo(f"\n{heading}:")
-    said = printable(text, keep="\n\t") if text is not None else None
-    typer.echo(said if said is not None else f"token ids {ids}" if ids is not None else missing)

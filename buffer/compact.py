@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.service import BufferService
-from tba.buffer.store import Run, Store
+from tba.buffer.store import Store
+from tba.buffer.tables.runs import Run
 from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import StorageError, UsageError
@@ -37,14 +38,14 @@ def compact(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> 
     try:
         run = _run(store, config)
         plan = make_plan(store, run, BufferService(store, run, config, clock).sampleable(), keep_steps)
-        before = store.database_bytes()
+        before = store.database.size_bytes()
         if not dry_run and plan.trajectories:
             _check_disk(path, before)
             for start in range(0, len(plan.trajectories), _ROWS):
                 with store.transaction():
-                    store.drop_payloads(plan.trajectories[start : start + _ROWS], clock.wall())
-            store.shrink()
-        after = store.database_bytes()
+                    store.trajectories.drop_payloads(plan.trajectories[start : start + _ROWS], clock.wall())
+            store.database.shrink()
+        after = store.database.size_bytes()
     finally:
         store.close()
     return {
@@ -60,9 +61,9 @@ def compact(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> 
 
 def make_plan(store: Store, run: Run, sampleable: set[int], keep_steps: int) -> Plan:
     """Which payloads nothing needs any more."""
-    needed = sampleable | store.trajectories_of_batches(run, since_step=max(0, store.steps_done(run) - keep_steps))
+    needed = sampleable | store.batches.trajectories(run, since_step=max(0, store.batches.steps_done(run) - keep_steps))
     drop, kept, size = [], 0, 0
-    for trajectory, payload_bytes in store.payload_sizes(run):
+    for trajectory, payload_bytes in store.trajectories.payload_sizes(run):
         if trajectory in needed:
             kept += 1
         else:
@@ -72,7 +73,7 @@ def make_plan(store: Store, run: Run, sampleable: set[int], keep_steps: int) -> 
 
 
 def _run(store: Store, config: Config) -> Run:
-    runs = {run.name: run for run in store.runs()}
+    runs = {run.name: run for run in store.runs.all()}
     if config.run.name not in runs:
         raise UsageError(
             f"{store.path} has no run {config.run.name}, it has {', '.join(runs) or 'none'}: set run.name, and the "

@@ -8,20 +8,22 @@ whose rows name trajectories of the recorded one.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from tba.buffer.history import History
 from tba.buffer.origin import Origin, earlier_origin, recorded_origin
 from tba.buffer.policy import Shortage
-from tba.buffer.rate_limiter import RateLimiter
 from tba.buffer.reader import open_reader
 from tba.buffer.run import software
 from tba.buffer.service import BufferService
-from tba.buffer.store import Run, Store
+from tba.buffer.store import Store
+from tba.buffer.tables import past as past_tables
+from tba.buffer.tables.runs import Run
 from tba.common import wire
-from tba.common.clock import Clock, SystemClock
+from tba.common.clock import SystemClock
 from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
 from tba.common.config import Config
 from tba.common.errors import ConfigError, StorageError, UsageError
@@ -178,31 +180,37 @@ def _refuse_compacted(past: Past) -> None:
     )
 
 
-class OfflineService(BufferService):
-    """A service whose history is that of a recorded run. Nothing is old or new but as it was then."""
+class PastHistory(History):
+    """The history of a recorded run. Nothing is old or new but as it was then, and nothing is added.
 
-    def __init__(self, store: Store, run: Run, config: Config, clock: Clock, past: Past, *, replay: bool) -> None:
+    A replay takes the recorded run's own batches, from the database that `past_tables.overlay` has attached.
+    """
+
+    grows = False
+
+    def __init__(self, store: Store, run: Run, past: Past, *, replay: bool) -> None:
+        self._store = store
+        self._run = run
         self._past = past
         self._replay = replay
-        super().__init__(store, run, config, clock)
-        self._rate = RateLimiter(None, 0)  # there are no inserts to keep pace with
 
-    def _history_step(self, _: int) -> int:
+    def step(self, _: int) -> int:
+        """The step of the past that it is."""
         return self._past.step
 
-    def _policy_steps(self) -> dict[int, int]:
+    def policy_steps(self, _: Mapping[int, wire.WeightsRef]) -> dict[int, int]:
+        """Those of the recorded run."""
         return self._past.policy_steps
 
-    def _choose_batch(self, message: wire.SampleBatch) -> Shortage | None:
+    def batch(self, message: wire.SampleBatch, choose: Callable[[], Shortage | None]) -> None:
+        """Record a batch. Raises ConfigError if there is none."""
         if self._replay:
-            self._repeat_batch(message)
-            return None
-        if shortage := super()._choose_batch(message):  # nobody will add to it: waiting would not help
+            self._repeat(message)
+        elif shortage := choose():  # nobody will add to it: waiting would not help
             raise ConfigError(f"{shortage.reason}, and offline there will be no more")
-        return None
 
-    def _repeat_batch(self, message: wire.SampleBatch) -> None:
-        recorded = self._store.copy_past_batch(self._run, message.step, self._past.run)
+    def _repeat(self, message: wire.SampleBatch) -> None:
+        recorded = past_tables.copy_batch(self._store.database, self._run, message.step, self._past.run)
         if recorded is None:
             raise ConfigError(f"{self._past.path} has no batch of step {message.step} to replay")
         prompts, samples = recorded
@@ -240,9 +248,10 @@ class OfflineBuffer:
         )
         settings = origin.into(config.model_dump(mode="json"))
         run = self._store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
-        self._store.overlay(run, past.path, past.run, past.newest_trajectory)
+        past_tables.overlay(self._store.database, run, past.path, past.run, past.newest_trajectory)
         self._run = run
-        self._service = OfflineService(self._store, run, config, SystemClock(), past, replay=replay)
+        history = PastHistory(self._store, run, past, replay=replay)
+        self._service = BufferService(self._store, run, config, SystemClock(), history)
         if past.lost and not replay:
             log.warning("compacted trajectories cannot be sampled", trajectories=past.lost)
         log.info("offline", file=str(past.path), run=past.run_name, step=past.step, trajectories=self.sampleable)
@@ -263,6 +272,7 @@ class OfflineBuffer:
             with self._store.transaction():
                 answer = self._service.handle(request)
             self._store.log.sync()
+            self._store.log.copy()
         assert answer is not None, "nothing waits offline"
         if isinstance(answer.message, wire.Batch) and not self._replay:
             return _nobodys(answer.message), answer.frames
@@ -270,7 +280,7 @@ class OfflineBuffer:
 
     def compare_losses(self) -> tuple[int, float]:
         """(steps whose loss both runs have recorded, the largest difference)."""
-        ours = self._store.losses(self._run)
+        ours = self._store.batches.losses(self._run)
         both = ours.keys() & self._past.losses.keys()
         return len(both), max((abs(ours[step] - self._past.losses[step]) for step in both), default=0.0)
 

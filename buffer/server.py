@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tba.buffer.answer import Answer
 from tba.buffer.mailbox import Arrival, Mailbox
 from tba.buffer.network import Network
-from tba.buffer.service import Answer, BufferService
+from tba.buffer.service import BufferService
 from tba.buffer.store import Store
 from tba.buffer.syncer import Checkpointer, Syncer
 from tba.common.channels import Peer, ServerChannel
 from tba.common.clock import Clock
 from tba.common.codec import Frames, encode_reply
-from tba.common.errors import Refused, StorageError
+from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
 from tba.common.wire import Failure, GetStatus, Goodbye, Heartbeat, PutAck, RunState, SampleBatch
 
@@ -107,6 +108,8 @@ class BufferServer:
             return []
         try:
             outcomes = self._commit(group)
+        except SyncFailed:  # no request's fault
+            raise
         except StorageError as error:
             log.error("commit failed", reason=str(error), requests=len(group))
             self._rebuild()

@@ -15,10 +15,6 @@ from tba.buffer.mailbox import Mailbox
 from tba.buffer.write_ahead_log import WriteAheadLog
 from tba.common.channels import Peer
 from tba.common.codec import Frames
-from tba.common.errors import StorageError
-from tba.common.log import get_logger
-
-log = get_logger(__name__)
 
 Replies = Sequence[tuple[Peer, Frames]]
 _CHECKPOINT_SECONDS = 0.1
@@ -91,14 +87,8 @@ class Checkpointer:
     def _run(self) -> None:
         try:
             while not self._stopping.wait(_CHECKPOINT_SECONDS):
-                self._try()
+                if self._log.copy():
+                    with self._mailbox.holding():
+                        self._log.finish()
         except BaseException as error:  # noqa: BLE001  # the writer raises it: without us the log grows for ever
             self.failure = error
-
-    def _try(self) -> None:
-        try:
-            if self._log.copy():
-                with self._mailbox.holding():
-                    self._log.finish()
-        except StorageError as error:  # the log keeps what could not be copied, and there is a next time
-            log.warning("checkpoint failed", reason=str(error))

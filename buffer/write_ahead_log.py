@@ -5,28 +5,43 @@
 
 SQLite writes the log from its beginning again once all of it is copied, which under load never comes about by itself:
 then `finish` copies the rest while writing is held back.
+
+Invariant: nothing leaves the log before the disk has it in the database file. A sync that fails may have lost anything
+that was written since the one before, and no later sync would tell. So it is the last thing that is done here: the
+files are left as they are (`leave`), and whoever opens them next begins with all of the log.
 """
 
 import contextlib
 import os
 import sqlite3
+import struct
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from tba.buffer.storage_errors import storage_errors
+from tba.buffer.storage_errors import storage_errors, sync_file
+from tba.common.errors import StorageError, SyncFailed
+from tba.common.log import get_logger
+
+log = get_logger(__name__)
 
 _LONG_BYTES = 8 << 20
 _VERY_LONG_BYTES = 16 << 20
 _FINISH_ROUNDS = 4
-_COPY_SECONDS = 60.0  # what is no trajectory is not counted: batches, leases, reports
+_COPY_SECONDS = 60.0  # what is no trajectory is hardly counted: batches, leases, reports
+_CHUNK_BYTES = 4 << 20
+# Of the file with SQLite's index of the log (https://www.sqlite.org/walformat.html, "The WAL-Index Header"): its
+# format, which has been the same since 2010, and how many frames have been copied. In the machine's byte order.
+_INDEX_FORMAT = struct.pack("=I", 3_007_000)
+_COPIED_FRAMES_AT = 96
 
 
 class WriteAheadLog:
     """The log of the database at `path`, whose descriptor is `file`. It is there while its writer has it open.
 
     `sync` and `copy` may be called by two threads, while a third writes and counts in `written` what it wrote. All
-    raise StorageError.
+    raise SyncFailed after a failed sync, whoever heard of it first.
     """
 
     def __init__(self, path: Path, file: int, *, durable: bool) -> None:
@@ -36,12 +51,18 @@ class WriteAheadLog:
         self.written = 0  # bytes, roughly
         self._copied = 0  # of those, when they were last copied
         self._copied_at = time.monotonic()
+        self.failure: SyncFailed | None = None
         with contextlib.ExitStack() as resources:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             resources.callback(self._connection.close)
+            self._watch = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            resources.callback(self._watch.close)
+            # Of some builds the default is OFF, with which a checkpoint would sync nothing.
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             self._page_bytes = int(self._connection.execute("PRAGMA page_size").fetchone()[0])
-            self._log = os.open(path.with_name(path.name + "-wal"), os.O_RDONLY)
+            self._log = os.open(path.with_name(path.name + "-wal"), os.O_RDWR)
             resources.callback(os.close, self._log)
+            self._write_again()
             self._resources = resources.pop_all()
 
     def __enter__(self) -> "WriteAheadLog":
@@ -52,29 +73,49 @@ class WriteAheadLog:
     ) -> None:
         self._resources.close()
 
+    def _write_again(self) -> None:
+        """Write all of the log once more, the same bytes in the same places, and sync them.
+
+        Who wrote it may have ended because it could not be synced, or by a kill before it was. Then SQLite finds in the
+        kernel's memory what the disk has not got, a sync alone would leave it so, and what comes to us again would be
+        acknowledged because it is there.
+        """
+        self._connection.execute("BEGIN IMMEDIATE")  # meanwhile nobody adds to the log or begins it anew
+        try:
+            at = 0
+            while chunk := os.pread(self._log, _CHUNK_BYTES, at):
+                at += os.pwrite(self._log, chunk, at)
+            sync_file(self._log, self._path)
+        finally:
+            self._connection.execute("ROLLBACK")
+
     def sync(self) -> None:
         """Make all that is committed survive a power cut, unless `durable` is False.
 
         SQLite itself syncs the log only before a checkpoint (synchronous=NORMAL); with this after a commit, and
-        before its acknowledgement, the guarantee is that of synchronous=FULL. After an error what the disk holds is
-        unknown, and the server must not go on.
+        before its acknowledgement, the guarantee is that of synchronous=FULL.
         """
-        if self._durable:
-            with storage_errors(self._path):
-                os.fdatasync(self._log)
+        with self.unless_failed():
+            if self._durable:
+                sync_file(self._log, self._path)
 
     def copy(self) -> bool:
-        """Copy what is in the log into the database file, if that is long, or a minute ago. True if `finish` is due."""
+        """Copy what is in the log into the database file, if that is long, or a minute ago. True if `finish` is due.
+
+        For want of space, say, it may not be possible: a warning tells, the log keeps all, and there is a next time.
+        """
         written, now = self.written, time.monotonic()
         if written - self._copied <= _LONG_BYTES and now - self._copied_at < _COPY_SECONDS:
             return False
         self._copied, self._copied_at = written, now
-        with storage_errors(self._path):
-            frames, _ = self._checkpoint()
-            if frames * self._page_bytes <= _VERY_LONG_BYTES:
-                return False
-            os.fdatasync(self._file)  # else `finish` would do this, and more of the copying, with everybody waiting
-            frames, copied = self._checkpoint()
+        return self._told(self._copy)
+
+    def _copy(self) -> bool:
+        frames, _ = self._checkpoint()
+        if frames * self._page_bytes <= _VERY_LONG_BYTES:
+            return False
+        sync_file(self._file, self._path)  # else `finish` would do this, and more of the copying, while puts wait
+        frames, copied = self._checkpoint()
         return (frames - copied) * self._page_bytes <= _LONG_BYTES  # else a reader holds it
 
     def finish(self) -> None:
@@ -83,14 +124,71 @@ class WriteAheadLog:
         A reader that still needs the log keeps it from being written anew: then it grows on, until the next time.
         The file keeps its length: blocks that are there already are synced faster than new ones.
         """
-        with storage_errors(self._path):
-            for _ in range(_FINISH_ROUNDS):
-                before = self.written
-                frames, copied = self._checkpoint()
-                if copied == frames and self.written == before:
-                    break
+        self._told(self._finish)
+
+    def _finish(self) -> bool:
+        for _ in range(_FINISH_ROUNDS):
+            before = self.written
+            frames, copied = self._checkpoint()
+            if copied == frames and self.written == before:
+                return True
+        return False
+
+    def _told(self, copying: Callable[[], bool]) -> bool:
+        """What it returns, or False after a warning."""
+        try:
+            with self.unless_failed():
+                return copying()
+        except SyncFailed:
+            raise
+        except StorageError as error:
+            log.warning("checkpoint failed", reason=str(error))
+            return False
+
+    @contextlib.contextmanager
+    def unless_failed(self) -> Iterator[None]:
+        """Around all that may sync: after one that failed there is no other. Raises StorageError, SyncFailed."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            with storage_errors(self._path):
+                yield
+        except SyncFailed as error:
+            self.failure = error
+            raise
+
+    def leave(self) -> None:
+        """After a failed sync: whoever copies the log into the database next begins with its first frame.
+
+        SQLite remembers how far it has come, and what it has copied since the last good sync may be lost. Its memory
+        goes with the last process that has the database open. But one that outlives us keeps it, for our next start,
+        and copies the rest itself when it closes. Nobody minds the smaller number: frames are copied in their order.
+        """
+        try:
+            # Never closed: with any descriptor of this file all of SQLite's locks on it would go.
+            index = os.open(self._path.with_name(self._path.name + "-shm"), os.O_RDWR)
+            if os.pread(index, len(_INDEX_FORMAT), 0) == _INDEX_FORMAT:
+                os.pwrite(index, bytes(4), _COPIED_FRAMES_AT)
+        except OSError as error:
+            log.warning("end all programs that have the database open before the next start", reason=str(error))
 
     def _checkpoint(self) -> tuple[int, int]:
         """(frames in the log, those of them that are in the database file now). It waits for nobody."""
-        _, frames, copied = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        with self._not_begun_anew():
+            _, frames, copied = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         return frames, copied
+
+    @contextlib.contextmanager
+    def _not_begun_anew(self) -> Iterator[None]:
+        """A view of the database, in which the log is not begun anew; or, if all is copied, nothing can be copied.
+
+        The writer beside us begins it anew whenever it may. If that happens while a checkpoint starts, SQLite up to
+        3.51.2 may take frames of the new log for copied, and they are lost (https://sqlite.org/wal.html#walresetbug).
+        This can go when no older SQLite is in use any more.
+        """
+        self._watch.execute("BEGIN")
+        try:
+            self._watch.execute("SELECT 1 FROM sqlite_master").fetchone()
+            yield
+        finally:
+            self._watch.execute("ROLLBACK")

@@ -15,6 +15,8 @@
     │   ├── BufferUnavailable         no answer within the deadline
     │   └── Refused                   the buffer understood and said no; `code` says why
     ├── StorageError                  the database could not be written or read
+    │   ├── SyncFailed                the disk may have lost what it was given: nothing may go on
+    │   └── RecordLost                a record of a spool is damaged or gone
     ├── SnapshotError                 a snapshot is missing, torn or of the wrong shape
     │   ├── SnapshotCorrupt           a hash does not match its manifest
     │   ├── SnapshotOutdated          a newer one is wanted by now
@@ -131,6 +133,10 @@ class StorageError(TbaError):
     """The database could not be written or read."""
 
     code = "storage"
+
+
+class SyncFailed(StorageError):
+    """The disk may have lost what it was given before. To sync again would not help, and would say that it is there."""
 
 
 class RecordLost(StorageError):

@@ -122,7 +122,7 @@ class ServiceHarness:
     def fill(self, prompts: int, samples: int, version: int = 0) -> None:
         """Register prompts and put a group of different responses for each."""
         self.register(prompts)
-        if version not in self.service._versions:
+        if version not in self.service._served.versions:
             self.announce(version, version)
         for n in range(prompts if samples else 0):
             group = [make_trajectory(f"p{n}", lease=0, version=version, tokens=[n, k]) for k in range(samples)]

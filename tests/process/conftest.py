@@ -87,15 +87,16 @@ def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
 def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts `tba ...` in the background; output goes to a file that a failing test can show.
 
-    `patch` is Python that runs first, for faults of the system.
+    `patch` is Python that runs first, for faults of the system; keywords are more of the environment.
     """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: str, patch: str = "") -> subprocess.Popen[bytes]:
+    def start(*arguments: str, patch: str = "", **environment: str) -> subprocess.Popen[bytes]:
         output = (tmp_path / f"tba{len(started)}.log").open("wb")
         program = ["-c", f"{patch}\nfrom tba.cli import main\nmain()"] if patch else ["-m", "tba"]
         command = [sys.executable, *program, *arguments]
-        process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=output, stderr=output)
+        env = clean_environment() | environment
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output)
         started.append(process)
         return process
 

@@ -231,7 +231,7 @@ def check_status(database: Path, status: wire.Status) -> None:
         config = Config.model_validate({"train": {"prompts_per_step": 1}})
         run = store.open_run("test", seed=0, config={}, software={})
         again = BufferService(store, run, config, ManualClock()).status()
-        rows, errors = store.counts(run)
+        rows, errors = store.trajectories.counts(run)
     finally:
         store.close()
     counts = ("trajectories", "errors", "sampleable", "step", "epoch", "prompts")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tba.buffer.answer import Answer
 from tba.buffer.rows import put_columns
-from tba.buffer.service import Answer
 from tba.common import wire
 from tba.common.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
 from tba.common.config import Config
@@ -71,24 +71,31 @@ def deliver(answer: Answer, id_: int, state: wire.RunState) -> None:
 
 def memory(service) -> dict:
     """What a rebuild must give again."""
-    index = service._index
+    served = service._served
+    index = served.index
     return {
         "entries": {prompt: index.entries(prompt) for prompt in sorted(index.prompts())},
-        "counts": (service._trajectories, service._errors, service._sampled, service._steps_done, service._finished),
-        "leases": {visit.id: (visit.epoch, visit.prompt) for visit in service._leases.open.values()},
-        "place": (service._leases.epoch, service._leases.place),
-        "versions": service._versions,
-        "ranges": {sender: ranges.ranges for sender, ranges in service._received.items() if ranges.ranges},
+        "counts": (
+            served.trajectories,
+            served.errors,
+            served.sampled,
+            served.steps_done,
+            served.finished,
+        ),
+        "leases": {visit.id: (visit.epoch, visit.prompt) for visit in served.leases.open.values()},
+        "place": (served.leases.epoch, served.leases.place),
+        "versions": served.versions,
+        "ranges": {sender: ranges.ranges for sender, ranges in served.received.items() if ranges.ranges},
     }
 
 
 def check_whole(harness, trajectory) -> None:
     """The file is whole, the memory is what a rebuild makes of it, and a good put works."""
     before = memory(harness.service)
-    senders = list(harness.service._received)
+    senders = list(harness.service._served.received)
     harness.service.rebuild()
     for sender in senders:
-        harness.service._ranges_of(sender)
+        harness.service._served.ranges_of(sender)
     assert memory(harness.service) == before
     assert harness.put([trajectory(tokens=[1, 2, 3, 4])], first_sequence=0, sender="new.1").stored == 1
     with sqlite3.connect(harness.store.path) as database:

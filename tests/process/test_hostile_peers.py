@@ -186,9 +186,9 @@ def test_a_reader_of_an_old_state_does_not_hold_the_writer_up(tmp_path):
 def write_five_mib(store: Store, run) -> float:
     started = time.monotonic()
     with store.transaction():
-        for id_ in store.new_ids(5):
+        for id_ in store.trajectories.new_ids(5):
             columns = (id_, run.id, 1, 0, 1, id_, 0, 0.0, "{}", "eos", 0, 0, id_, "{}", 0.0, 0.0, 0.0, None, None, "{}")
-            store.add_trajectories([(*columns, 1 << 20)], [(bytes(1 << 20), b"", b"", b"", b"")])
+            store.trajectories.add([(*columns, 1 << 20)], [(bytes(1 << 20), b"", b"", b"", b"")])
     if store.log.copy():
         store.log.finish()
     return time.monotonic() - started

@@ -120,6 +120,23 @@ def test_a_full_disk_is_named_loses_nothing_and_is_recovered_from_without_a_rest
     assert_all_is_stored_once(small_disk.database, producers)
 
 
+def test_a_server_that_is_stopped_while_the_disk_is_full_ends_in_order_and_has_lost_nothing_when_it_is_back(
+    serve, start_tba, small_disk, impatient_clients
+):
+    config, process = serve(database=small_disk.database, min_free_mib=0)
+    small_disk.fill()
+    with producing(config.address, 3, tokens=8192) as producers:
+        wait_for(lambda: all(producer.troubles for producer in producers), 30, "the disk is full")
+        process.terminate()
+        assert process.wait(30) == 0
+        small_disk.relieve()
+        again = ["--set", f"buffer.database={small_disk.database}", "--set", "buffer.min_free_mib=0"]
+        start_tba("buffer", "serve", "--config", config.file, *again)
+        for producer in producers:
+            producer.wait_until_all_is_answered(30)
+    assert_all_is_stored_once(small_disk.database, producers)
+
+
 def answer_a_status_promptly(config, times: int) -> None:
     """Every request for the status is answered the first time."""
     with connected(config.address) as monitor:

@@ -304,5 +304,5 @@ def test_stats_count_as_trained_on_only_what_was_reported(tba_buffer, harness):
     buffer.report(0)
     (numbers,) = tba_buffer("stats", "--json", "-b", buffer.store.path).json
     assert (numbers["steps_trained"], numbers["trajectories_trained_on"], numbers["mean_staleness"]) == (1, 1, 0)
-    assert numbers["file_mib"] + numbers["wal_mib"] == buffer.store.database_bytes() / 2**20
+    assert numbers["file_mib"] + numbers["wal_mib"] == buffer.store.database.size_bytes() / 2**20
     assert numbers["wal_mib"] > 0

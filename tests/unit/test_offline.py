@@ -119,7 +119,7 @@ def test_a_replay_knows_as_much_of_the_reference_at_each_step_as_the_recorded_ru
     buffer, seen = offline(replay=True), set()
     for step in range(STEPS):
         batch = train(buffer, step)
-        recorded = source.store.batch_rows(source.run, step, "initial")
+        recorded = source.store.batches.rows(source.run, step, "initial")
         assert (batch.trajectory_ids, batch.staleness) == (recorded["id"], recorded["staleness"])
         known = {i for i, logprob in zip(batch.trajectory_ids, batch.reference_logprobs, strict=True) if logprob}
         assert known == seen & set(batch.trajectory_ids)
@@ -127,7 +127,7 @@ def test_a_replay_knows_as_much_of_the_reference_at_each_step_as_the_recorded_ru
 
 
 def test_the_recorded_file_is_never_changed(offline, source):
-    source.store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    source.store.database._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     before = hashlib.sha256(source.store.path.read_bytes()).hexdigest()
     for buffer in (offline("a"), offline("b", replay=True)):
         for step in range(STEPS):
@@ -245,11 +245,11 @@ def test_a_step_that_was_not_recorded_cannot_be_replayed(offline):
 
 def compact_all_but(source: ServiceHarness, kept: set[int]) -> None:
     with source.store.transaction():
-        source.store.drop_payloads(sorted(set(range(1, STEPS * ROUND + 1)) - kept), 1.0)
+        source.store.trajectories.drop_payloads(sorted(set(range(1, STEPS * ROUND + 1)) - kept), 1.0)
 
 
 def batch_of(source: ServiceHarness, step: int) -> set[int]:
-    return set(source.store.batch_rows(source.run, step, "none")["id"])
+    return set(source.store.batches.rows(source.run, step, "none")["id"])
 
 
 def test_a_replay_that_would_need_compacted_tokens_says_so_before_its_first_step(offline, source, tmp_path):
@@ -325,6 +325,6 @@ def test_the_record_of_an_offline_run_passes_its_check(offline, source, tmp_path
 
 def test_the_log_of_a_long_run_does_not_grow(offline, tmp_path):
     buffer = offline()
-    for step in range(400):
+    for step in range(600):
         train(buffer, step)
-    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 6e6
+    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 10e6  # 18e6 if it is never copied

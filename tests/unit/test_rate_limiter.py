@@ -178,6 +178,6 @@ def test_a_limit_on_bytes_holds_after_a_restart(harness, trajectory):
     buffer = harness(buffer={"max_payload_bytes": 200})
     buffer.fill(1, 0)
     buffer.put([trajectory(tokens=[n]) for n in range(30)], 0)
-    before = buffer.service._index.entries(1)
+    before = buffer.service._served.index.entries(1)
     buffer.service.rebuild()
-    assert buffer.service._index.entries(1) == before
+    assert buffer.service._served.index.entries(1) == before

@@ -105,19 +105,19 @@ def documented() -> dict[str, list[str]]:
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_column_of_a_view_is_documented_and_no_other(view, harness):
     buffer = harness()
-    columns = [row[0] for row in buffer.store._all("SELECT name FROM pragma_table_info(?)", view)]
+    columns = [row[0] for row in buffer.store.database.all("SELECT name FROM pragma_table_info(?)", view)]
     assert documented()[view] == columns
 
 
 def test_every_column_of_a_table_is_documented(harness):
     page = (ROOT / "docs/database.md").read_text(encoding="utf-8")
     buffer = harness()
-    tables = [row[0] for row in buffer.store._all("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    tables = [row[0] for row in buffer.store.database.all("SELECT name FROM sqlite_master WHERE type = 'table'")]
     for table in tables:
         if table.startswith(("_", "sqlite_")):
             continue
         row = next(line for line in page.splitlines() if line.startswith(f"| `{table}` |"))
-        for (column,) in buffer.store._all("SELECT name FROM pragma_table_info(?)", table):
+        for (column,) in buffer.store.database.all("SELECT name FROM pragma_table_info(?)", table):
             assert column in ("id", "run") or f"`{column}`" in row, f"{table}.{column}"
 
 
@@ -134,7 +134,7 @@ SMALL_QUESTIONS = [
 @pytest.mark.parametrize("sql", SMALL_QUESTIONS)
 def test_a_small_question_reads_no_whole_table_of_rows(sql, harness):
     buffer = harness()
-    plan = [row[3] for row in buffer.store._all(f"EXPLAIN QUERY PLAN {sql}")]
+    plan = [row[3] for row in buffer.store.database.all(f"EXPLAIN QUERY PLAN {sql}")]
     assert not [line for line in plan if line.startswith("SCAN") and line.split()[1] in ("t", "c", "v")], plan
     assert not [line for line in plan if "TEMP B-TREE" in line and "DISTINCT" not in line], plan
 
@@ -142,7 +142,7 @@ def test_a_small_question_reads_no_whole_table_of_rows(sql, harness):
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_first_ten_rows_of_a_view_are_not_sorted_or_stored_first(view, harness):
     buffer = harness()
-    plan = [row[3] for row in buffer.store._all(f"EXPLAIN QUERY PLAN SELECT * FROM {view} LIMIT 10")]
+    plan = [row[3] for row in buffer.store.database.all(f"EXPLAIN QUERY PLAN SELECT * FROM {view} LIMIT 10")]
     assert not [line for line in plan if line.startswith(("MATERIALIZE", "USE TEMP B-TREE FOR ORDER"))], plan
     inner = [line for line in plan if line.startswith("SCAN")]
     assert len(inner) == len({line.split()[1] for line in inner}), plan
@@ -158,7 +158,7 @@ def test_groups_sum_up_the_rows_of_a_visit(harness, trajectory):
     columns = (
         "prompt, epoch, trajectories, errors, mean_reward, min_reward, max_reward, reward_variance, policy_versions"
     )
-    assert buffer.store._all(f"SELECT {columns} FROM groups") == [("p0", 0, 3, 1, 2.0, 1.0, 3.0, 1.0, "0")]
+    assert buffer.store.database.all(f"SELECT {columns} FROM groups") == [("p0", 0, 3, 1, 2.0, 1.0, 3.0, 1.0, "0")]
 
 
 def test_staleness_says_how_old_the_data_of_a_step_was(harness):
@@ -166,7 +166,7 @@ def test_staleness_says_how_old_the_data_of_a_step_was(harness):
     buffer.fill(2, 2)
     buffer.clock.advance(10)
     buffer.sample(3, prompts=2, samples=2)
-    row = buffer.store._one("SELECT step, slots, trajectories, mean_staleness, max_age_seconds FROM staleness")
+    row = buffer.store.database.one("SELECT step, slots, trajectories, mean_staleness, max_age_seconds FROM staleness")
     assert row == (3, 4, 4, 3.0, 10.0)
 
 
@@ -174,7 +174,9 @@ def test_clients_count_what_each_sender_delivered(harness, trajectory):
     buffer = harness()
     buffer.fill(1, 2)
     buffer.ask(wire.Hello(host="node7", pid=42, software="x"))
-    assert buffer.store._one("SELECT sender, role, host, pid, trajectories, errors, response_tokens FROM clients") == (
+    assert buffer.store.database.one(
+        "SELECT sender, role, host, pid, trajectories, errors, response_tokens FROM clients"
+    ) == (
         "s.1",
         "searcher",
         "node7",
@@ -189,11 +191,11 @@ def test_datasette_is_told_of_views_columns_and_queries_that_exist(harness):
     buffer = harness()
     metadata = json.loads((ROOT / "deploy/datasette/metadata.json").read_text())["databases"]["buffer"]
     for table, about in metadata["tables"].items():
-        columns = {row[0] for row in buffer.store._all("SELECT name FROM pragma_table_info(?)", table)}
+        columns = {row[0] for row in buffer.store.database.all("SELECT name FROM pragma_table_info(?)", table)}
         assert columns >= set(about.get("columns", {}))
         assert columns
     for query in metadata["queries"].values():
-        buffer.store._all(query["sql"].replace(":run", "?"), *["test"] * query["sql"].count(":run"))
+        buffer.store.database.all(query["sql"].replace(":run", "?"), *["test"] * query["sql"].count(":run"))
 
 
 def test_the_database_of_another_program_is_refused_and_left_as_it_is(tmp_path):

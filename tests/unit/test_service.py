@@ -85,7 +85,7 @@ def test_an_expired_lease_goes_to_another_searcher_as_it_is(harness):
 
 def open_leases(buffer) -> set[int]:
     """Visits that are not done, by the file."""
-    return {visit.id for visit in buffer.store.open_visits(buffer.run)}
+    return {visit.id for visit in buffer.store.visits.open(buffer.run)}
 
 
 def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harness, trajectory):
@@ -97,7 +97,7 @@ def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harn
     assert buffer.put(rows, 0, sender="b.1").stored == 2
     assert open_leases(buffer) == {theirs.lease, mine.lease}
     buffer.put([trajectory(mine.prompt_key, mine.lease)], 2, sender="b.1")
-    assert open_leases(buffer) == set(buffer.service._leases.open) == {theirs.lease}
+    assert open_leases(buffer) == set(buffer.service._served.leases.open) == {theirs.lease}
 
 
 def test_rows_that_are_there_already_close_no_visit(harness, trajectory):
@@ -132,7 +132,7 @@ def test_a_heartbeat_keeps_leases(harness):
     buffer.clock.advance(29)
     buffer.service.expire_leases()
     assert len(buffer.lease(2, sender="other.1").visits) == 2
-    assert buffer.service._leases.held_by("slow.1") == 2
+    assert buffer.service._served.leases.held_by("slow.1") == 2
 
 
 HELLO = wire.Hello(host="h", pid=1, software="x")
@@ -364,9 +364,9 @@ def test_the_memory_equals_one_rebuilt_from_the_file(harness, trajectory):
 
     def memory():
         service = buffer.service
-        entries = {prompt: service._index.entries(prompt) for prompt in service._index.prompts()}
-        leases = (service._leases.epoch, service._leases.place, service._leases.open)
-        return entries, leases, service.state(), service._trajectories
+        entries = {prompt: service._served.index.entries(prompt) for prompt in service._served.index.prompts()}
+        leases = (service._served.leases.epoch, service._served.leases.place, service._served.leases.open)
+        return entries, leases, service.state(), service._served.trajectories
 
     before = memory()
     buffer.service.rebuild()
@@ -404,7 +404,9 @@ def test_a_second_server_on_the_same_database_is_refused(harness):
 def test_rewards_and_timestamps_are_indexed(harness):
     buffer = harness()
     for column in ("reward", "received_at"):
-        plan = buffer.store._all(f"EXPLAIN QUERY PLAN SELECT id FROM trajectory_rows WHERE run = 1 AND {column} > 0")
+        plan = buffer.store.database.all(
+            f"EXPLAIN QUERY PLAN SELECT id FROM trajectory_rows WHERE run = 1 AND {column} > 0"
+        )
         assert "USING" in plan[0][3]
         assert column in plan[0][3]
 
@@ -415,12 +417,12 @@ def test_a_failed_transaction_leaves_nothing(harness, trajectory):
 
     def fail_after_a_write():
         with buffer.store.transaction():
-            buffer.store.add_visit(buffer.run, 0, 0, 1, "s.1", 0.0)
+            buffer.store.visits.add(buffer.run, 0, 0, 1, "s.1", 0.0)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail_after_a_write()
-    assert buffer.store.open_visits(buffer.run) == []
+    assert buffer.store.visits.open(buffer.run) == []
 
 
 def test_a_database_of_a_newer_release_is_refused(harness, tmp_path):

@@ -16,7 +16,7 @@ from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import StorageError
+from tba.common.errors import StorageError, SyncFailed
 from tba.common.trajectory import pack
 
 REF = wire.WeightsRef(version=0, step=0, path="/v0", manifest_sha256="0" * 64)
@@ -32,6 +32,7 @@ class SlowStore(Store):
         self.broken: BaseException | None = None
         self.full = False
         self._sync, self.log.sync = self.log.sync, self._slow_sync
+        self._flush, self.trajectories.flush = self.trajectories.flush, self._perhaps_flush
 
     def _slow_sync(self) -> None:
         assert self.released.wait(20)
@@ -39,10 +40,10 @@ class SlowStore(Store):
             raise self.broken
         self._sync()
 
-    def flush(self) -> None:
-        if self.full and self._new_rows:
+    def _perhaps_flush(self) -> None:
+        if self.full and self.trajectories._new_rows:
             raise StorageError("the disk is full")
-        super().flush()
+        self._flush()
 
 
 class Serving:
@@ -140,6 +141,25 @@ def test_puts_wait_while_the_log_is_finished_and_others_are_answered(serving, tr
     assert reply.message.stored == 1
 
 
+def test_a_server_that_is_told_to_stop_while_the_log_is_finished_ends_when_that_is_done(serving, trajectory):
+    begun, done, finish = threading.Event(), threading.Event(), serving.store.log.finish
+    serving.store.log.copy = lambda: True
+
+    def slow_finish() -> None:
+        begun.set()
+        assert done.wait(20)
+        finish()
+
+    serving.store.log.finish = slow_finish
+    assert begun.wait(10)
+    serving.put([trajectory()])
+    serving.stopped.set()
+    assert not serving.ended(0.3)
+    done.set()
+    assert serving.ended()
+    assert serving.raised is None
+
+
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageError("the disk is gone")])
 def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, trajectory, error):
     serving.store.broken = error
@@ -147,6 +167,21 @@ def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, traj
     assert serving.ended()
     assert serving.raised is error
     assert serving.client.poll(0.3) == []
+
+
+def test_what_the_checkpointer_found_keeps_the_syncer_from_acknowledging_and_the_writer_from_committing(
+    serving, trajectory
+):
+    serving.store.released.clear()
+    serving.put([trajectory()])
+    wait_for(lambda: serving.rows_that_others_see() == 1)
+    serving.store.log.failure = SyncFailed("the disk")
+    serving.put([trajectory(tokens=[9])], first=1)
+    serving.store.released.set()
+    assert serving.ended()
+    assert serving.raised is serving.store.log.failure
+    assert serving.client.poll(0.3) == []
+    assert serving.rows_that_others_see() == 1
 
 
 def test_a_sync_that_fails_late_ends_a_server_that_is_told_to_stop(serving, trajectory):
@@ -215,7 +250,7 @@ def test_a_put_that_finds_no_room_does_not_keep_a_status_in_its_group_from_its_a
 
 
 def test_a_locked_database_keeps_neither_the_status_of_a_group_nor_its_signs_of_life(serving, trajectory):
-    serving.store._connection.execute("PRAGMA busy_timeout = 300")
+    serving.store.database._connection.execute("PRAGMA busy_timeout = 300")
     with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         serving.client.post(wire.Hello(host="h", pid=1, software="t"))

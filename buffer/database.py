@@ -1,0 +1,188 @@
+"""The database file: opened by one writer, checked, and left in order; or, after a failed sync, as it is."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from tba.buffer.reader import applied_migrations
+from tba.buffer.schema import migrate
+from tba.buffer.storage_errors import storage_errors
+from tba.buffer.write_ahead_log import WriteAheadLog
+from tba.common.durable import exclusive_lock
+from tba.common.errors import StorageError, SyncFailed
+
+_CACHE_KIB = 64 << 10
+_CHECKED_BYTES = 1 << 30  # two or three seconds
+# Rows in one INSERT: Python hands the interpreter lock to SQLite once for all of them, not once for each. Few
+# sizes, so that the prepared statements stay in the cache.
+_INSERT_SIZES = (256, 64, 16, 4, 1)
+
+
+class DatabaseFile:
+    """One open database with the newest schema. Not thread-safe; but its `log` is.
+
+    Raises LockTaken if another server has the file, StorageError if it is not a usable database.
+    """
+
+    def __init__(self, path: Path, *, durability: str) -> None:
+        self.path = path
+        taken = f"another buffer server has {path} open: stop it, or set buffer.database"
+        self._resources = contextlib.ExitStack()
+        try:
+            with storage_errors(path):
+                self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
+                self._open(durable=durability == "power")
+        except SyncFailed:
+            _leave_open(self._resources)
+            raise
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def _open(self, *, durable: bool) -> None:
+        # Closed last: SQLite's locks are the process's, and go with any descriptor of the file.
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._resources.callback(os.close, file)
+        # Opened by one thread and used by another, never by two at a time.
+        self._connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, uri=True)
+        self._resources.callback(self._connection.close)
+        self._refuse_damaged()
+        self._refuse_foreign()
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = NORMAL")  # `WriteAheadLog.sync` makes it more
+        self._connection.execute("PRAGMA busy_timeout = 10000")  # milliseconds, for a lock of another program
+        self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `WriteAheadLog.copy` does it
+        migrate(Database(self._connection))
+        # This writes, and so makes the log.
+        self._connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
+        self.log = self._resources.enter_context(WriteAheadLog(self.path, file, durable=durable))
+
+    def _refuse_damaged(self) -> None:
+        """Raise StorageError for a file that was copied while a server wrote to it: its parts are of different times.
+
+        The database knows which file it is, so that a large one is read through only when it is new here.
+        """
+        file = self.path.stat()
+        is_known = self.one("PRAGMA user_version")[0] == _identity(file)
+        if is_known and file.st_size > _CHECKED_BYTES:
+            return
+        found = self.one("PRAGMA integrity_check(1)")[0]  # quick_check misses one such copy in ten
+        if found != "ok":
+            raise StorageError(
+                f"{self.path} is damaged ({' '.join(found.split())}): was it copied while a server wrote to it? "
+                "`tba buffer backup` makes copies that are whole"
+            )
+
+    def _refuse_foreign(self) -> None:
+        """Raise StorageError for the database of another program, before anything is written to it."""
+        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
+        names = {name for (name,) in self.all(tables)} - {"_sqlite_migrations"}
+        if names and not applied_migrations(self._connection):
+            raise StorageError(
+                f"{self.path} is the database of another program, with tables such as {min(names)}: choose another "
+                "file name for buffer.database"
+            )
+
+    def close(self) -> None:
+        """Close the file; what was committed stays.
+
+        After a failed sync it is left open until the process ends, and the lock held: SQLite copies the log when the
+        last connection closes, and would delete it.
+        """
+        if self.log.failure is None:
+            self._resources.close()
+        else:
+            self.log.leave()
+            _leave_open(self._resources)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit at the end, or nothing at all. Raises StorageError if the disk refuses."""
+        with self.log.unless_failed():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        """Run one statement."""
+        return self._connection.execute(statement, values)
+
+    def execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run one statement for each of these values."""
+        self._connection.executemany(statement, rows)
+
+    def insert(self, conflict: str, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Insert many rows at once.
+
+        What SQLite does by itself in a conflict, ABORT, undoes one statement: for that it would copy every page that
+        the statement touches, as many bytes as it writes. A transaction here holds whole or not at all anyway.
+        """
+        start = 0
+        for size in _INSERT_SIZES:
+            while len(rows) - start >= size:
+                statement = _insert_statement(table, tuple(columns), size, conflict)
+                self._connection.execute(statement, list(chain.from_iterable(rows[start : start + size])))
+                start += size
+
+    def one(self, query: str, *values: Any) -> tuple[Any, ...]:
+        """The first row."""
+        with storage_errors(self.path):
+            row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
+        return row
+
+    def all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """All rows."""
+        with storage_errors(self.path):
+            return self._connection.execute(query, values).fetchall()
+
+    def each(self, query: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """All rows, read one after the other."""
+        with storage_errors(self.path):
+            yield from self._connection.execute(query, values)
+
+    def shrink(self) -> None:
+        """Give free pages back to the file system. Raises StorageError if the disk refuses."""
+        with self.log.unless_failed():
+            self._connection.execute("VACUUM")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def size_bytes(self) -> int:
+        """Size of the database with its write-ahead log."""
+        wal = self.path.with_name(self.path.name + "-wal")
+        return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
+
+    def free_bytes(self) -> int:
+        """Free space of the disk that holds the database."""
+        with storage_errors(self.path):
+            return shutil.disk_usage(self.path.parent).free
+
+
+def _leave_open(resources: contextlib.ExitStack) -> None:
+    """Never close these, not even when the interpreter ends, which closes all that it can still reach or count."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(resources))
+
+
+def _identity(file: os.stat_result) -> int:
+    """A number that a copy of the file does not have, as large as SQLite has room for."""
+    return file.st_ino & 0x7FFFFFFF
+
+
+@functools.cache
+def _insert_statement(table: str, columns: tuple[str, ...], rows: int, conflict: str) -> str:
+    row = f"({', '.join('?' * len(columns))})"
+    return f"INSERT {conflict} INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608

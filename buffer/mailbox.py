@@ -52,7 +52,7 @@ class Mailbox:
         self._urgent: deque[Arrival] = deque()
         self._others: deque[Arrival] = deque()
         self._bytes = 0
-        self._held = False
+        self._holds = 0
         self._taking = False
 
     @property
@@ -89,14 +89,24 @@ class Mailbox:
 
         Begins when the transaction under way is over.
         """
+        self.hold()
         with self._changed:
-            self._held = True
             self._changed.wait_for(lambda: self._taking, _LONGEST_TRANSACTION_SECONDS)
         try:
             yield
         finally:
-            self._held = False
-            self.wake()
+            self.release()
+
+    def hold(self) -> None:
+        """From the next `take` on only what is urgent is taken, until as many calls of `release`."""
+        with self._changed:
+            self._holds += 1
+
+    def release(self) -> None:
+        """End one hold."""
+        with self._changed:
+            self._holds -= 1
+            self._changed.notify_all()
 
     def take(self, timeout_seconds: float) -> list[Arrival]:
         """What goes into the next transaction: the urgent ones, and others up to the size of a group.
@@ -106,13 +116,13 @@ class Mailbox:
         with self._changed:
             self._taking = True
             self._changed.notify_all()
-            if not self._urgent and (self._held or not self._others):
+            if not self._urgent and (self._holds or not self._others):
                 self._changed.wait(timeout_seconds)
             self._taking = False
             taken = list(self._urgent)
             self._urgent.clear()
             asks_batch = any(isinstance(arrival.request.message, wire.SampleBatch) for arrival in taken)
-            if not (asks_batch or self._held):
+            if not (asks_batch or self._holds):
                 taken += self._take_group()
             self._bytes -= sum(arrival.bytes for arrival in taken)
             return taken

@@ -25,6 +25,9 @@ log = get_logger(__name__)
 _TURN_SECONDS = 0.1
 _READ_LIMIT = 64  # multiparts in one reading of the socket
 _OBJECT_BYTES = 4096  # of a decoded request, and of each row of a put, beside its frames; measured
+_BATCH_BYTES = 1 << 20  # of a reply that is worth holding puts back for
+_LEAVING_SECONDS = 0.001  # between two looks at whether it has left
+_SLOW_READER_SECONDS = 0.1  # that puts wait at most for a trainer that takes its batch slowly
 _UNANSWERED = 1024  # refused messages that may wait for the writer; more wait in the senders
 
 
@@ -39,6 +42,7 @@ class Network:
         self._mailbox = mailbox
         self._clock = clock
         self._outbox: deque[tuple[Peer, Frames]] = deque()
+        self._leaving: deque[float] = deque()  # when to give up waiting for each batch that is on its way
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
         # Held while Python decodes. Who holds it has the interpreter to himself: two busy threads hand it over
@@ -63,6 +67,15 @@ class Network:
         self._outbox.extend(replies)
         self._channel.wake()
 
+    def expect(self, replies: Sequence[tuple[Peer, Frames]]) -> None:
+        """Hold puts back until the batches among these have left. Called by the writer, before they are synced.
+
+        A batch is megabytes that a trainer waits for; what is done for puts meanwhile takes the cores from them.
+        """
+        for _, frames in replies:
+            if _is_batch(frames):
+                self._mailbox.hold()
+
     def resume(self) -> None:
         """There is room in the mailbox again. Called by the writer."""
         self._channel.wake()
@@ -77,9 +90,11 @@ class Network:
             self._mailbox.wake()
 
     def _turn(self) -> None:
-        reading = not self._mailbox.full and len(self.rejections) < _UNANSWERED
-        received = self._channel.receive(_TURN_SECONDS, _READ_LIMIT if reading else 0)
+        reading = not (self._mailbox.full or self._leaving) and len(self.rejections) < _UNANSWERED
+        patience = _LEAVING_SECONDS if self._leaving else _TURN_SECONDS
+        received = self._channel.receive(patience, _READ_LIMIT if reading else 0)
         self._send_outbox()
+        self._see_off()
         for peer, frames in received:
             with self.decoding:
                 self._queue(peer, frames)
@@ -110,5 +125,18 @@ class Network:
         with contextlib.suppress(IndexError):
             while True:
                 peer, frames = self._outbox.popleft()
-                if not self._channel.send(peer, frames):
+                is_batch = _is_batch(frames)
+                if not self._channel.send(peer, frames, follow=is_batch):
                     self.undeliverable += 1
+                if is_batch:
+                    self._leaving.append(self._clock.monotonic() + _SLOW_READER_SECONDS)
+
+    def _see_off(self) -> None:
+        """Let the puts go on, once for each batch that was expected."""
+        while self._leaving and (not self._channel.is_sending or self._leaving[0] <= self._clock.monotonic()):
+            self._leaving.popleft()
+            self._mailbox.release()
+
+
+def _is_batch(frames: Frames) -> bool:
+    return sum(map(len, frames)) > _BATCH_BYTES

@@ -86,7 +86,9 @@ class BufferServer:
         replies = [*self._rejections(), *self._answer(self._due(arrived))]
         if replies:
             state = self._service.state()
-            self._syncer.add([(reply.peer, self._encode(reply, state)) for reply in replies])
+            encoded = [(reply.peer, self._encode(reply, state)) for reply in replies]
+            self._network.expect(encoded)
+            self._syncer.add(encoded)
 
     def _due(self, arrived: list[Arrival]) -> list[Arrival]:
         """What to try now: if something has changed, all that waits; else only those whose time is over."""

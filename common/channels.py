@@ -71,6 +71,7 @@ class ServerChannel:
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
         self._reading = False
+        self._followed: list[zmq.MessageTracker] = []
 
     @property
     def is_local(self) -> bool:
@@ -99,13 +100,24 @@ class ServerChannel:
             size += sum(map(len, frames))
         return received
 
-    def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
-        """Answer a peer. False if it has gone or does not read: the answer is lost, and it will ask again."""
+    def send(self, peer: Peer, frames: Sequence[bytes], *, follow: bool = False) -> bool:
+        """Answer a peer. False if it has gone or does not read: the answer is lost, and it will ask again.
+
+        `is_sending` is about the answers to `follow`.
+        """
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            sent = self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False, track=follow)
         except zmq.ZMQError:
             return False
+        if follow:
+            self._followed.append(sent)
         return True
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether an answer to be followed is not with the operating system yet, nor lost with its peer."""
+        self._followed = [sent for sent in self._followed if not sent.done]
+        return bool(self._followed)
 
     def close(self) -> None:
         """Send what is queued for at most half a second, then close."""

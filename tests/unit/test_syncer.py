@@ -1,10 +1,12 @@
 """Nothing is acknowledged before it is synced, and what fails on the way ends the server; it does not hang it."""
 
+import socket
 import sqlite3
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 
+import numpy as np
 import pytest
 
 from tba.buffer.server import BufferServer
@@ -15,6 +17,7 @@ from tba.common import wire
 from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
 from tba.common.clock import SystemClock
+from tba.common.codec import encode_request
 from tba.common.config import Config
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.trajectory import pack
@@ -158,6 +161,64 @@ def test_a_server_that_is_told_to_stop_while_the_log_is_finished_ends_when_that_
     done.set()
     assert serving.ended()
     assert serving.raised is None
+
+
+ASKED = wire.SampleBatch(step=0, prompts=1, samples=4, reference="none", wait_seconds=0.0)
+
+
+def put_a_large_group(serving, trajectory) -> None:
+    """Four trajectories of one prompt, 24 MB: more than the system takes for a reader that does not read."""
+    for n in range(4):
+        put = serving.put([trajectory(tokens=np.full(750_000, n, np.int32))], first=n)
+        wait_for(lambda put=put: serving.client.poll(0.05) or not serving.client.is_pending(put))
+
+
+def rows_of(serving, table: str) -> int:
+    with closing(sqlite3.connect(serving.path)) as reader:
+        return reader.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
+
+
+def test_puts_wait_until_a_batch_is_on_its_way(serving, trajectory):
+    put_a_large_group(serving, trajectory)
+    trainer = BufferClient(serving.channel.address, role="trainer", name="t")
+    trainer.call(wire.Hello(host="h", pid=1, software="t"), wire.Welcome, deadline_seconds=10)
+    serving.store.released.clear()
+    trainer.post(ASKED)
+    wait_for(lambda: rows_of(serving, "batches") == 1)
+    put = serving.put([trajectory()], first=4)
+    assert serving.client.poll(0.5) == []
+    assert rows_of(serving, "trajectory_rows") == 4
+    serving.store.released.set()
+    (batch,) = trainer.poll(10)
+    (reply,) = serving.client.poll(10)
+    assert (len(batch.message.trajectory_ids), reply.header.id) == (4, put)
+    trainer.close()
+
+
+def test_puts_do_not_wait_for_a_trainer_that_does_not_take_its_batch(serving, trajectory):
+    put_a_large_group(serving, trajectory)
+    with connected_dealer(serving.channel.address) as trainer:
+        (request,) = encode_request(ASKED, id=1, role="trainer", sender="t.1", run="")
+        trainer.sendall(b"\x00" + short(request))
+        wait_for(lambda: rows_of(serving, "batches") == 1)
+        put = serving.put([trajectory()], first=4)
+        (reply,) = serving.client.poll(10)
+        assert reply.header.id == put
+
+
+@contextmanager
+def connected_dealer(address):
+    """A socket that has shaken hands as a ZeroMQ DEALER does (ZMTP 3.0, RFC 23), and reads only what it is told to."""
+    host, port = address.removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    with socket.create_connection((host, int(port)), timeout=10) as dealer:
+        dealer.sendall(greeting + b"\x04" + short(ready))
+        yield dealer
+
+
+def short(part: bytes) -> bytes:
+    return bytes([len(part)]) + part
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageError("the disk is gone")])

@@ -109,7 +109,7 @@ class ServerChannel:
             sent = self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False, track=follow)
         except zmq.ZMQError:
             return False
-        if follow:
+        if sent is not None:
             self._followed.append(sent)
         return True
 

@@ -83,7 +83,9 @@ class Run:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    # A buffer that a test has started again need not wait for a trainer that the test has ended.
+    monkeypatch.setattr("tba.buffer.clients._RETURN_SECONDS", 0.0)
     made: list[Run] = []
 
     def make(name: str = "a", **train_keys: Any) -> Run:

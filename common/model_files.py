@@ -42,7 +42,11 @@ def check_model(path: str, *, setting: str = "model.path") -> bool:
         return False
     if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
         raise ConfigError(f"{setting} {path} has no tokenizer: no file is called {', '.join(_TOKENIZER_FILES)}")
-    if missing := [file.name for file in weight_files(directory) if not file.is_file()]:
+    try:
+        missing = [file.name for file in weight_files(directory) if not file.is_file()]
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    if missing:
         raise ConfigError(f"{setting} {path} lacks {', '.join(missing)}, which its index names: copy the model again")
     return True
 

@@ -109,7 +109,8 @@ def generate(task: dict[str, Any]) -> None:
     llm = LLM(
         task["model"], dtype=size.dtype, skip_tokenizer_init=True, max_num_seqs=size.in_flight,
         max_model_len=CONTEXT, kv_cache_memory_bytes=1 << 30, generation_config="vllm",
-        logprobs_mode="processed_logprobs",
+        # Only where it is asked for them: in this mode vLLM on a CPU computes them in any case.
+        **({"logprobs_mode": "processed_logprobs"} if task["logprobs"] else {}),
     )  # fmt: skip
     asked = {"logprobs": 0, "flat_logprobs": True} if task["logprobs"] else {}
     params = SamplingParams(

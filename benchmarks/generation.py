@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ Cycle = list[Progress]  # of each kind
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without those that it has stopped
     options = _options()
     if others := os.sched_getaffinity(0) - {options.core}:
         os.sched_setaffinity(0, others)  # also of the buffer servers; the engines are bound by `taskset`

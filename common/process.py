@@ -7,12 +7,16 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+
+from tba.common.guard import session_of
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_REQUEST_SECONDS = 1.0
+_ROUNDS = 100
 PARENT_VARIABLE = "TBA_PARENT_PID"
 # The file by which the processes of one trainer find each other.
 RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
@@ -27,6 +31,7 @@ class StopSignal:
 
     def __init__(self, *, listens: bool = True) -> None:
         self._stopped_at: float | None = None
+        self._at_once = False
         self.interrupted = False  # the first signal was that of Ctrl-C
         if listens:
             signal.signal(signal.SIGTERM, self._on_signal)
@@ -34,6 +39,24 @@ class StopSignal:
 
     def __call__(self) -> bool:
         return self._stopped_at is not None
+
+    @contextlib.contextmanager
+    def ends_at_once(self) -> Iterator[None]:
+        """Meanwhile nothing is under way that could be lost: a signal ends this process, and what it has started.
+
+        Not by an exception, which the libraries that run meanwhile may hold back, or wait for their children at.
+        """
+        self._at_once = True
+        try:
+            if self():
+                self._end()
+            yield
+        finally:
+            self._at_once = False
+
+    def _end(self) -> None:
+        kill_descendants()
+        os._exit(0)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -43,6 +66,8 @@ class StopSignal:
         elif now - self._stopped_at > _SAME_REQUEST_SECONDS:
             os._exit(128 + number)
         notify_systemd("STOPPING=1")
+        if self._at_once:
+            self._end()
 
 
 def die_with_parent() -> None:
@@ -65,13 +90,45 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def child_pids() -> set[int]:
-    """The children of this process, adopted ones and zombies included; empty where the kernel does not list them."""
+def child_pids(pid: int | None = None) -> set[int]:
+    """The children of a process, by default this one, adopted ones and zombies included.
+
+    Empty where the kernel does not list them.
+    """
     found: set[int] = set()
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has just ended
-            found.update(map(int, listing.read_text().split()))
+    with contextlib.suppress(OSError):  # not Linux, or a process that has just ended
+        for thread in list(Path(f"/proc/{pid or 'self'}/task").iterdir()):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                found.update(map(int, (thread / "children").read_text().split()))
     return found
+
+
+def kill_descendants() -> None:
+    """SIGKILL to all processes below this one in its own session, also to those that are started meanwhile.
+
+    But for Python's resource tracker: as the last one it gives back the memory that they shared, and ends by itself.
+    """
+    session = os.getsid(0)
+    for _ in range(_ROUNDS):
+        running = [pid for pid in _descendants(os.getpid()) if session_of(pid) == session and not _is_tracker(pid)]
+        if not running:
+            return
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in child_pids(pid):
+        yield from _descendants(child)
+        yield child
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def signal_name(number: int) -> str:

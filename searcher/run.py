@@ -12,6 +12,7 @@ from tba.common.config import Config
 from tba.common.errors import ConfigError, MissingExtra
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
+from tba.common.process import StopSignal
 from tba.searcher.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.groups import Tokenizer
@@ -27,7 +28,7 @@ from tba.searcher.tasks.task import Task
 log = get_logger(__name__)
 
 
-def search(config: Config, *, device: str, label: str, stop: Callable[[], bool]) -> None:
+def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
     """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
 
     `label` tells the searchers of this machine apart: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
@@ -50,10 +51,11 @@ def search(config: Config, *, device: str, label: str, stop: Callable[[], bool])
         ending.callback(rewards.close)
         if stop():
             return
-        engine = make_engine(config, device=device, name=name)
-        ending.callback(engine.close)
-        references = make_references(config, device)  # after the engine, which must find the memory of a GPU free
-        ending.callback(references.close)
+        with stop.ends_at_once():  # it may take minutes, and nothing is generated yet
+            engine = make_engine(config, device=device, name=name)
+            ending.callback(engine.close)
+            references = make_references(config, device)  # after the engine, which must find the memory of a GPU free
+            ending.callback(references.close)
         searcher = Searcher(
             config,
             engine=engine,

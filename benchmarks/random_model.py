@@ -1,0 +1,83 @@
+"""Random models to measure generation with: a number of token ids end a response, so that lengths are geometric."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.common.snapshot import Canary
+
+SAMPLES = 8  # responses per prompt
+PROMPTS = 400
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how it is generated with. `endings` of the `vocabulary` ids end a response."""
+
+    shape: dict[str, int]
+    vocabulary: int
+    endings: int
+    dtype: str
+    in_flight: int
+    max_tokens: int
+
+
+SIZES = {
+    "small": Size(
+        {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2}, 2048, 16, "float32", 256, 256,
+    ),
+    "large": Size(
+        {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "num_key_value_heads": 4}, 32_000, 500, "bfloat16", 64, 128,
+    ),
+}  # fmt: skip
+
+
+def make_model(size: Size, folder: Path) -> Path:
+    """A random Llama with a tokenizer of made-up words, and prompts.jsonl beside it."""
+    import numpy as np
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    special = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    shape = size.shape | special | {"max_position_embeddings": CONTEXT, "vocab_size": size.vocabulary}
+    model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **shape)).to(getattr(torch, size.dtype))
+    model.generation_config.eos_token_id = endings(size)
+    model.save_pretrained(folder / "model")
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(size.vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder / "model")
+    random = np.random.default_rng(0)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(PROMPTS):
+            ids = random.integers(1, size.vocabulary - size.endings, random.integers(20, 100))
+            file.write(json.dumps({"question": " ".join(f"w{n}" for n in ids), "answer": "#### 7"}) + "\n")
+    return folder / "model"
+
+
+def endings(size: Size) -> list[int]:
+    """The token ids that end a response."""
+    return list(range(size.vocabulary - size.endings, size.vocabulary))
+
+
+def mean_tokens(size: Size) -> float:
+    """Of a response: geometric, cut at `max_tokens`."""
+    ends = size.endings / size.vocabulary
+    return float((1 - (1 - ends) ** size.max_tokens) / ends)
+
+
+def make_canary(model: Path, size: Size) -> Canary:
+    """Four sequences of 64 random tokens, with log-probabilities by transformers in float32."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = np.random.default_rng(1).integers(0, size.vocabulary - size.endings, (4, 64)).tolist()
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor(ids)).logits
+    logprobs = logits[:, :-1].log_softmax(-1).gather(2, torch.tensor(ids)[:, 1:, None])[..., 0]
+    return Canary(ids, logprobs.tolist())

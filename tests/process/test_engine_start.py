@@ -1,0 +1,37 @@
+"""A searcher that is asked to stop while its engine starts, which takes minutes on a GPU."""
+
+import os
+import time
+from importlib.util import find_spec
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def has_begun(searcher: psutil.Process, workers: int) -> bool:
+    """Whether vLLM is at it: its own code is mapped, or there are the processes of a tensor-parallel engine."""
+    if workers == 1:
+        return any("/vllm/" in part.path for part in searcher.memory_maps())
+    same = [child for child in searcher.children(recursive=True) if os.getsid(child.pid) == os.getsid(searcher.pid)]
+    return sum("resource_tracker" not in " ".join(child.cmdline()) for child in same) >= workers
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_searcher_that_is_asked_to_stop_while_vllm_starts_leaves_at_once_with_all_that_it_started(
+    make_config, start_tba, example_model, tmp_path, workers
+):
+    search = {"engine": "vllm", "gpus": "cpu", "tensor_parallel": workers, "max_model_len": 64, "kv_cache_gib": 0.1}
+    run = make_config(model={"path": str(example_model), "dtype": "float32"}, search=search)
+    started = start_tba("search", "--config", run.file)
+    searcher, deadline = psutil.Process(started.pid), time.monotonic() + 120
+    while not has_begun(searcher, workers):
+        assert time.monotonic() < deadline, (tmp_path / "tba0.log").read_text()
+        time.sleep(0.05)
+    children = searcher.children(recursive=True)
+    started.terminate()
+    assert started.wait(30) == 0
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+    # One whose engine has started takes leave of the buffer, and says so.
+    assert " left " not in (tmp_path / "tba0.log").read_text()

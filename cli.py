@@ -251,6 +251,8 @@ def _train_offline(resolved: "Resolved", past: "Past", run_trainer: Callable[...
     from tba.buffer.offline import OfflineBuffer
 
     last_step = past.step if replay else None
+    if os.environ.get("RANK", "0") != "0":  # rank 0 alone talks to the buffer
+        return run_trainer(last_step=last_step)
     if replay and past.step < resolved.config.train.steps:
         there = quantity(past.step, "trained step")
         typer.echo(f"{past.path} has {there} to replay, of train.steps = {resolved.config.train.steps}")

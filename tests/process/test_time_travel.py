@@ -93,6 +93,12 @@ def test_a_replay_has_the_losses_of_the_recorded_run_bit_for_bit(recorded, tba, 
     assert hashlib.sha256(recorded.database.read_bytes()).hexdigest() == before
 
 
+def test_several_processes_replay_a_run_together(recorded, tba, tmp_path):
+    result = offline(tba, recorded, tmp_path / "two", "--replay", "--as-of", "2", "--processes", "2")
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(recorded.directory)[:2], abs=1e-5)
+
+
 def test_a_replay_with_another_learning_rate_says_how_far_it_went_from_the_record(recorded, tba, tmp_path):
     result = offline(tba, recorded, tmp_path / "again", "--replay", train__learning_rate=1e-3)
     assert result.returncode == 0, result.stderr

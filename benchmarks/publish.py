@@ -89,11 +89,11 @@ def checkpoint_row(model: Any) -> list[str]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     learner.optimizer.step()
-    memcpy = memcpy_of(tensors_of(learner))
+    memcpy = memcpy_of(dict(tensors_of(learner)))
     copies = HostCopies(CPU)
 
     def before() -> None:
-        _ = {name: tensor.clone() for name, tensor in tensors_of(learner).items()}
+        _ = {name: tensor.clone() for name, tensor in tensors_of(learner)}
 
     def now() -> None:
         copies.give_back(copies.copy(tensors_of(learner)))

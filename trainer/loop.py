@@ -313,12 +313,11 @@ class Trainer:
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            tokens = [row.tokens for row in batch.rows]
-            largest = max(sum(tokens[at : at + batch.samples]) for at in range(0, len(tokens), batch.samples))
+            longest = max(row.tokens for row in batch.rows)
             raise MemoryShort(
                 f"out of memory in step {batch.step} ({first_line(error)}): lower train.micro_batch_tokens, which is "
-                f"{self._config.train.micro_batch_tokens} (the largest prompt group here has {largest} tokens, and a "
-                "whole group is the least), or set train.gradient_checkpointing = true; then pass --resume"
+                f"{self._config.train.micro_batch_tokens} (the longest trajectory here has {longest} tokens, and that "
+                "is the least), or set train.gradient_checkpointing = true; then pass --resume"
             ) from error
 
     def _count_skipped(self, step: int, result: StepResult) -> None:

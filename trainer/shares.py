@@ -12,11 +12,22 @@ from tba.trainer.batch import cut
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of a micro-batch, in their order there, maybe none, and how many forward passes all ranks make."""
+
+    rows: slice
+    passes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One micro-batch of a rank: indices of whole groups, maybe none, and how many forward passes all ranks make."""
+    """One micro-batch of a rank: indices of whole groups, maybe none, and its rows in pieces.
+
+    There is one piece, unless some rank has a group here that is over the limit by itself.
+    """
 
     groups: list[int]
-    passes: int
+    pieces: list[Piece]
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -39,7 +50,7 @@ def turns_of(
     rank: int,
     ranks: int,
 ) -> list[Turn]:
-    """The micro-batches of a rank: as many on every rank, of as many passes.
+    """The micro-batches of a rank: as many on every rank, of as many pieces and passes.
 
     `groups` are indices into `tokens`, the length of each row; `limit` is `cut`'s and `passes_of` the scorer's.
     """
@@ -50,6 +61,33 @@ def turns_of(
     turns = []
     for turn in range(max(map(len, parts))):
         at_once = [of_rank[turn] if turn < len(of_rank) else [] for of_rank in parts]
-        passes = (passes_of([tokens[row] for group in part for row in groups[group]]) for part in at_once)
-        turns.append(Turn(at_once[rank], max(map(len, passes))))
+        lengths = [[tokens[row] for group in part for row in groups[group]] for part in at_once]
+        turns.append(Turn(at_once[rank], _pieces(lengths, limit, passes_of, rank)))
     return turns
+
+
+def _pieces(
+    lengths: Sequence[Sequence[int]],
+    limit: int,
+    passes_of: Callable[[Sequence[int]], Sequence[Sequence[int]]],
+    rank: int,
+) -> list[Piece]:
+    """The pieces of a rank's rows in one turn, of which every rank knows the `lengths` of all."""
+    cuts = [_within(of_rank, limit) for of_rank in lengths]
+    pieces = []
+    for number in range(max(map(len, cuts))):
+        at_once = [cut_[number] if number < len(cut_) else slice(0, 0) for cut_ in cuts]
+        passes = (passes_of(of_rank[rows]) for of_rank, rows in zip(lengths, at_once, strict=True))
+        pieces.append(Piece(at_once[rank], max(map(len, passes))))
+    return pieces
+
+
+def _within(lengths: Sequence[int], limit: int) -> list[slice]:
+    """Cut rows, in their order, into as long pieces as are within the limit; a row over it stands alone."""
+    starts, tokens = [0], 0
+    for row, length in enumerate(lengths):
+        if tokens and tokens + length > limit:
+            starts.append(row)
+            tokens = 0
+        tokens += length
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(lengths)], strict=True)]

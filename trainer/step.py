@@ -7,6 +7,7 @@ same loss and gradient however the batch is cut, and however it is divided over 
 what it returns or raises is the same on all of them.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,17 +30,17 @@ from tba.trainer.objectives.health import (
     balance_metrics,
     mismatch_metrics,
     off_policy_metrics,
-    reward_part_metrics,
-    staleness_metrics,
     truncated_fraction,
 )
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.packing import packs
+from tba.trainer.pieces import backward_piece, score_pieces
 from tba.trainer.ranks import ALONE, Ranks
 from tba.trainer.reference import Reference
 from tba.trainer.schedule import beta_at, learning_rate_schedule
 from tba.trainer.sharding import fits_whole, keep_whole, shard, whole
-from tba.trainer.shares import Turn, turns_of
+from tba.trainer.shares import Piece, Turn, turns_of
+from tba.trainer.step_metrics import batch_metrics, on_policy_differences, only_finite
 from tba.trainer.stopwatch import Stopwatch
 
 _NAMED_IDS = 20  # trajectory ids that an error message lists
@@ -156,7 +157,7 @@ class Learner:
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **self._policy_metrics(sums),
-            **_batch_metrics(batch),
+            **batch_metrics(batch),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),
             "learning_rate": learning_rate,
@@ -164,7 +165,7 @@ class Learner:
             "reference_computed": float(len(computed)),
             "skipped": 0.0,
         }
-        return StepResult(_finite(metrics), computed)
+        return StepResult(only_finite(metrics), computed)
 
     def _clip_gradients(self) -> list[float]:
         """The gradient norms before clipping: the policy's, and that of a learned log Z."""
@@ -189,8 +190,8 @@ class Learner:
         self.optimizer.zero_grad()
         self.steps_done += 1
         self.reference.follow(self.policy, self.steps_done)
-        metrics = {**_batch_metrics(batch), "reference_computed": float(len(reference)), "skipped": 1.0}
-        return StepResult(_finite(metrics), reference, f"{reason}: {_ids(blamed)}", blamed)
+        metrics = {**batch_metrics(batch), "reference_computed": float(len(reference)), "skipped": 1.0}
+        return StepResult(only_finite(metrics), reference, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, sums: _Sums) -> dict[str, float]:
         """What is read off the log-probabilities of the policy."""
@@ -211,30 +212,55 @@ class Learner:
         groups = [range(b * samples, (b + 1) * samples) for b in range(batch.prompts)]
         turns = self._turns(groups, batch.rows)
         for turn in turns:
-            if self._keeps_whole:
-                keep_whole(self.scorer, last=turn is turns[-1])
             rows = [batch.rows[row] for b in turn.groups for row in groups[b]]
-            with self.watch.phase("forward"):
-                scores = self.scorer.score(
-                    rows, pooled=self._objective.learns_log_z, entropy=self._entropy, passes=turn.passes
-                )
-            if rows:
-                self._add_share(batch, turn.groups, rows, scores, reference_BK, beta, sums)
+            share = functools.partial(self._add_share, batch, turn.groups, rows, reference_BK, beta, sums)
+            if len(turn.pieces) == 1:
+                self._at_once(rows, turn.pieces[0], share, last=turn is turns[-1])
             else:
-                torch.autograd.backward(scores.logprob_R.sum())  # no numbers; only what the other ranks wait for
+                self._in_pieces(rows, turn.pieces, share, last=turn is turns[-1])
         return self._over_ranks(sums)
+
+    def _at_once(self, rows: list[Row], piece: Piece, share: Callable[[Scores], None], *, last: bool) -> None:
+        """Forward and backward of a micro-batch in one graph."""
+        self._keep_whole(last=last)
+        with self.watch.phase("forward"):
+            scores = self.scorer.score(
+                rows, pooled=self._objective.learns_log_z, entropy=self._entropy, passes=piece.passes
+            )
+        if rows:
+            share(scores)
+        else:
+            torch.autograd.backward(scores.logprob_R.sum())  # no numbers; only what the other ranks wait for
+
+    def _in_pieces(self, rows: list[Row], pieces: list[Piece], share: Callable[[Scores], None], *, last: bool) -> None:
+        """Forward and backward of a micro-batch that is too large for one graph, on some rank at least."""
+        self._keep_whole(last=False)
+        with self.watch.phase("forward"):
+            pooled, entropy = self._objective.learns_log_z, self._entropy
+            scores = score_pieces(self.scorer, rows, pieces, pooled=pooled, entropy=entropy)
+        if rows:
+            share(scores)
+        slope_R = torch.zeros_like(scores.logprob_R) if scores.logprob_R.grad is None else scores.logprob_R.grad
+        for piece in pieces:
+            self._keep_whole(last=last and piece is pieces[-1])
+            with self.watch.phase("backward"):
+                backward_piece(self.scorer, rows, piece, slope_R)
+
+    def _keep_whole(self, *, last: bool) -> None:
+        if self._keeps_whole:
+            keep_whole(self.scorer, last=last)
 
     def _add_share(
         self,
         batch: TrainBatch,
         part: list[int],
         rows: list[Row],
-        scores: Scores,
         reference_BK: Tensor,
         beta: float,
         sums: _Sums,
+        scores: Scores,
     ) -> None:
-        """Backward of some groups of the batch."""
+        """Backward of some groups of the batch, as far as their scores have a graph."""
         with self.watch.phase("forward"):
             responses = self._responses(batch, part, rows, scores, reference_BK)
             loss = self._objective.loss(responses, beta)
@@ -247,7 +273,7 @@ class Learner:
             sums.entropies.append(scores.entropy_R.cpu()[mask_R])
         sums.policy_BK[part] = responses.policy_bK.detach()
         sums.sampled_BK[part] = responses.sampled_bK
-        sums.differences += _on_policy_differences(rows, logprob_R)
+        sums.differences += on_policy_differences(rows, logprob_R)
 
     def _turns(self, groups: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Turn]:
         return turns_of(
@@ -321,7 +347,8 @@ class Learner:
         sequence_N = torch.zeros(len(unknown), dtype=torch.float64)
         for turn in self._turns([[index] for index in range(len(unknown))], unknown):
             rows = [unknown[index] for index in turn.groups]
-            logprob_R = self.reference.score(rows, passes=turn.passes).logprob_R
+            (piece,) = turn.pieces  # a row is never divided
+            logprob_R = self.reference.score(rows, passes=piece.passes).logprob_R
             if rows:
                 sequence_N[turn.groups] = sequence_logprobs(logprob_R, rows).cpu()
         computed = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
@@ -361,30 +388,3 @@ def _not_finite(batch: TrainBatch, sums: _Sums) -> list[int]:
 
 def _worst(norm: float) -> float:
     return norm if math.isfinite(norm) else math.inf
-
-
-def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """JSON and the buffer have no place for other numbers."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    lengths = [len(row.response_ids) for row in batch.rows]
-    return {
-        "reward_mean": float(batch.reward_BK.mean()),
-        "reward_std": float(batch.reward_BK.std(correction=0)),
-        **reward_part_metrics(batch.reward_parts),
-        **staleness_metrics(batch.staleness_BK),
-        "tokens": float(sum(row.tokens for row in batch.rows)),
-        "response_tokens_mean": sum(lengths) / len(lengths),
-    }
-
-
-def _on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:
-    """Trainer's minus engine's log-probability per token, where both are of the same weights at temperature 1."""
-    lengths = [len(row.response_ids) for row in rows]
-    return [
-        (logprobs - torch.from_numpy(row.sampling_logprobs.copy()))[torch.from_numpy(row.loss_mask != 0)]
-        for row, logprobs in zip(rows, torch.split(logprob_R, lengths), strict=True)
-        if row.on_policy
-    ]

@@ -31,7 +31,8 @@ class TrainSection(Section):
     """Ask for the next batch while this one trains. It is then drawn about one step earlier than it would be, from
     what had come by then. With buffer.max_staleness = 0 it is never asked ahead: there is no data for it yet."""
     micro_batch_tokens: Positive = 16384
-    """Tokens (padding not counted) whose activations are held at once; a whole group is the least."""
+    """Tokens (padding not counted) whose activations are held at once; a single trajectory is the least. A group of
+    more tokens is computed in pieces, for a forward pass more."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: a micro-batch is one row of all its sequences, without padding, and attention stays within each. padded:
     passes over rows of like length. auto packs on a GPU in bfloat16 where the model allows it, and pads on a CPU."""

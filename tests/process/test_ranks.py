@@ -117,9 +117,10 @@ def test_two_ranks_in_bfloat16_are_as_near_as_bfloat16_is(trained, scenario):
 
 
 def test_gradients_are_reduced_once_a_step_where_ranks_keep_them_whole(trained):
-    steps, sharded_groups, micro_batches = 2, 3, 3  # two layers and the rest; five prompts over two ranks
+    steps, sharded_groups = 2, 3  # two layers and the rest
+    pieces = 3 * 4  # five prompts of four rows over two ranks, row by row
     assert trained.result("small_parts_whole", 2)["reductions"] == steps * sharded_groups
-    assert trained.result("small_parts", 2)["reductions"] == steps * sharded_groups * micro_batches
+    assert trained.result("small_parts", 2)["reductions"] == steps * sharded_groups * pieces
 
 
 def test_one_process_goes_on_from_two_and_two_from_one(trained, tmp_path):

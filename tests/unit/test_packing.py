@@ -166,11 +166,29 @@ def test_steps_are_those_of_padded_rows(keys):
 @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
 def test_a_micro_batch_is_one_pass(micro_batch_tokens):
     learner = make_learner(packing="packed", micro_batch_tokens=micro_batch_tokens)
+    calls = passes_of_a_step(learner, random_batch(0, prompts=5))
+    # A group that is too large is computed twice, and here row by row.
+    assert len(calls) == (2 * 5 * 4 if micro_batch_tokens == 1 else 1)
+
+
+def passes_of_a_step(learner, batch) -> list[tuple[bool, int]]:
+    """Of each forward pass whether it made a graph, and its tokens."""
     calls = []
-    learner.policy.base_model.register_forward_hook(lambda *_: calls.append(1))
-    batch = random_batch(0, prompts=5)
+    learner.policy.base_model.register_forward_hook(
+        lambda _, __, told, ___: calls.append((torch.is_grad_enabled(), told["input_ids"].numel())), with_kwargs=True
+    )
     learner.accumulate(batch, batch.reference_BK.nan_to_num(-5.0), 0.1)
-    assert len(calls) == (5 if micro_batch_tokens == 1 else 1)
+    return calls
+
+
+def test_no_graph_has_more_tokens_than_a_micro_batch_may_have():
+    batch = random_batch(0, prompts=3)
+    groups = [sum(row.tokens for row in batch.rows[at : at + 4]) for at in range(0, 12, 4)]
+    limit = max(*(row.tokens for row in batch.rows), min(groups) - 1)
+    calls = passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit), batch)
+    with_graph = [tokens for graph, tokens in calls if graph]
+    assert max(with_graph) <= limit < min(groups)
+    assert sum(with_graph) == sum(groups)
 
 
 def test_the_canary_of_a_packed_model_is_that_of_the_model():

@@ -26,22 +26,43 @@ def divided(draw):
         return by_length(lengths, overhead)
 
     turns = [turns_of(groups, tokens, limit=limit, passes_of=passes_of, rank=r, ranks=ranks) for r in range(ranks)]
-    return groups, tokens, overhead, turns
+    return groups, tokens, overhead, limit, turns
 
 
 @given(divided())
 def test_every_group_has_one_turn_on_one_rank(case):
-    groups, _, _, turns = case
+    groups, _, _, _, turns = case
     assert sorted(group for of_rank in turns for turn in of_rank for group in turn.groups) == list(range(len(groups)))
 
 
 @given(divided())
-def test_ranks_make_the_same_passes_and_each_turn_has_enough_of_them(case):
-    groups, tokens, overhead, turns = case
-    assert len({tuple(turn.passes for turn in of_rank) for of_rank in turns}) == 1
+def test_ranks_make_the_same_passes_and_each_piece_has_enough_of_them(case):
+    groups, tokens, overhead, _, turns = case
+    assert len({tuple(tuple(piece.passes for piece in turn.pieces) for turn in of_rank) for of_rank in turns}) == 1
     for turn in (turn for of_rank in turns for turn in of_rank):
         rows = [tokens[row] for group in turn.groups for row in groups[group]]
-        assert turn.passes >= max(len(by_length(rows, overhead)), 1)
+        for piece in turn.pieces:
+            assert piece.passes >= max(len(by_length(rows[piece.rows], overhead)), 1)
+
+
+@given(divided())
+def test_pieces_are_all_rows_in_their_order_and_only_a_single_row_is_over_the_limit(case):
+    groups, tokens, _, limit, turns = case
+    for turn in (turn for of_rank in turns for turn in of_rank):
+        rows = [tokens[row] for group in turn.groups for row in groups[group]]
+        pieces = [rows[piece.rows] for piece in turn.pieces]
+        assert [row for piece in pieces for row in piece] == rows
+        assert all(sum(piece) <= limit or len(piece) == 1 for piece in pieces)
+
+
+@given(divided())
+def test_a_turn_has_more_than_one_piece_only_for_a_group_that_is_over_the_limit(case):
+    groups, tokens, _, limit, turns = case
+    for at_once in zip(*turns, strict=True):
+        largest = max(
+            (sum(tokens[row] for row in groups[group]) for turn in at_once for group in turn.groups), default=0
+        )
+        assert (len(at_once[0].pieces) > 1) <= (largest > limit)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1), st.integers(1, 6))

@@ -454,7 +454,7 @@ def test_a_step_that_lacks_memory_says_what_to_change_and_is_made_by_the_next_st
     make_step = Learner.step
     monkeypatch.setattr(Learner, "step", run_out)
     said = (
-        r"out of memory in step 4 \(CUDA out .*\): lower train.micro_batch_tokens, which is 30 \(the largest .* \d+ tok"
+        r"out of memory in step 4 \(CUDA out .*\): lower train.micro_batch_tokens, which is 30 \(the longest .* \d+ tok"
     )
     with pytest.raises(MemoryShort, match=said):
         run.train()

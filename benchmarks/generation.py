@@ -1,6 +1,6 @@
 """Tokens per second of a whole searcher against a bare `vllm.LLM.generate`.
 
-    python -m benchmarks.generation [--model small|large|both] [--cycles 9] [--seconds 5] [--core 1]
+    python -m benchmarks.generation [--model small|large|both] [--cycles 5] [--seconds 10] [--core 1]
 
 The searcher is `tba search` as users start it, with all it does: prompts by lease from a real buffer server, log-
 probabilities, version per token, text, the reward of GSM8K, acknowledged puts, and, in one of its two rows, a new
@@ -13,7 +13,8 @@ flight, more prompts than places, and is asked for token ids alone; in a second 
 - Tokens are counted as vLLM's steps make them, in both by the same lines (counted.py), from the end of one step to the
   end of another. The first second of a turn does not count.
 - Engines, and all that they start, are bound to one core; the buffer servers, and who publishes, have the others. One
-  snapshot per cycle comes as the searcher's seconds begin to count, so every 2 x `--seconds` of them.
+  snapshot per turn comes as the searcher's seconds begin to count, so every `--seconds` of them.
+- *per CPU second* divides by the processor time of the engine's own process, without its reward workers.
 - Models are random: a number of token ids end a response, so that lengths are spread geometrically, up to a limit.
 """
 
@@ -25,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +62,8 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="a searcher against a bare LLM.generate")
     parser.add_argument("--model", choices=[*SIZES, "both"], default="both", help="1 M or 107 M parameters")
-    parser.add_argument("--cycles", type=int, default=9, help="of two turns each")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a turn, that count")
+    parser.add_argument("--cycles", type=int, default=5, help="of two turns each")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a turn, that count")
     parser.add_argument("--core", type=int, default=1, help="the core that the engines are bound to")
     return parser.parse_args()
 
@@ -89,12 +91,12 @@ class Generation:
         self._print(cycles, swaps)
 
     def _cycle(self, ways: list[Way], publisher: Publisher) -> Cycle:
-        """ABCD DCBA, with one snapshot for D."""
-        seconds = self._options.seconds
-        there = [way.turn(seconds) for way in ways[:-1]]
-        last = ways[-1].turn(2 * seconds, publisher.publish)  # both of its turns: all of a swap is in them
-        back = [way.turn(seconds) for way in reversed(ways[:-1])]
-        done = [*(a + b for a, b in zip(there, reversed(back), strict=True)), last]
+        """ABCD DCBA, with a snapshot in each turn of D."""
+        actions: list[Callable[[], None] | None] = [*(None for _ in ways[1:]), publisher.publish]
+        turns = list(zip(ways, actions, strict=True))
+        there = [way.turn(self._options.seconds, action) for way, action in turns]
+        back = [way.turn(self._options.seconds, action) for way, action in reversed(turns)]
+        done = [a + b for a, b in zip(there, reversed(back), strict=True)]
         print(*(f"{progress.tokens / progress.wall:,.0f}" for progress in done), file=sys.stderr, flush=True)
         return done
 
@@ -105,7 +107,7 @@ class Generation:
             to_bare = [_spread(rates[:, number, clock] / rates[:, 0, clock]) for clock in (0, 1)]
             to_logprobs = [_spread(rates[:, number, clock] / rates[:, 1, clock]) for clock in (0, 1)]
             medians = [f"{median:,.0f}" for median in np.median(rates[:, number], axis=0)]
-            rows.append([kind.format(2 * self._options.seconds), *medians, *to_bare, *to_logprobs])
+            rows.append([kind.format(self._options.seconds), *medians, *to_bare, *to_logprobs])
         headings = ["", "tokens/s", "per CPU s", "of bare", "by CPU", "of bare with log-probs", "by CPU"]
         size = self._size
         title = f"{self._name} model, {size.in_flight} in flight, {SAMPLES} per prompt, {size.dtype}"

@@ -1,4 +1,4 @@
-"""What has arrived and waits for a transaction: the only thing that the two threads of the server share.
+"""What has arrived and waits for a transaction: the only thing that the threads of the server share.
 
 Invariant: whoever adds looks at `full` first, so that no more than the limit and one reading of the socket
 is ever held; what does not fit waits in the senders.
@@ -76,7 +76,8 @@ class Mailbox:
             for arrival in arrivals:
                 (self._urgent if arrival.is_urgent else self._others).append(arrival)
                 self._bytes += arrival.bytes
-            self._changed.notify_all()
+            if self._urgent or not self._holds:
+                self._changed.notify_all()
 
     def wake(self) -> None:
         """Let `take` return now."""

@@ -1,7 +1,7 @@
 """The server's side of the wire, in a thread of its own: receive, check, queue; and send what is answered.
 
     socket ──► decode, check, cut into columns ──► mailbox ──► (the writer)
-    socket ◄── outbox ◄── (the writer)
+    socket ◄── outbox ◄── (the syncer)
 
 It knows nothing of the run, so that it can work while the writer is in a transaction.
 """
@@ -9,7 +9,7 @@ It knows nothing of the run, so that it can work while the writer is in a transa
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tba.buffer.mailbox import Arrival, Mailbox
 from tba.buffer.rows import put_columns
@@ -42,7 +42,8 @@ class Network:
         self._mailbox = mailbox
         self._clock = clock
         self._outbox: deque[tuple[Peer, Frames]] = deque()
-        self._leaving: deque[float] = deque()  # when to give up waiting for each batch that is on its way
+        # Of each batch on its way: whether it has left, and when to wait for that no longer.
+        self._leaving: deque[tuple[Callable[[], bool], float]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
         # Held while Python decodes. Who holds it has the interpreter to himself: two busy threads hand it over
@@ -125,15 +126,22 @@ class Network:
         with contextlib.suppress(IndexError):
             while True:
                 peer, frames = self._outbox.popleft()
-                is_batch = _is_batch(frames)
-                if not self._channel.send(peer, frames, follow=is_batch):
+                if _is_batch(frames):
+                    self._send_batch(peer, frames)
+                elif not self._channel.send(peer, frames):
                     self.undeliverable += 1
-                if is_batch:
-                    self._leaving.append(self._clock.monotonic() + _SLOW_READER_SECONDS)
+
+    def _send_batch(self, peer: Peer, frames: Frames) -> None:
+        has_left = self._channel.send_followed(peer, frames)
+        if has_left is None:
+            self.undeliverable += 1
+            self._mailbox.release()
+        else:
+            self._leaving.append((has_left, self._clock.monotonic() + _SLOW_READER_SECONDS))
 
     def _see_off(self) -> None:
         """Let the puts go on, once for each batch that was expected."""
-        while self._leaving and (not self._channel.is_sending or self._leaving[0] <= self._clock.monotonic()):
+        while self._leaving and (self._leaving[0][0]() or self._leaving[0][1] <= self._clock.monotonic()):
             self._leaving.popleft()
             self._mailbox.release()
 

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -71,7 +71,6 @@ class ServerChannel:
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
         self._reading = False
-        self._followed: list[zmq.MessageTracker] = []
 
     @property
     def is_local(self) -> bool:
@@ -100,24 +99,27 @@ class ServerChannel:
             size += sum(map(len, frames))
         return received
 
-    def send(self, peer: Peer, frames: Sequence[bytes], *, follow: bool = False) -> bool:
-        """Answer a peer. False if it has gone or does not read: the answer is lost, and it will ask again.
-
-        `is_sending` is about the answers to `follow`.
-        """
+    def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
+        """Answer a peer. False if it has gone or does not read: the answer is lost, and it will ask again."""
         try:
-            sent = self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False, track=follow)
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:
             return False
-        if sent is not None:
-            self._followed.append(sent)
         return True
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether an answer to be followed is not with the operating system yet, nor lost with its peer."""
-        self._followed = [sent for sent in self._followed if not sent.done]
-        return bool(self._followed)
+    def send_followed(self, peer: Peer, frames: Sequence[bytes]) -> Callable[[], bool] | None:
+        """`send` of a large answer; returns whether all of it is with the operating system, or lost with its peer.
+
+        None if it could not be sent.
+        """
+        # A tracker of the whole multipart would follow its last frame alone.
+        parts = [zmq.Frame(frame, track=True) for frame in frames]
+        try:
+            self._socket.send_multipart([peer, *parts], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            return None
+        tracker = zmq.MessageTracker(*parts)
+        return lambda: tracker.done
 
     def close(self) -> None:
         """Send what is queued for at most half a second, then close."""

@@ -167,7 +167,7 @@ ASKED = wire.SampleBatch(step=0, prompts=1, samples=4, reference="none", wait_se
 
 
 def put_a_large_group(serving, trajectory) -> None:
-    """Four trajectories of one prompt, 24 MB: more than the system takes for a reader that does not read."""
+    """Four trajectories of one prompt, 24 MB: more than the system sends ahead of a reader."""
     for n in range(4):
         put = serving.put([trajectory(tokens=np.full(750_000, n, np.int32))], first=n)
         wait_for(lambda put=put: serving.client.poll(0.05) or not serving.client.is_pending(put))
@@ -195,13 +195,19 @@ def test_puts_wait_until_a_batch_is_on_its_way(serving, trajectory):
     trainer.close()
 
 
-def test_puts_do_not_wait_for_a_trainer_that_does_not_take_its_batch(serving, trajectory):
+@pytest.mark.parametrize("patience", [0.1, 2.0])
+def test_puts_do_not_wait_for_long_for_a_trainer_that_takes_its_batch_slowly(
+    serving, trajectory, monkeypatch, patience
+):
+    monkeypatch.setattr("tba.buffer.network._SLOW_READER_SECONDS", patience)
     put_a_large_group(serving, trajectory)
     with connected_dealer(serving.channel.address) as trainer:
         (request,) = encode_request(ASKED, id=1, role="trainer", sender="t.1", run="")
         trainer.sendall(b"\x00" + short(request))
-        wait_for(lambda: rows_of(serving, "batches") == 1)
+        trainer.recv(100_000, socket.MSG_WAITALL)  # so some of the batch has left, and no more does
         put = serving.put([trajectory()], first=4)
+        if patience > 1:
+            assert serving.client.poll(0.5) == []
         (reply,) = serving.client.poll(10)
         assert reply.header.id == put
 
@@ -212,8 +218,13 @@ def connected_dealer(address):
     host, port = address.removeprefix("tcp://").split(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    with socket.create_connection((host, int(port)), timeout=10) as dealer:
+    with socket.socket() as dealer:
+        dealer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        dealer.settimeout(10)
+        dealer.connect((host, int(port)))
         dealer.sendall(greeting + b"\x04" + short(ready))
+        theirs = dealer.recv(len(greeting) + 2, socket.MSG_WAITALL)
+        dealer.recv(theirs[-1], socket.MSG_WAITALL)
         yield dealer
 
 

@@ -107,11 +107,11 @@ def test_a_trainer_that_waits_for_the_earlier_one_says_so_once(harness, monkeypa
     class Direct:
         """A client without a network between."""
 
-        def ask(self, message, expect, stop):  # noqa: ARG002
+        def ask(self, message, expect, stop):
             return buffer.ask(message, role="trainer", sender="t.2").message, []
 
     caplog.set_level("INFO")
-    Connection(lambda role, name: Direct(), lambda: False, buffer.clock).hello()  # noqa: ARG005
+    Connection(lambda role, name: Direct(), lambda: False, buffer.clock).hello()
     assert caplog.text.count("waiting, in case the earlier trainer has died") == 1
 
 

@@ -113,9 +113,10 @@ class WriteAheadLog:
         if written - self._copied <= _LONG_BYTES and now - self._copied_at < _COPY_SECONDS:
             return False
         self._copied, self._copied_at = written, now
+        is_due = False
         with self._told():
-            return self._copy()
-        return False
+            is_due = self._copy()
+        return is_due
 
     def _copy(self) -> bool:
         frames, _ = self._checkpoint()
@@ -231,7 +232,8 @@ def _wait_for_copying(index: int) -> None:
     deadline = time.monotonic() + _COPYING_SECONDS
     while True:
         try:
-            return fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _COPYING_LOCK_AT)
+            fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _COPYING_LOCK_AT)
+            return
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
                 raise

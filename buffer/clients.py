@@ -7,8 +7,8 @@ from tba.common import wire
 from tba.common.clock import Clock
 
 _REPLACED_SECONDS = 3.0
-# A trainer's heartbeats are a second apart, however long its steps are, and one that stays unanswered is followed by
-# the next after three.
+# A trainer's heartbeats are a second apart, however long its steps are. One that stays unanswered is given up after
+# three, and the next follows a second later.
 _TRAINER_SECONDS = 10.0
 # As long after a start of the server as a trainer takes at most to find it again and be heard.
 _RETURN_SECONDS = 5.0
@@ -38,10 +38,14 @@ class Clients:
     def __init__(self, clock: Clock, patience: float) -> None:
         self._clock = clock
         self._patience_seconds = patience
-        self._started = clock.monotonic()
+        self._opened = clock.monotonic()
         self._by_sender: dict[str, Client] = {}
         self._trainer = ("", "")  # sender and host of the last that was let in: no other is heard
         self._replaced: set[str] = set()
+
+    def open(self) -> None:
+        """Senders can be heard from now on, and have from now on to come back."""
+        self._opened = self._clock.monotonic()
 
     def __getitem__(self, sender: str) -> Client:
         return self._by_sender[sender]
@@ -61,7 +65,7 @@ class Clients:
     def is_silent(self, sender: str) -> bool:
         """Whether it is time to give its leases to others. After a restart everybody has as long to come back."""
         client = self._by_sender.get(sender)
-        seen_at = client.seen_at if client else self._started
+        seen_at = client.seen_at if client else self._opened
         return self._clock.monotonic() - seen_at > self._patience(client)
 
     def forget_long_gone(self) -> None:
@@ -89,7 +93,7 @@ class Clients:
         now = self._clock.monotonic()
         client = self._by_sender.get(last)
         if client is None:
-            return Client("trainer", self._started, host) if now - self._started < _RETURN_SECONDS else None
+            return Client("trainer", self._opened, host) if now - self._opened < _RETURN_SECONDS else None
         return client if client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS else None
 
     def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:

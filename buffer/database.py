@@ -14,9 +14,9 @@ from typing import Any
 from sqlite_utils import Database
 
 from tba.buffer.reader import applied_migrations
-from tba.buffer.schema import migrate
+from tba.buffer.schema import check_not_newer, migrate
 from tba.buffer.storage_errors import storage_errors
-from tba.buffer.write_ahead_log import WriteAheadLog
+from tba.buffer.write_ahead_log import WriteAheadLog, leave, open_connection
 from tba.common.durable import exclusive_lock
 from tba.common.errors import StorageError, SyncFailed
 
@@ -42,7 +42,7 @@ class DatabaseFile:
                 self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
                 self._open(durable=durability == "power")
         except SyncFailed:
-            _leave_open(self._resources)
+            self._leave()
             raise
         except BaseException:
             self._resources.close()
@@ -52,46 +52,15 @@ class DatabaseFile:
         # Closed last: SQLite's locks are the process's, and go with any descriptor of the file.
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         self._resources.callback(os.close, file)
-        # Opened by one thread and used by another, never by two at a time.
-        self._connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, uri=True)
-        self._resources.callback(self._connection.close)
-        self._refuse_damaged()
-        self._refuse_foreign()
+        _refuse_unusable(self.path)
+        self._connection = self._resources.enter_context(open_connection(self.path))
         self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = NORMAL")  # `WriteAheadLog.sync` makes it more
-        self._connection.execute("PRAGMA busy_timeout = 10000")  # milliseconds, for a lock of another program
         self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `WriteAheadLog.copy` does it
         migrate(Database(self._connection))
         # This writes, and so makes the log.
         self._connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
         self.log = self._resources.enter_context(WriteAheadLog(self.path, file, durable=durable))
-
-    def _refuse_damaged(self) -> None:
-        """Raise StorageError for a file that was copied while a server wrote to it: its parts are of different times.
-
-        The database knows which file it is, so that a large one is read through only when it is new here.
-        """
-        file = self.path.stat()
-        is_known = self.one("PRAGMA user_version")[0] == _identity(file)
-        if is_known and file.st_size > _CHECKED_BYTES:
-            return
-        found = self.one("PRAGMA integrity_check(1)")[0]  # quick_check misses one such copy in ten
-        if found != "ok":
-            raise StorageError(
-                f"{self.path} is damaged ({' '.join(found.split())}): was it copied while a server wrote to it? "
-                "`tba buffer backup` makes copies that are whole"
-            )
-
-    def _refuse_foreign(self) -> None:
-        """Raise StorageError for the database of another program, before anything is written to it."""
-        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
-        names = {name for (name,) in self.all(tables)} - {"_sqlite_migrations"}
-        if names and not applied_migrations(self._connection):
-            raise StorageError(
-                f"{self.path} is the database of another program, with tables such as {min(names)}: choose another "
-                "file name for buffer.database"
-            )
 
     def close(self) -> None:
         """Close the file; what was committed stays.
@@ -102,8 +71,12 @@ class DatabaseFile:
         if self.log.failure is None:
             self._resources.close()
         else:
-            self.log.leave()
-            _leave_open(self._resources)
+            self._leave()
+
+    def _leave(self) -> None:
+        leave(self.path)
+        # Never closed, not even when the interpreter ends, which closes all that it can still reach or count.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._resources))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -115,7 +88,8 @@ class DatabaseFile:
                 self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+                    with contextlib.suppress(sqlite3.Error):  # what was raised says more
+                        self._connection.execute("ROLLBACK")
                 raise
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
@@ -172,9 +146,47 @@ class DatabaseFile:
             return shutil.disk_usage(self.path.parent).free
 
 
-def _leave_open(resources: contextlib.ExitStack) -> None:
-    """Never close these, not even when the interpreter ends, which closes all that it can still reach or count."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(resources))
+def _refuse_unusable(path: Path) -> None:
+    """Raise StorageError for a database that is not for us, before anything is written or copied there.
+
+    A connection that may write would copy the log into the file when it closes, and delete it.
+    """
+    # Only a writer can undo what another began without a log, such as the very first statement here.
+    mode = "rw" if path.with_name(path.name + "-journal").exists() else "ro"
+    with contextlib.closing(
+        sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+    ) as connection:
+        _refuse_damaged(path, connection)
+        _refuse_foreign(path, connection)
+        check_not_newer(applied_migrations(connection))
+
+
+def _refuse_damaged(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise StorageError for a file that was copied while a server wrote to it: its parts are of different times.
+
+    The database knows which file it is, so that a large one is read through only when it is new here.
+    """
+    file = path.stat()
+    is_known = connection.execute("PRAGMA user_version").fetchone()[0] == _identity(file)
+    if is_known and file.st_size > _CHECKED_BYTES:
+        return
+    found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # quick_check misses one such copy in ten
+    if found != "ok":
+        raise StorageError(
+            f"{path} is damaged ({' '.join(found.split())}): was it copied while a server wrote to it? "
+            "`tba buffer backup` makes copies that are whole"
+        )
+
+
+def _refuse_foreign(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise StorageError for the database of another program."""
+    tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
+    names = {name for (name,) in connection.execute(tables)} - {"_sqlite_migrations"}
+    if names and not applied_migrations(connection):
+        raise StorageError(
+            f"{path} is the database of another program, with tables such as {min(names)}: choose another file name "
+            "for buffer.database"
+        )
 
 
 def _identity(file: os.stat_result) -> int:

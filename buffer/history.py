@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from tba.buffer.policy import Shortage
 from tba.common import wire
 
+Choose = Callable[[wire.SampleBatch], Shortage | None]
+
 
 class History:
     """The run's own: it grows while the run trains, and the batch of a step is sampled when it is asked for."""
@@ -19,6 +21,6 @@ class History:
         """The optimiser step of each policy version, of which these were announced in this run."""
         return {version: ref.step for version, ref in versions.items()}
 
-    def batch(self, message: wire.SampleBatch, choose: Callable[[], Shortage | None]) -> Shortage | None:  # noqa: ARG002
+    def batch(self, message: wire.SampleBatch, choose: Choose) -> Shortage | None:
         """Record a batch, or say what is missing. `choose` samples one and records it."""
-        return choose()
+        return choose(message)

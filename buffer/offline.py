@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from tba.buffer.history import History
+from tba.buffer.history import Choose, History
 from tba.buffer.origin import Origin, earlier_origin, recorded_origin
-from tba.buffer.policy import Shortage
 from tba.buffer.reader import open_reader
 from tba.buffer.run import software
-from tba.buffer.service import BufferService
+from tba.buffer.service import WRITE_NOTHING, BufferService
 from tba.buffer.store import Store
 from tba.buffer.tables import past as past_tables
 from tba.buffer.tables.runs import Run
@@ -202,11 +201,11 @@ class PastHistory(History):
         """Those of the recorded run."""
         return self._past.policy_steps
 
-    def batch(self, message: wire.SampleBatch, choose: Callable[[], Shortage | None]) -> None:
+    def batch(self, message: wire.SampleBatch, choose: Choose) -> None:
         """Record a batch. Raises ConfigError if there is none."""
         if self._replay:
             self._repeat(message)
-        elif shortage := choose():  # nobody will add to it: waiting would not help
+        elif shortage := choose(message):  # nobody will add to it: waiting would not help
             raise ConfigError(f"{shortage.reason}, and offline there will be no more")
 
     def _repeat(self, message: wire.SampleBatch) -> None:
@@ -269,10 +268,13 @@ class OfflineBuffer:
         """Answer a request, durably. Raises Refused, ConfigError if there is no such batch."""
         with self._lock:
             self._service.hear(request.header)
-            with self._store.transaction():
+            if isinstance(request.message, WRITE_NOTHING):
                 answer = self._service.handle(request)
-            self._store.log.sync()
-            self._store.log.copy()
+            else:
+                with self._store.transaction():
+                    answer = self._service.handle(request)
+                self._store.log.sync()
+                self._store.log.copy()
         assert answer is not None, "nothing waits offline"
         if isinstance(answer.message, wire.Batch) and not self._replay:
             return _nobodys(answer.message), answer.frames

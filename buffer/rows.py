@@ -101,7 +101,7 @@ class RunColumns:
 
 
 def database_rows(put: PutColumns, known: RunColumns) -> list[tuple[Any, ...]]:
-    """Rows in the order of `store.TRAJECTORY_COLUMNS`."""
+    """Rows in the order of `tables.trajectories.TRAJECTORY_COLUMNS`."""
     rows = put.rows
     return list(
         zip(

@@ -22,7 +22,10 @@ _NUMBERS = (1 << 31) - 1
 
 
 class ServedRun:
-    """What the handlers of requests share. They write to the store and, to the same effect, to the memory."""
+    """What the handlers of requests share. They write to the store and, to the same effect, to the memory.
+
+    Leasing, Puts and Training keep `clients`, `rules` and `rate`: `rebuild` must not make others of these.
+    """
 
     def __init__(self, store: Store, run: Run, config: Config, clock: Clock, history: History) -> None:
         self.store = store

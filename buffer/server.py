@@ -2,7 +2,8 @@
 
     network ──► mailbox ──► handle a group in one transaction, commit ──► syncer ──► network
 
-While one group is synced to the disk, the next is being written and the one after it received and checked.
+While one group is synced to the disk, the next is being written and the one after it received and checked. A fourth
+thread, the checkpointer, copies the log into the database.
 The service, its memory and the database belong to the writer alone.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from tba.buffer.answer import Answer
 from tba.buffer.mailbox import Arrival, Mailbox
 from tba.buffer.network import Network
-from tba.buffer.service import BufferService
+from tba.buffer.service import WRITE_NOTHING, BufferService
 from tba.buffer.store import Store
 from tba.buffer.syncer import Checkpointer, Syncer
 from tba.common.channels import Peer, ServerChannel
@@ -22,12 +23,11 @@ from tba.common.clock import Clock
 from tba.common.codec import Frames, encode_reply
 from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
-from tba.common.wire import Failure, GetStatus, Goodbye, Heartbeat, PutAck, RunState, SampleBatch
+from tba.common.wire import Failure, PutAck, RunState, SampleBatch
 
 log = get_logger(__name__)
 
 _TURN_SECONDS = 0.1
-_WRITE_NOTHING = (GetStatus, Heartbeat, Goodbye)  # and so they need neither space nor a transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class BufferServer:
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop()`. Raises what ended another thread, if anything did."""
+        self._service.open()
         self._network.start()
         self._syncer.start()
         self._checkpointer.start()
@@ -125,13 +126,13 @@ class BufferServer:
 
     def _answer_without_space(self, group: list[Arrival], error: StorageError) -> list[_Reply]:
         """Refuse what writes; the rest of the group failed only with it."""
-        rest = [item for item in group if isinstance(item.request.message, _WRITE_NOTHING)]
-        refused = [item for item in group if not isinstance(item.request.message, _WRITE_NOTHING)] or group
+        rest = [item for item in group if isinstance(item.request.message, WRITE_NOTHING)]
+        refused = [item for item in group if not isinstance(item.request.message, WRITE_NOTHING)] or group
         replies = [self._rejection(item.peer, item.request.header.id, error.code, str(error)) for item in refused]
         return replies if refused is group else [*replies, *self._answer(rest)]
 
     def _commit(self, group: list[Arrival]) -> list[Answer | Refused | None]:
-        if all(isinstance(item.request.message, _WRITE_NOTHING) for item in group):
+        if all(isinstance(item.request.message, WRITE_NOTHING) for item in group):
             return [self._outcome(item) for item in group]
         started = time.perf_counter()
         reads_batch = any(isinstance(item.request.message, SampleBatch) for item in group)

@@ -31,10 +31,11 @@ log = get_logger(__name__)
 
 _RATE_SECONDS = 10.0  # that `puts_per_second` is a mean over
 _COMMITS = 100  # transactions that the status takes the mean of
+WRITE_NOTHING = (wire.GetStatus, wire.Heartbeat, wire.Goodbye)  # and so they need neither space nor a transaction
 
 
 class BufferService:
-    """The buffer of one run. `handle` must be called within `store.transaction()`.
+    """The buffer of one run. `handle` must be called within `store.transaction()`, but for WRITE_NOTHING.
 
     The `history` that batches are sampled from is the run's own, if none is given.
     """
@@ -70,6 +71,10 @@ class BufferService:
     def run(self) -> Run:
         """The run that is served."""
         return self._run
+
+    def open(self) -> None:
+        """Messages can come from now on. To build the index may have taken longer than a sender has to come back."""
+        self._clients.open()
 
     def rebuild(self) -> None:
         """Make the memory anew from the committed database."""

@@ -1,7 +1,5 @@
 """What the trainer asks and tells: batches, steps that are done, snapshots, the end of the run."""
 
-from functools import partial
-
 import numpy as np
 
 from tba.buffer.answer import Answer
@@ -27,15 +25,13 @@ class Training:
     def sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
         """The batch of a step, recorded if it is new; None if there is too little data for it."""
         refuse_beyond("step", message.step)
-        if not self._store.batches.has(self._run, message.step) and (shortage := self._record_batch(message)):
+        is_new = not self._store.batches.has(self._run, message.step)
+        if is_new and (shortage := self._served.history.batch(message, self._choose_batch)):
             # A trainer that asks ahead is still at work on the step before.
             self.waits_for = shortage.reason if message.step <= self._served.steps_done else ""
             return None
         self.waits_for = ""
         return Answer(*recorded_batch(self._store, self._run, message))
-
-    def _record_batch(self, message: wire.SampleBatch) -> Shortage | None:
-        return self._served.history.batch(message, partial(self._choose_batch, message))
 
     def _choose_batch(self, message: wire.SampleBatch) -> Shortage | None:
         """Sample a batch and record it, or say what is missing."""

@@ -12,15 +12,18 @@ files are left as they are (`leave`), and whoever opens them next begins with al
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import sqlite3
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 from tba.buffer.storage_errors import storage_errors, sync_file
+from tba.common import durable
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.log import get_logger
 
@@ -31,10 +34,15 @@ _VERY_LONG_BYTES = 16 << 20
 _FINISH_ROUNDS = 4
 _COPY_SECONDS = 60.0  # what is no trajectory is hardly counted: batches, leases, reports
 _CHUNK_BYTES = 4 << 20
+_BUSY_SECONDS = 10.0  # for a lock of another program
 # Of the file with SQLite's index of the log (https://www.sqlite.org/walformat.html, "The WAL-Index Header"): its
-# format, which has been the same since 2010, and how many frames have been copied. In the machine's byte order.
+# format, which has been the same since 2010, how many frames have been copied, in the machine's byte order, and the
+# byte that whoever copies has locked.
 _INDEX_FORMAT = struct.pack("=I", 3_007_000)
 _COPIED_FRAMES_AT = 96
+_COPYING_LOCK_AT = 121
+_COPYING_SECONDS = 10.0  # that another program which copies is waited for
+_COPYING_POLL_SECONDS = 0.05
 
 
 class WriteAheadLog:
@@ -53,12 +61,8 @@ class WriteAheadLog:
         self._copied_at = time.monotonic()
         self.failure: SyncFailed | None = None
         with contextlib.ExitStack() as resources:
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            resources.callback(self._connection.close)
-            self._watch = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            resources.callback(self._watch.close)
-            # Of some builds the default is OFF, with which a checkpoint would sync nothing.
-            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection = resources.enter_context(open_connection(path))
+            self._watch = resources.enter_context(open_connection(path))
             self._page_bytes = int(self._connection.execute("PRAGMA page_size").fetchone()[0])
             self._log = os.open(path.with_name(path.name + "-wal"), os.O_RDWR)
             resources.callback(os.close, self._log)
@@ -78,7 +82,7 @@ class WriteAheadLog:
 
         Who wrote it may have ended because it could not be synced, or by a kill before it was. Then SQLite finds in the
         kernel's memory what the disk has not got, a sync alone would leave it so, and what comes to us again would be
-        acknowledged because it is there.
+        acknowledged because it is there. The log's name may be as new as what is in it.
         """
         self._connection.execute("BEGIN IMMEDIATE")  # meanwhile nobody adds to the log or begins it anew
         try:
@@ -86,8 +90,9 @@ class WriteAheadLog:
             while chunk := os.pread(self._log, _CHUNK_BYTES, at):
                 at += os.pwrite(self._log, chunk, at)
             sync_file(self._log, self._path)
+            durable.sync(self._path.parent)
         finally:
-            self._connection.execute("ROLLBACK")
+            _end_transaction(self._connection)
 
     def sync(self) -> None:
         """Make all that is committed survive a power cut, unless `durable` is False.
@@ -108,7 +113,10 @@ class WriteAheadLog:
         if written - self._copied <= _LONG_BYTES and now - self._copied_at < _COPY_SECONDS:
             return False
         self._copied, self._copied_at = written, now
-        return self._told(self._copy)
+        is_due = False
+        with self._told():
+            is_due = self._copy()
+        return is_due  # noqa: RET504  # what fails ends the block above
 
     def _copy(self) -> bool:
         frames, _ = self._checkpoint()
@@ -124,53 +132,40 @@ class WriteAheadLog:
         A reader that still needs the log keeps it from being written anew: then it grows on, until the next time.
         The file keeps its length: blocks that are there already are synced faster than new ones.
         """
-        self._told(self._finish)
+        with self._told():
+            for _ in range(_FINISH_ROUNDS):
+                before = self.written
+                frames, copied = self._checkpoint()
+                if copied == frames and self.written == before:
+                    return
 
-    def _finish(self) -> bool:
-        for _ in range(_FINISH_ROUNDS):
-            before = self.written
-            frames, copied = self._checkpoint()
-            if copied == frames and self.written == before:
-                return True
-        return False
-
-    def _told(self, copying: Callable[[], bool]) -> bool:
-        """What it returns, or False after a warning."""
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Around what copies: if it fails, a warning."""
         try:
             with self.unless_failed():
-                return copying()
+                yield
         except SyncFailed:
             raise
         except StorageError as error:
             log.warning("checkpoint failed", reason=str(error))
-            return False
 
     @contextlib.contextmanager
     def unless_failed(self) -> Iterator[None]:
         """Around all that may sync: after one that failed there is no other. Raises StorageError, SyncFailed."""
-        if self.failure is not None:
-            raise self.failure
+        self._raise_failure()
         try:
             with storage_errors(self._path):
                 yield
         except SyncFailed as error:
             self.failure = error
             raise
+        # A kernel that tells of an error only once may have told another thread's sync, while ours succeeded.
+        self._raise_failure()
 
-    def leave(self) -> None:
-        """After a failed sync: whoever copies the log into the database next begins with its first frame.
-
-        SQLite remembers how far it has come, and what it has copied since the last good sync may be lost. Its memory
-        goes with the last process that has the database open. But one that outlives us keeps it, for our next start,
-        and copies the rest itself when it closes. Nobody minds the smaller number: frames are copied in their order.
-        """
-        try:
-            # Never closed: with any descriptor of this file all of SQLite's locks on it would go.
-            index = os.open(self._path.with_name(self._path.name + "-shm"), os.O_RDWR)
-            if os.pread(index, len(_INDEX_FORMAT), 0) == _INDEX_FORMAT:
-                os.pwrite(index, bytes(4), _COPIED_FRAMES_AT)
-        except OSError as error:
-            log.warning("end all programs that have the database open before the next start", reason=str(error))
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def _checkpoint(self) -> tuple[int, int]:
         """(frames in the log, those of them that are in the database file now). It waits for nobody."""
@@ -191,4 +186,55 @@ class WriteAheadLog:
             self._watch.execute("SELECT 1 FROM sqlite_master").fetchone()
             yield
         finally:
-            self._watch.execute("ROLLBACK")
+            _end_transaction(self._watch)
+
+
+@contextlib.contextmanager
+def open_connection(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that may copy and sync. Opened by one thread and used by another, never by two at a time."""
+    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+    with contextlib.closing(connection):
+        # Of some builds the default is OFF, with which a checkpoint would sync nothing.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        yield connection
+
+
+def _end_transaction(connection: sqlite3.Connection) -> None:
+    """Unless SQLite has rolled it back already, as it does when the disk fails."""
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+
+
+def leave(database: Path) -> None:
+    """After a failed sync: whoever copies the log into the database next begins with its first frame.
+
+    SQLite remembers how far it has come, and what it has copied since the last good sync may be lost. Its memory goes
+    with the last process that has the database open. But one that outlives us keeps it, for our next start, and copies
+    the rest itself when it closes. Nobody minds the smaller number: frames are copied in their order.
+    """
+    try:
+        # Never closed: with any descriptor of this file all of SQLite's locks on it would go.
+        index = os.open(database.with_name(database.name + "-shm"), os.O_RDWR)
+        if os.pread(index, len(_INDEX_FORMAT), 0) == _INDEX_FORMAT:
+            try:
+                _wait_for_copying(index)
+            finally:
+                os.pwrite(index, bytes(4), _COPIED_FRAMES_AT)
+    except OSError as error:
+        log.warning("end all programs that have the database open before the next start", reason=str(error))
+
+
+def _wait_for_copying(index: int) -> None:
+    """Until no other program copies, which would write its own number at its end; none begins while we live.
+
+    Raises OSError if one copies for too long.
+    """
+    deadline = time.monotonic() + _COPYING_SECONDS
+    while True:
+        try:
+            fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _COPYING_LOCK_AT)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
+                raise
+        time.sleep(_COPYING_POLL_SECONDS)

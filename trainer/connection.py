@@ -16,7 +16,9 @@ from tba.common import wire
 from tba.common.client import BufferClient
 from tba.common.clock import Clock, SystemClock
 from tba.common.errors import BufferUnavailable, Refused
+from tba.common.log import get_logger
 
+log = get_logger(__name__)
 M = TypeVar("M", bound=wire.Message)
 _TAKE_OVER_SECONDS = 13.0
 _RETRY_SECONDS = 0.5
@@ -68,6 +70,7 @@ class Connection:
         """
         message = wire.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {__version__}")
         deadline = self._clock.monotonic() + _TAKE_OVER_SECONDS
+        is_told = False
         while True:
             try:
                 return self.ask(message, wire.Welcome)[0]
@@ -78,6 +81,9 @@ class Connection:
                     raise BufferUnavailable(
                         f"stopped while an earlier trainer could still be there: {refusal}"
                     ) from None
+                if not is_told:
+                    log.info("waiting, in case the earlier trainer has died", reason=str(refusal))
+                    is_told = True
                 time.sleep(_RETRY_SECONDS)
 
     def ask(self, message: wire.Message, expect: type[M]) -> tuple[M, list[memoryview]]:

@@ -3,6 +3,7 @@
 import hashlib
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ def ids(buffer: OfflineBuffer, steps: range) -> list[list[int]]:
 
 
 EVERYTHING = {"buffer": {"recency_fraction": 0.0}}
+
+
+def test_a_sign_of_life_waits_for_no_transaction_of_another_program(offline):
+    buffer = offline()
+    with closing(sqlite3.connect(buffer._store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        heartbeat = wire.Heartbeat(activity="training", reason="", weights_version=None, metrics={})
+        assert ask(buffer, heartbeat, wire.Done) == wire.Done()
 
 
 # ---------------------------------------------------------------- what is handed out

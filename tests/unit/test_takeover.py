@@ -1,12 +1,17 @@
 """A trainer that was cut off and replaced: when it is back, nothing that it says counts."""
 
+import time
+
 import pytest
 import torch
 
+from tba.buffer.server import BufferServer
 from tba.buffer.service import BufferService
 from tba.common import wire
+from tba.common.channels import ServerChannel
 from tba.common.config import Config
 from tba.common.errors import EXIT_CONFIG, Refused
+from tba.trainer.connection import Connection
 from tba.trainer.loop import Trainer
 
 from .tb_lab import BufferThread, save_tiny_model
@@ -80,6 +85,34 @@ def test_a_buffer_that_was_started_again_gives_its_trainer_time_to_be_heard(harn
         buffer.ask(HELLO, role="trainer", sender="t.2")
     buffer.clock.advance(6)
     buffer.ask(HELLO, role="trainer", sender="t.2")
+
+
+def test_that_time_begins_when_the_server_can_be_reached(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.service = BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+    buffer.clock.advance(6)  # as a large index takes
+    channel = ServerChannel("tcp://127.0.0.1:*")
+    BufferServer(channel, buffer.store, buffer.service, buffer.clock, queue_bytes=1 << 20).run(lambda: True)
+    channel.close()
+    with pytest.raises(Refused, match="a trainer on node7 is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+
+
+def test_a_trainer_that_waits_for_the_earlier_one_says_so_once(harness, monkeypatch, caplog):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    monkeypatch.setattr(time, "sleep", lambda _: buffer.clock.advance(5))
+
+    class Direct:
+        """A client without a network between."""
+
+        def ask(self, message, expect, stop):
+            return buffer.ask(message, role="trainer", sender="t.2").message, []
+
+    caplog.set_level("INFO")
+    Connection(lambda role, name: Direct(), lambda: False, buffer.clock).hello()
+    assert caplog.text.count("waiting, in case the earlier trainer has died") == 1
 
 
 def test_a_replaced_one_that_knocks_keeps_nobody_away(replaced):

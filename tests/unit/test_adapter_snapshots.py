@@ -14,6 +14,7 @@ from tba.common import adapter, snapshot
 from tba.common.clock import SystemClock
 from tba.common.durable import sha256_of
 from tba.common.errors import ConfigError, SnapshotCorrupt, SnapshotError
+from tba.common.low_rank import Factors
 from tba.common.tensor_file import map_tensors, write_tensor_file
 from tba.searcher.host_copy import HostCopy
 from tba.searcher.node_cache import clear
@@ -135,6 +136,57 @@ def test_a_base_of_other_weights_is_not_built_upon(press):
     assert kinds(lab) == [(0, 0, None), (1, 0, None), (2, 3, 1)]
 
 
+@pytest.mark.parametrize("damage", [flip_a_byte, lambda path: path.write_bytes(bytes(path.stat().st_size))])
+@pytest.mark.parametrize("file", [FULL, "config.json"])
+def test_a_base_that_is_damaged_is_not_built_upon(lab, copies, damage, file):
+    publish(lab, lab.publisher(), [0, 1])
+    damage(lab.config.snapshots / "v00000000" / file)
+    publish(lab, lab.publisher(next_version=2), [2, 3])
+    assert kinds(lab) == [(0, 0, None), (1, 1, 0), (2, 0, None), (3, 2, 2), (4, 3, 2)]
+    found, _ = copies.prepare(lab.announced_ref())
+    assert same_bits(load_file(found.weight_files[0]), lab.merged())
+
+
+def test_a_base_with_files_that_the_model_has_no_longer_is_not_built_upon(lab):
+    publish(lab, lab.publisher(), [0])
+    (lab.files / "chat_template.jinja").write_text("{{ messages }}")
+    publish(lab, lab.publisher(next_version=1), [2])
+    assert kinds(lab) == [(0, 0, None), (1, 0, None), (2, 2, 1)]
+    template = lab.config.snapshots / "v00000001" / "chat_template.jinja"
+    assert lab.announced().manifest.complete[template.name].sha256 == sha256_of(template)
+
+
+def test_the_last_snapshot_brings_no_base_along(press):
+    lab = press(dtype="bfloat16", lora=LORA, steps=5)
+    publish(lab, lab.publisher(next_version=3), [5])
+    assert kinds(lab) == [(3, 5, None)]
+    lab.announced()
+
+
+def test_a_base_that_comes_later_is_no_policy_and_does_not_count_as_the_newest(lab):
+    directory = lab.config.snapshots
+    publish(lab, lab.publisher(publish="merged"), [7])
+    publish(lab, lab.publisher(next_version=1), [5])  # of an older checkpoint: what it had reached is given up
+    shutil.rmtree(directory / "v00000002")  # as before it was written
+    assert kinds(lab) == [(0, 7, None), (1, 0, None)]
+    assert snapshot.choose_snapshots(directory, None, every=False) == [directory / "v00000000"]
+    assert snapshot.choose_snapshots(directory, None, every=True) == [directory / "v00000000"]
+    publish(lab, lab.publisher(next_version=3), [5])
+    assert snapshot.choose_snapshots(directory, None, every=False) == [directory / "v00000004"]
+
+
+def test_only_what_older_releases_cannot_read_has_another_format(lab):
+    publish(lab, lab.publisher(), [0, 1])
+    paths = [lab.config.snapshots / f"v0000000{version}" for version in range(2)]
+    assert [json.loads((path / "manifest.json").read_text())["format"] for path in paths] == [1, 2]
+    assert "only_base" not in (paths[0] / "manifest.json").read_text()  # older releases refuse keys they do not know
+    reseal(paths[1], format=1)  # of a release before there were two
+    assert snapshot.read(paths[1]).manifest.change == adapter.FILE
+    reseal(paths[1], format=3)
+    with pytest.raises(SnapshotError, match="format 3, this release reads 1 and 2"):
+        snapshot.read(paths[1])
+
+
 def test_a_node_that_joins_late_fetches_the_base_and_one_adapter_and_then_adapters_alone(lab, tmp_path):
     publisher = lab.publisher()
     publish(lab, publisher, [0, 1, 2, 3])
@@ -184,6 +236,30 @@ def test_a_damaged_base_on_the_node_is_brought_again(lab, copies):
     assert same_bits(load_file(found.weight_files[0]), lab.merged())
 
 
+@pytest.mark.parametrize("serves", ["the same searcher", "an idle neighbour"])
+def test_a_damaged_base_that_somebody_serves_stops_no_adapter(lab, tmp_path, serves):
+    publisher = lab.publisher()
+    publish(lab, publisher, [0])
+    copies = HostCopy(tmp_path / "node", "path", SystemClock())
+    server = copies if serves == "the same searcher" else HostCopy(tmp_path / "node", "path", SystemClock())
+    served, held = server.prepare(lab.announced_ref())
+    (served.path / "copy").write_bytes((served.path / WEIGHTS).read_bytes())  # no second name of the trainer's file
+    (served.path / "copy").replace(served.path / WEIGHTS)
+    flip_a_byte(served.path / WEIGHTS)
+    damaged = (served.path / WEIGHTS).read_bytes()
+    for step in (1, 2):
+        publish(lab, publisher, [step])
+        found, newer = copies.prepare(lab.announced_ref())
+        newer.release()
+        assert same_bits(load_file(found.weight_files[0]), lab.merged())
+        assert not (found.path / "chain").exists()
+        assert (served.path / WEIGHTS).read_bytes() == damaged  # nobody takes away what is served
+    held.release()
+    publish(lab, publisher, [3])
+    copies.prepare(lab.announced_ref())
+    assert sha256_of(served.path / WEIGHTS) == sha256_of(lab.config.snapshots / "v00000000" / WEIGHTS)
+
+
 @pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink, lambda path: path.write_bytes(b"")])
 def test_a_missing_or_damaged_adapter_is_refused_and_the_next_one_goes(lab, copies, damage):
     publisher = lab.publisher()
@@ -214,6 +290,15 @@ def test_factors_that_make_other_weights_than_the_manifest_says_are_refused(lab,
     digest = reseal(path.parent, files={adapter.FILE: {"bytes": size, "sha256": sha256}})
     with pytest.raises(SnapshotCorrupt, match="does not hash"):
         copies.prepare(ref.model_copy(update={"manifest_sha256": digest}))
+
+
+def test_an_adapter_file_that_lacks_a_tensor_is_refused_with_what_it_has(tmp_path):
+    one = Factors(np.ones((1, 2), np.float32), np.ones((2, 1), np.float32), np.float32(1))
+    tensors = adapter.tensors_of({"a": one})
+    del tensors["scaling/a"]
+    write_tensor_file(tmp_path / adapter.FILE, tensors)
+    with pytest.raises(SnapshotCorrupt, match="has 2 tensors for 1 adapter: three tensors belong to each"):
+        adapter.read_factors(tmp_path / adapter.FILE)
 
 
 def test_a_manifest_with_a_base_and_no_change_or_two_is_refused(lab):

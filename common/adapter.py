@@ -40,7 +40,7 @@ def read_factors(path: Path) -> dict[str, Factors]:
     names = [key.removeprefix(f"{LOW}/") for key in tensors if key.startswith(f"{LOW}/")]
     if len(tensors) != 3 * len(names):
         found = f"{quantity(len(tensors), 'tensor')} for {quantity(len(names), 'adapter')}"
-        raise SnapshotCorrupt(f"{path} has {found}: three tensors belong to each")
+        raise SnapshotCorrupt(f"{path} has {found}: three belong to each")
     return {name: _factors(path, name, tensors) for name in names}
 
 

@@ -14,7 +14,6 @@ from tba.common import adapter, snapshot
 from tba.common.clock import SystemClock
 from tba.common.durable import sha256_of
 from tba.common.errors import ConfigError, SnapshotCorrupt, SnapshotError
-from tba.common.low_rank import Factors
 from tba.common.tensor_file import map_tensors, write_tensor_file
 from tba.searcher.host_copy import HostCopy
 from tba.searcher.node_cache import clear
@@ -290,15 +289,6 @@ def test_factors_that_make_other_weights_than_the_manifest_says_are_refused(lab,
     digest = reseal(path.parent, files={adapter.FILE: {"bytes": size, "sha256": sha256}})
     with pytest.raises(SnapshotCorrupt, match="does not hash"):
         copies.prepare(ref.model_copy(update={"manifest_sha256": digest}))
-
-
-def test_an_adapter_file_that_lacks_a_tensor_is_refused_with_what_it_has(tmp_path):
-    one = Factors(np.ones((1, 2), np.float32), np.ones((2, 1), np.float32), np.float32(1))
-    tensors = adapter.tensors_of({"a": one})
-    del tensors["scaling/a"]
-    write_tensor_file(tmp_path / adapter.FILE, tensors)
-    with pytest.raises(SnapshotCorrupt, match="has 2 tensors for 1 adapter: three tensors belong to each"):
-        adapter.read_factors(tmp_path / adapter.FILE)
 
 
 def test_a_manifest_with_a_base_and_no_change_or_two_is_refused(lab):

@@ -17,6 +17,7 @@ import numpy as np
 
 from tba.common.errors import SnapshotCorrupt
 from tba.common.low_rank import Factors, merge
+from tba.common.quantity import quantity
 from tba.common.tensor_file import Tensor, map_tensors, read_layout
 
 FILE = "adapter.safetensors"
@@ -38,7 +39,8 @@ def read_factors(path: Path) -> dict[str, Factors]:
     tensors = map_tensors(path)
     names = [key.removeprefix(f"{LOW}/") for key in tensors if key.startswith(f"{LOW}/")]
     if len(tensors) != 3 * len(names):
-        raise SnapshotCorrupt(f"{path} has {len(tensors)} tensors for {len(names)} adapters: three belong to each")
+        found = f"{quantity(len(tensors), 'tensor')} for {quantity(len(names), 'adapter')}"
+        raise SnapshotCorrupt(f"{path} has {found}: three belong to each")
     return {name: _factors(path, name, tensors) for name in names}
 
 

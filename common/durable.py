@@ -75,7 +75,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of indented JSON."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Indented JSON for a file: equal values give equal bytes."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
 def publish_directory(temporary: Path, final: Path) -> None:

@@ -19,6 +19,7 @@
     │   └── RecordLost                a record of a spool is damaged or gone
     ├── SnapshotError                 a snapshot is missing, torn or of the wrong shape
     │   ├── SnapshotCorrupt           a hash does not match its manifest
+    │   │   └── DamagedInUse          and it cannot be replaced yet, since a searcher serves it
     │   ├── SnapshotOutdated          a newer one is wanted by now
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
@@ -149,6 +150,10 @@ class SnapshotError(TbaError):
 
 class SnapshotCorrupt(SnapshotError):
     """A file does not hash to what its manifest says."""
+
+
+class DamagedInUse(SnapshotCorrupt):
+    """A damaged snapshot of a node cannot be replaced yet, since a searcher serves it."""
 
 
 class SnapshotOutdated(SnapshotError):

@@ -31,7 +31,8 @@ from tba.common.wire import WeightsRef
 
 log = get_logger(__name__)
 
-FORMAT = 1
+# Of full snapshots and deltas; and of what releases that know only these cannot read.
+_FIRST_FORMAT, _FORMAT_WITH_ADAPTERS = 1, 2
 # What a snapshot that is not full has one of.
 CHANGES = (delta.FILE, adapter.FILE)
 MANIFEST = "manifest.json"
@@ -65,7 +66,8 @@ class Manifest:
 
     Of a delta or an adapter, `base` is the version it applies to, `base_manifest_sha256` says which snapshot of that
     version is meant, and `complete` are the files that come out: all that a full snapshot would have. A full one has
-    None.
+    None. `only_base`: adapters are based on it, and it was never announced as a policy; its step is 0, and those of
+    snapshots before it may be later.
     """
 
     run: str
@@ -77,7 +79,7 @@ class Manifest:
     base: int | None = None
     base_manifest_sha256: str | None = None
     complete: dict[str, FileEntry] | None = None
-    format: int = FORMAT
+    only_base: bool = False
 
     @property
     def complete_files(self) -> dict[str, FileEntry]:
@@ -88,6 +90,14 @@ class Manifest:
     def change(self) -> str | None:
         """The file that makes the complete files of the base's, a delta or an adapter; None for a full snapshot."""
         return None if self.base is None else next(name for name in CHANGES if name in self.files)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `manifest.json` holds. An older release says of what it cannot read which format it reads."""
+        fields = asdict(self)
+        if not self.only_base:
+            del fields["only_base"]
+        newer = self.only_base or self.change == adapter.FILE
+        return fields | {"format": _FORMAT_WITH_ADAPTERS if newer else _FIRST_FORMAT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +122,7 @@ def directory_name(version: int) -> str:
 
 def seal(temporary: Path, final: Path, manifest: Manifest) -> str:
     """Write the manifest of a finished directory and publish it. Returns the manifest's sha256."""
-    write_json(temporary / MANIFEST, asdict(manifest))
+    write_json(temporary / MANIFEST, manifest.as_json())
     digest = sha256_of(temporary / MANIFEST)
     publish_directory(temporary, final)
     return digest
@@ -171,12 +181,16 @@ def list_snapshots(directory: Path) -> list[Path]:
 
 
 def choose_snapshots(directory: Path, one: Path | None, *, every: bool) -> list[Path]:
-    """The named snapshot, all, or the newest of a directory. Raises UsageError if there is none."""
+    """The named snapshot, all policies, or the newest of a directory. Raises UsageError if there is none.
+
+    The newest has the highest version, not the highest step: a run that was resumed from an older checkpoint goes on
+    from there, and what it had reached before is given up.
+    """
     if one is not None:
         if not (one / MANIFEST).is_file():
             raise UsageError(f"{one} is no snapshot: it has no {MANIFEST}")
         return [one]
-    found = list_snapshots(directory)
+    found = [path for path in list_snapshots(directory) if not _is_only_base(path)]
     if not found:
         raise UsageError(f"{directory} has no snapshots: train first, or name one with --snapshot")
     return found if every else found[-1:]
@@ -201,6 +215,14 @@ def collect(directory: Path, *, keep_last: int, keep_every: int, keep: Iterable[
     return [path for path in found if path in manifests and path not in kept and _delete(path)]
 
 
+def _is_only_base(path: Path) -> bool:
+    """False for one that cannot be read: whoever wants it hears why."""
+    try:
+        return read(path).manifest.only_base
+    except SnapshotError:
+        return False
+
+
 def _readable(path: Path) -> Manifest | None:
     try:
         return read(path).manifest
@@ -220,8 +242,11 @@ def _delete(path: Path) -> bool:
 
 
 def _parse(fields: dict[str, Any]) -> Manifest:
-    if fields.get("format") != FORMAT:
-        raise SnapshotError(f"snapshot format {fields.get('format')!r}, this release reads {FORMAT}")
+    format_ = fields.pop("format", None)
+    if format_ not in (_FIRST_FORMAT, _FORMAT_WITH_ADAPTERS):
+        raise SnapshotError(
+            f"snapshot format {format_!r}, this release reads {_FIRST_FORMAT} and {_FORMAT_WITH_ADAPTERS}"
+        )
     complete = fields.get("complete")
     parsed = {
         "files": _parse_files(fields["files"]),

@@ -19,7 +19,7 @@ from typing import Literal
 from tba.common import adapter, delta
 from tba.common.clock import Clock
 from tba.common.durable import copy_file, link_or_copy
-from tba.common.errors import SnapshotCorrupt, SnapshotError, SnapshotOutdated
+from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, SnapshotOutdated
 from tba.common.log import get_logger
 from tba.common.snapshot import MANIFEST, Manifest, Snapshot, check_hash, directory_name, read
 from tba.common.tensor_file import Tensor, map_tensors
@@ -161,9 +161,19 @@ class HostCopy:
             directory.mkdir(parents=True, exist_ok=True)
             manifest = bring_manifest(source, version, sha256, directory)
             if (change := manifest.change) is None:
-                return self._complete(source, version, sha256, anew=from_full), links
+                return self._full(source, manifest, sha256, directory, anew=from_full), links
             bring_proved(source, version, change, directory / change, manifest.files[change])
             links.insert(0, _Link(manifest, directory))
+
+    def _full(self, source: Source, manifest: Manifest, sha256: str, directory: Path, *, anew: bool) -> Held:
+        """The full snapshot of the cache; or brought into `directory` if that one is damaged and somebody serves it."""
+        try:
+            return self._complete(source, manifest.version, sha256, anew=anew)
+        except DamagedInUse as error:
+            log.warning("brought for this snapshot alone", version=manifest.version, reason=str(error))
+        for name, entry in manifest.files.items():
+            bring_proved(source, manifest.version, name, directory / name, entry)
+        return Held.within(directory)
 
 
 def _name(version: int, sha256: str) -> str:

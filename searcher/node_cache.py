@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba.common.errors import ConfigError, SnapshotCorrupt, SnapshotError, SnapshotOutdated
+from tba.common.errors import ConfigError, DamagedInUse, SnapshotError, SnapshotOutdated
 from tba.common.log import get_logger
 
 log = get_logger(__name__)
@@ -35,6 +35,11 @@ class Held:
 
     path: Path
     _descriptor: int
+
+    @classmethod
+    def within(cls, path: Path) -> "Held":
+        """A directory in one that is being made: nobody else takes that away, and it has no lock of its own."""
+        return cls(path, -1)
 
     def release(self) -> None:
         """Let it be collected. Releasing twice is fine."""
@@ -58,7 +63,10 @@ class NodeCache:
         make_directory(directory)
 
     def find(self, name: str, check: Callable[[Path], None]) -> Held | None:
-        """A snapshot that is there, held; None if it is not, or fails its check (then it is deleted)."""
+        """A snapshot that is there, held; None if it is not, or fails its check (then it is deleted).
+
+        Raises DamagedInUse if it fails its check and cannot be deleted.
+        """
         held = self._hold(self.directory / name)
         if held is None or name in self._proved:
             return held
@@ -70,7 +78,7 @@ class NodeCache:
                 raise
             log.warning("cached weights are damaged", path=held.path, reason=str(error))
             if not _delete(held.path):
-                raise SnapshotCorrupt(f"{error}, and another searcher serves it") from error
+                raise DamagedInUse(f"{error}, and a searcher serves it") from error
             return None
         self._proved.add(name)
         return held

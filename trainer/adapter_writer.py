@@ -18,7 +18,7 @@ from tba.common.durable import sha256_of
 from tba.common.errors import ConfigError, SnapshotError
 from tba.common.log import get_logger
 from tba.common.low_rank import MERGED_DTYPES, Factors, merge
-from tba.common.snapshot import MANIFEST, Canary, FileEntry, Manifest, list_snapshots, read
+from tba.common.snapshot import MANIFEST, Canary, FileEntry, Manifest, check_hash, list_snapshots, read
 from tba.common.tensor_file import Layout, Tensor, fits, read_layout, sha256_of_tensors, write_tensor_file
 from tba.trainer.adapters import BASE, FACTORS, gathered, scalings
 from tba.trainer.host_copies import HostCopies, HostCopy, Tensors
@@ -50,7 +50,7 @@ class AdapterWriter:
         self._scalings = scalings(model)
         self._base_copy: HostCopy | None = None
         self._base: _Base | None = None
-        self._base_comes = False  # with a snapshot that was asked for, or it is there
+        self._base_comes = False  # with a snapshot that was asked for, or it is there; the training thread's
         self._merging: _Merging | None = None
 
     @property
@@ -66,6 +66,8 @@ class AdapterWriter:
 
     def needs_base(self, step: int) -> bool:
         """After step 0, unless the base is there or comes first. What an earlier start has left is not known yet."""
+        if self._writer.is_last(step):
+            return False
         if self._base is not None and not self._has_base():
             self._base_comes = False
         needed = step > 0 and not self._base_comes
@@ -79,11 +81,21 @@ class AdapterWriter:
     def shortage(self, publication: Publication) -> str:
         """As for the adapters alone, or for all weights where the snapshot is full, and the base if it is not there."""
         self._start()
-        wholes = int(not self._has_base())
-        if publication.step > 0 or not wholes:
-            wholes += int(self._writer.must_be_full(publication.step))
-        needed = bytes_of(publication.copy) + wholes * bytes_of(self._copied_base())
+        needed = bytes_of(publication.copy) + self._wholes(publication) * bytes_of(self._copied_base())
         return self._writer.shortage(publication.version, needed)
+
+    def _wholes(self, publication: Publication) -> int:
+        """How many snapshots of all weights `write` will make: the base, or a full one, or both."""
+        if not self._has_base() and publication.step == 0:
+            return 1
+        base = self._base_first(publication)
+        full = self._writer.must_be_full(publication.step) or not (base or self._has_base())
+        return int(base) + int(full)
+
+    def _base_first(self, publication: Publication) -> bool:
+        """Whether the base has to be published before: nothing will be based on it after the last step."""
+        wanted = publication.base_version is not None and not self._writer.is_last(publication.step)
+        return wanted and not self._has_base()
 
     def write(self, publication: Publication) -> Written:
         """Publish the adapters, or all weights with them merged."""
@@ -93,19 +105,18 @@ class AdapterWriter:
 
     def _write(self, publication: Publication) -> Written:
         merging = self._start()
-        if not self._has_base():
-            if publication.step == 0:  # every B is zero
-                return self._publish_base(publication.version).written
-            if publication.base_version is not None:
-                self._publish_base(publication.base_version)
-            else:  # the snapshot that it was to come with was dropped for want of space, or it was deleted just now
-                self._base_comes = False
+        if publication.step == 0 and not self._has_base():  # every B is zero
+            return self._publish_base(publication.version).written
+        if self._base_first(publication):
+            assert publication.base_version is not None
+            self._publish_base(publication.base_version, only_base=True)
         factors = _factors_of(publication.copy.wait(), self._scalings)
         weights = merging.merged(factors)
         canary = self._writer.make_canary(weights)
         saved = self._writer.as_saved(weights)
 
         def make(directory: Path) -> Manifest:
+            # Without a base it was deleted just now: it is asked for with the next one.
             if self._base is None or not self._has_base() or self._writer.must_be_full(publication.step):
                 version, step = publication.version, publication.step
                 return self._writer.write_full(directory, version, step, canary, saved)
@@ -145,25 +156,33 @@ class AdapterWriter:
         return self._base is not None and self._base.written.is_there
 
     def _find_base(self, tensors: dict[str, Tensor]) -> _Base | None:
-        """A full snapshot of step 0 whose weights file has the hash that one of the base would have."""
+        """A full snapshot of step 0 that has the very files that one of the base would have, undamaged."""
+        others = self._writer.hashes_of_model_files()
         for path in list_snapshots(self._writer.directory):
             try:
                 manifest = read(path).manifest
-                if manifest.base is not None or manifest.step != 0 or WEIGHTS not in manifest.files:
+                hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
+                weights = hashes.pop(WEIGHTS, None)
+                if manifest.base is not None or manifest.step != 0 or hashes != others:
                     continue
                 layout = read_layout(path / WEIGHTS)
+                if not fits(layout, tensors) or sha256_of_tensors(layout, tensors) != weights:
+                    continue
+                # Every adapter of this start will be made of these files: they are read once, not trusted.
+                for name, entry in manifest.files.items():
+                    check_hash(path / name, entry.sha256)
             except SnapshotError as error:
                 log.warning("snapshot is no base for adapters", path=path, reason=str(error))
                 continue
-            if fits(layout, tensors) and sha256_of_tensors(layout, tensors) == manifest.files[WEIGHTS].sha256:
-                return _Base(Written(manifest, sha256_of(path / MANIFEST), path), layout)
+            return _Base(Written(manifest, sha256_of(path / MANIFEST), path), layout)
         return None
 
-    def _publish_base(self, version: int) -> _Base:
+    def _publish_base(self, version: int, *, only_base: bool = False) -> _Base:
         weights = self._copied_base().wait()
         canary, saved = self._writer.make_canary(weights), self._writer.as_saved(weights)
         written = self._writer.publish(
-            version, lambda directory: self._writer.write_full(directory, version, 0, canary, saved)
+            version,
+            lambda directory: self._writer.write_full(directory, version, 0, canary, saved, only_base=only_base),
         )
         self._base = _Base(written, read_layout(written.path / WEIGHTS))
         return self._base

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -204,7 +205,8 @@ class Publisher:
         log.warning("snapshot dropped", version=publication.version, step=publication.step, reason=shortage)
         self._copies.give_back(publication.copy)
         self._done_with_one()
-        return newer
+        # A base that was to come with the dropped one, or to be it, comes with this one: its number is free.
+        return newer if newer.base_version is not None else replace(newer, base_version=publication.version)
 
     def _done_with_one(self) -> None:
         with self._changed:

@@ -7,10 +7,11 @@ Invariant: a name under the directory never changes its content.
 """
 
 import errno
+import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tba.common import snapshot
 from tba.common.config import Config
-from tba.common.durable import temporary_directory, write_json
+from tba.common.durable import json_text, temporary_directory
 from tba.common.model_files import share_weights
 from tba.common.snapshot import Canary, FileEntry, Manifest, directory_name
 from tba.common.wire import AnnounceSnapshot, WeightsRef
@@ -37,7 +38,7 @@ _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 class Publication:
     """The policy of a step on its way to the host: its weights in the published type, or its adapters in float32.
 
-    `base_version` is the number of the adapters' base, should that have to be published first.
+    `base_version` is a number for the adapters' base, should that have to be published first.
     """
 
     version: int
@@ -126,8 +127,12 @@ class SnapshotWriter:
 
     def must_be_full(self, step: int) -> bool:
         """Whether people may want the snapshot of this step as a model directory: the last, and those that are kept."""
-        train = self.config.train
-        return bool(step >= train.steps or (train.keep_snapshot_every and step % train.keep_snapshot_every == 0))
+        every = self.config.train.keep_snapshot_every
+        return self.is_last(step) or bool(every and step % every == 0)
+
+    def is_last(self, step: int) -> bool:
+        """Whether no snapshot follows that of this step."""
+        return step >= self.config.train.steps
 
     def as_saved(self, weights: Tensors) -> Tensors:
         """The names and layouts that the model's own files have, which may differ from those in memory."""
@@ -146,12 +151,31 @@ class SnapshotWriter:
             raise
         return Written(manifest, digest, final)
 
-    def write_full(self, directory: Path, version: int, step: int, canary: Canary, saved: Tensors) -> Manifest:
+    def write_full(
+        self, directory: Path, version: int, step: int, canary: Canary, saved: Tensors, *, only_base: bool = False
+    ) -> Manifest:
         """The files of a complete model directory, with weights from `as_saved`."""
-        _copy_model_files(self._model_files, directory, self._model, self.config.model.dtype)
+        for name, content in self._files_beside_weights():
+            (directory / name).write_bytes(content)
         save_file(saved, directory / WEIGHTS, metadata={"format": "pt"})
         share_weights(directory)
-        return self._manifest(version, step, snapshot.describe_files(directory), canary)
+        return self._manifest(version, step, snapshot.describe_files(directory), canary, only_base=only_base)
+
+    def hashes_of_model_files(self) -> dict[str, str]:
+        """The sha256 of each file that a full snapshot written now would have beside its weights."""
+        return {name: hashlib.sha256(content).hexdigest() for name, content in self._files_beside_weights()}
+
+    def _files_beside_weights(self) -> Iterator[tuple[str, bytes]]:
+        """Tokenizer and settings as they are; config.json with the type of the published weights."""
+        for path in self._model_files.iterdir():
+            skipped = path.name in ("config.json", snapshot.MANIFEST) or path.name.endswith(".index.json")
+            if path.is_file() and path.suffix in _COPIED_SUFFIXES and not skipped:
+                yield path.name, path.read_bytes()
+        fields = json.loads((self._model_files / "config.json").read_text(encoding="utf-8"))
+        fields.setdefault("architectures", [type(self._model).__name__])
+        for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
+            fields[name] = self.config.model.dtype
+        yield "config.json", json_text(fields).encode()
 
     def based_on(
         self, base: Written, publication: Publication, canary: Canary, files: dict[str, FileEntry], sha256: str
@@ -178,6 +202,7 @@ class SnapshotWriter:
         base: int | None = None,
         base_manifest_sha256: str | None = None,
         complete: dict[str, FileEntry] | None = None,
+        only_base: bool = False,
     ) -> Manifest:
         return Manifest(
             run=self.config.run.name,
@@ -189,20 +214,8 @@ class SnapshotWriter:
             base=base,
             base_manifest_sha256=base_manifest_sha256,
             complete=complete,
+            only_base=only_base,
         )
-
-
-def _copy_model_files(source: Path, target: Path, model: PreTrainedModel, dtype: str) -> None:
-    """Tokenizer and settings as they are; config.json with the type of the published weights."""
-    for path in source.iterdir():
-        skipped = path.name in ("config.json", snapshot.MANIFEST) or path.name.endswith(".index.json")
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not skipped:
-            shutil.copyfile(path, target / path.name)
-    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    fields.setdefault("architectures", [type(model).__name__])
-    for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
-        fields[name] = dtype
-    write_json(target / "config.json", fields)
 
 
 def bytes_of(copy: HostCopy) -> int:

@@ -78,3 +78,22 @@ def test_adapters_go_out_where_a_full_snapshot_has_to_wait(small_disk):  # noqa:
     assert publisher.flush(20)
     assert steps(lab) == [0, 1, 5]
     lab.close()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_base_comes_with_the_next_snapshot_where_the_one_that_it_belonged_to_was_dropped(small_disk, first):  # noqa: F811
+    lora = {"rank": 1, "publish": "adapter"}
+    lab = Press(small_disk.path, hidden=128, min_free_mib=12, lora=lora, steps=99)
+    small_disk.fill()
+    publisher = lab.publisher()
+    publisher.publish(first)
+    publisher.publish(first + 1)
+    number = publisher._next_version - 1
+    wait_for(lambda: publisher.trouble.startswith(f"v{number} waits"), 20, publisher.trouble)
+    small_disk.relieve()
+    assert publisher.flush(20)
+    publisher.publish(first + 2)
+    assert publisher.flush(20)
+    assert steps(lab) == [0, first + 1, first + 2]
+    assert lab.announced().manifest.base == number - 1
+    lab.close()

@@ -135,6 +135,57 @@ def test_a_base_of_other_weights_is_not_built_upon(press):
     assert kinds(lab) == [(0, 0, None), (1, 0, None), (2, 3, 1)]
 
 
+@pytest.mark.parametrize("damage", [flip_a_byte, lambda path: path.write_bytes(bytes(path.stat().st_size))])
+@pytest.mark.parametrize("file", [FULL, "config.json"])
+def test_a_base_that_is_damaged_is_not_built_upon(lab, copies, damage, file):
+    publish(lab, lab.publisher(), [0, 1])
+    damage(lab.config.snapshots / "v00000000" / file)
+    publish(lab, lab.publisher(next_version=2), [2, 3])
+    assert kinds(lab) == [(0, 0, None), (1, 1, 0), (2, 0, None), (3, 2, 2), (4, 3, 2)]
+    found, _ = copies.prepare(lab.announced_ref())
+    assert same_bits(load_file(found.weight_files[0]), lab.merged())
+
+
+def test_a_base_with_files_that_the_model_has_no_longer_is_not_built_upon(lab):
+    publish(lab, lab.publisher(), [0])
+    (lab.files / "chat_template.jinja").write_text("{{ messages }}")
+    publish(lab, lab.publisher(next_version=1), [2])
+    assert kinds(lab) == [(0, 0, None), (1, 0, None), (2, 2, 1)]
+    template = lab.config.snapshots / "v00000001" / "chat_template.jinja"
+    assert lab.announced().manifest.complete[template.name].sha256 == sha256_of(template)
+
+
+def test_the_last_snapshot_brings_no_base_along(press):
+    lab = press(dtype="bfloat16", lora=LORA, steps=5)
+    publish(lab, lab.publisher(next_version=3), [5])
+    assert kinds(lab) == [(3, 5, None)]
+    lab.announced()
+
+
+def test_a_base_that_comes_later_is_no_policy_and_does_not_count_as_the_newest(lab):
+    directory = lab.config.snapshots
+    publish(lab, lab.publisher(publish="merged"), [7])
+    publish(lab, lab.publisher(next_version=1), [5])  # of an older checkpoint: what it had reached is given up
+    shutil.rmtree(directory / "v00000002")  # as before it was written
+    assert kinds(lab) == [(0, 7, None), (1, 0, None)]
+    assert snapshot.choose_snapshots(directory, None, every=False) == [directory / "v00000000"]
+    assert snapshot.choose_snapshots(directory, None, every=True) == [directory / "v00000000"]
+    publish(lab, lab.publisher(next_version=3), [5])
+    assert snapshot.choose_snapshots(directory, None, every=False) == [directory / "v00000004"]
+
+
+def test_only_what_older_releases_cannot_read_has_another_format(lab):
+    publish(lab, lab.publisher(), [0, 1])
+    paths = [lab.config.snapshots / f"v0000000{version}" for version in range(2)]
+    assert [json.loads((path / "manifest.json").read_text())["format"] for path in paths] == [1, 2]
+    assert "only_base" not in (paths[0] / "manifest.json").read_text()  # older releases refuse keys they do not know
+    reseal(paths[1], format=1)  # of a release before there were two
+    assert snapshot.read(paths[1]).manifest.change == adapter.FILE
+    reseal(paths[1], format=3)
+    with pytest.raises(SnapshotError, match="format 3, this release reads 1 and 2"):
+        snapshot.read(paths[1])
+
+
 def test_a_node_that_joins_late_fetches_the_base_and_one_adapter_and_then_adapters_alone(lab, tmp_path):
     publisher = lab.publisher()
     publish(lab, publisher, [0, 1, 2, 3])
@@ -182,6 +233,30 @@ def test_a_damaged_base_on_the_node_is_brought_again(lab, copies):
     publish(lab, publisher, [3])
     found, _ = copies.prepare(lab.announced_ref())
     assert same_bits(load_file(found.weight_files[0]), lab.merged())
+
+
+@pytest.mark.parametrize("serves", ["the same searcher", "an idle neighbour"])
+def test_a_damaged_base_that_somebody_serves_stops_no_adapter(lab, tmp_path, serves):
+    publisher = lab.publisher()
+    publish(lab, publisher, [0])
+    copies = HostCopy(tmp_path / "node", "path", SystemClock())
+    server = copies if serves == "the same searcher" else HostCopy(tmp_path / "node", "path", SystemClock())
+    served, held = server.prepare(lab.announced_ref())
+    (served.path / "copy").write_bytes((served.path / WEIGHTS).read_bytes())  # no second name of the trainer's file
+    (served.path / "copy").replace(served.path / WEIGHTS)
+    flip_a_byte(served.path / WEIGHTS)
+    damaged = (served.path / WEIGHTS).read_bytes()
+    for step in (1, 2):
+        publish(lab, publisher, [step])
+        found, newer = copies.prepare(lab.announced_ref())
+        newer.release()
+        assert same_bits(load_file(found.weight_files[0]), lab.merged())
+        assert not (found.path / "chain").exists()
+        assert (served.path / WEIGHTS).read_bytes() == damaged  # nobody takes away what is served
+    held.release()
+    publish(lab, publisher, [3])
+    copies.prepare(lab.announced_ref())
+    assert sha256_of(served.path / WEIGHTS) == sha256_of(lab.config.snapshots / "v00000000" / WEIGHTS)
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink, lambda path: path.write_bytes(b"")])

@@ -129,7 +129,7 @@ def test_a_file_gives_back_the_factors_that_were_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tensors: tensors.pop("high/w"), "three belong to each"),
+        (lambda tensors: tensors.pop("high/w"), "2 tensors for 1 adapter: three belong to each"),
         (lambda tensors: tensors.update({"high/v": tensors.pop("high/w")}), "and no 'high/w'"),
         (lambda tensors: tensors.update({"low/w": as_tensor(np.zeros((3, 6)), "BF16")}), r"shapes \[3, 6\]"),
         (lambda tensors: tensors.update({"low/w": as_tensor(np.zeros((2, 6)), "F32")}), r"\[2, 6\] and \[8, 3\]"),

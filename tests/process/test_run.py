@@ -130,12 +130,17 @@ def log_of(tmp_path: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("**/*.log")))
 
 
-def test_a_run_ends_and_its_history_is_complete(small_run, tba):
+def test_a_run_ends_and_its_history_is_complete(small_run, start_tba, tba, tmp_path):
     run = small_run(eval={"at_end": True})
-    result = tba("run", run.file, timeout=200)
-    assert result.returncode == 0, result.stderr
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: children_of(launcher, " eval "))
+    waiting = tba("run", run.file, "--resume", timeout=60)
+    assert (waiting.returncode, "is being run already" in waiting.stderr) == (1, True), (
+        "it evaluates, and is not ending"
+    )
+    assert launcher.wait(200) == 0
     check_history(run)
-    assert "held-out greedy accuracy:" in result.stdout
+    assert "held-out greedy accuracy:" in log_of(tmp_path)
     assert (run.directory / "run.png").stat().st_size > 10_000
     assert next(json.loads(line)["step"] for line in (run.directory / "eval.jsonl").read_text().splitlines()) == 0
     assert list(run.directory.glob("tensorboard/events*"))

@@ -237,7 +237,7 @@ def compact(
     """Drop the tokens of what has left sampling; rewards, texts and history stay. Needs the server stopped.
 
     What can be sampled follows from the configuration that the run was last served with; what is given here goes
-    before it. Where the file is named, ./tba.toml is not read: it may be that of another run.
+    before it. Where the database is named, ./tba.toml is not read: it may be that of another run.
     """
     resolved = _resolved(one_file(file, config), sets, buffer, unless=("buffer.database", "run.dir"))
     path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None

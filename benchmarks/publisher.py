@@ -1,4 +1,4 @@
-"""Who publishes snapshots to a searcher that is measured."""
+"""This publishes snapshots to a searcher while it is measured."""
 
 import itertools
 import os

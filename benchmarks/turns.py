@@ -30,13 +30,15 @@ class Way:
         """Stop all, the engine first: a server then has nothing more to answer."""
         for process in (self._engine, *self._servers):
             for member in _family(process):
-                member.suspend()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    member.suspend()
 
     def go_on(self) -> None:
         """Let all run on, the engine last: the answers that it waits for are there when it looks."""
         for process in (*self._servers, self._engine):
             for member in _family(process):
-                member.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.resume()
 
     def run_until(self, tokens: float) -> None:
         """From the start until so many are made; then it is stopped."""
@@ -58,11 +60,17 @@ class Way:
         return self._counter.read() - start
 
     def end(self) -> None:
-        """The engine alone: the servers are ended by who started them."""
+        """The engine alone, killed if it does not stop: the servers are ended by who started them."""
         self.go_on()
+        members = list(_family(self._engine))
         self._engine.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._engine.wait(_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            for member in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            self._engine.wait()
 
     def _check(self) -> None:
         if (code := self._engine.poll()) is not None:

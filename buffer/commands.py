@@ -12,9 +12,11 @@ from tba.common.terminal import (
     Assignments,
     ConfigFile,
     Csv,
+    File,
     Json,
     not_both,
     note,
+    one_file,
     print_columns,
     print_csv,
     print_json,
@@ -40,9 +42,9 @@ _LARGEST_ID = (1 << 63) - 1  # that SQLite has
 
 
 @app.command()
-def serve(config: ConfigFile = None, sets: Assignments = None, buffer: Database = None) -> None:
+def serve(file: File = None, config: ConfigFile = None, sets: Assignments = None, buffer: Database = None) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
-    settings = _config(config, sets, buffer)
+    settings = _config(one_file(file, config), sets, buffer)
     from tba.buffer.run import serve as run_server
 
     run_server(settings, start_process("buffer"))
@@ -50,6 +52,7 @@ def serve(config: ConfigFile = None, sets: Assignments = None, buffer: Database 
 
 @app.command()
 def stats(
+    file: File = None,
     config: ConfigFile = None,
     sets: Assignments = None,
     buffer: Database = None,
@@ -58,7 +61,7 @@ def stats(
 ) -> None:
     """Counts, sizes and rewards, read from the database file; works while the server runs."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = _config(config, sets, buffer).database
+    path = _config(one_file(file, config), sets, buffer).database
     from tba.buffer.printing import print_fields
     from tba.buffer.stats import read_stats
 
@@ -130,6 +133,7 @@ def show(
 
 @app.command()
 def tail(
+    file: File = None,
     config: ConfigFile = None,
     sets: Assignments = None,
     buffer: Database = None,
@@ -140,7 +144,7 @@ def tail(
 ) -> None:
     """The newest trajectories, one per line, and with --follow each new one as it is committed."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = _config(config, sets, buffer).database
+    path = _config(one_file(file, config), sets, buffer).database
     from tba.buffer.printing import print_csv_line, print_line
     from tba.buffer.show import TAIL_COLUMNS, follow, newest
 
@@ -213,13 +217,14 @@ def import_(
     if as_json:
         return print_json({"file": str(file), "run": settings.run.name, **counts})
     return typer.echo(
-        f"{quantity(counts['rows'], 'row')} in {file}: {counts['new']:,} new in run {settings.run.name}, "
+        f"{quantity(counts['rows'], 'row')} in {file}: {counts['new']} new in run {settings.run.name}, "
         f"{quantity(counts['there_already'], 'was', 'were')} there already"
     )
 
 
 @app.command()
 def compact(
+    file: File = None,
     config: ConfigFile = None,
     sets: Assignments = None,
     buffer: Database = None,
@@ -232,9 +237,9 @@ def compact(
     """Drop the tokens of what has left sampling; rewards, texts and history stay. Needs the server stopped.
 
     What can be sampled follows from the configuration that the run was last served with; what is given here goes
-    before it. Where the file is named, ./tba.toml is not read: it may be that of another run.
+    before it. Where the database is named, ./tba.toml is not read: it may be that of another run.
     """
-    resolved = _resolved(config, sets, buffer, unless=("buffer.database", "run.dir"))
+    resolved = _resolved(one_file(file, config), sets, buffer, unless=("buffer.database", "run.dir"))
     path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None
     from tba.buffer.compact import compact as run_compact
     from tba.buffer.origin import recorded_settings
@@ -251,6 +256,7 @@ def compact(
 
 @app.command()
 def check(
+    file: File = None,
     config: ConfigFile = None,
     sets: Assignments = None,
     buffer: Database = None,
@@ -260,7 +266,7 @@ def check(
 ) -> None:
     """Examine the database, also while the server runs. Exit 1 if something is wrong."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = _config(config, sets, buffer).database
+    path = _config(one_file(file, config), sets, buffer).database
     from tba.buffer.check import check as run_check
 
     findings = run_check(path, quick=quick)
@@ -296,9 +302,9 @@ def backup(
 
 
 @app.command()
-def migrate(config: ConfigFile = None, sets: Assignments = None, buffer: Database = None) -> None:
+def migrate(file: File = None, config: ConfigFile = None, sets: Assignments = None, buffer: Database = None) -> None:
     """Bring the database of an older release up to date, as starting its server does."""
-    settings = _config(config, sets, buffer)
+    settings = _config(one_file(file, config), sets, buffer)
     from tba.buffer.schema import schema_names
     from tba.buffer.store import Store
     from tba.common.errors import UsageError

@@ -137,6 +137,8 @@ class BufferService:
                 "run.name and buffer.address",
             )
         client.host = message.host
+        if client.activity == GONE:
+            client.activity, client.reason = "connected", ""
         self._served.sender_id(sender)
         self._store.senders.describe(sender, message.host, message.pid)
         self._clients.replace_earlier(sender)
@@ -151,6 +153,9 @@ class BufferService:
 
     def _heartbeat(self, message: wire.Heartbeat, sender: str) -> Answer:
         client = self._clients[sender]
+        if client.role == "trainer" and client.activity == GONE:
+            # Said before the goodbye and handled after it, on another connection: only a hello brings it back.
+            return Answer(wire.Done())
         client.activity, client.reason = message.activity, message.reason
         client.weights_version, client.metrics = message.weights_version, message.metrics
         return Answer(wire.Done())

@@ -1,6 +1,7 @@
 """A model's files, in a local directory or from the Hugging Face hub: safetensors and JSON, never a pickle."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ def local_model(path: str, *, setting: str = "model.path") -> Path | None:
     if not path:
         raise ConfigError(f"{setting} is not set: name a Hugging Face model directory or a hub id")
     local = Path(path).expanduser()
-    if local.is_dir():
-        if not (local / "config.json").is_file():
+    if os.path.isdir(local):  # False where this user may not look; Path's raises
+        if not os.path.isfile(local / "config.json"):
             raise ConfigError(f"{setting} {path} has no config.json: it is not a Hugging Face model directory")
         return local
     if not is_hub_name(path):
@@ -54,7 +55,7 @@ def check_model(path: str, *, setting: str = "model.path") -> bool:
 def is_hub_name(path: str) -> bool:
     """Whether this is no directory here, and may be a model of the hub."""
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
-    return not (is_path or Path(path).is_dir())
+    return not (is_path or os.path.isdir(path))
 
 
 def _from_hub(name: str, setting: str) -> Path:

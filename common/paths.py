@@ -24,9 +24,19 @@ def check_paths(config: Config) -> list[str]:
 
 def check_data(task: TaskSection) -> None:
     """Raise ConfigError for a file of prompts that is not there. What is no file may be a data set of the hub."""
+    if not task.reads_files:
+        return
     for key, path in (("task.train", task.train), ("task.test", task.test)):
-        if path.endswith((".json", ".jsonl")) and not Path(path).is_file():
+        if path.endswith((".json", ".jsonl")) and not os.path.isfile(path):  # False where this user may not look
             raise ConfigError(f"{key} {path} does not exist")
+
+
+def nearest_existing(place: Path) -> Path:
+    """The place, or the nearest directory above it that is there and can be seen.
+
+    Unlike `Path.exists`, this also has an answer for what lies in a directory that this user may not enter.
+    """
+    return next(path for path in (place.absolute(), *place.absolute().parents) if os.path.exists(path))
 
 
 def check_places(config: Config) -> None:
@@ -40,7 +50,7 @@ def check_places(config: Config) -> None:
     for key, place in places.items():
         if place is None:
             continue
-        existing = next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
+        existing = nearest_existing(place)
         if not existing.is_dir():
             raise ConfigError(f"{key} {place} cannot be made: {existing} is no directory")
         if not os.access(existing, os.W_OK | os.X_OK):

@@ -25,7 +25,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", "-c", envvar=_CONFIG_VARIABLE, help="TOML file; by default ./tba.toml if it is there."),
 ]
-# Every command takes --config; one without arguments of its own takes the file as its argument too.
+# Every command takes --config; one without an argument of its own takes the file as its argument too.
 File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)]
 Assignments = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]

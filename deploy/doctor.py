@@ -12,7 +12,7 @@ from tba.common.config import Config, RewardModelSection, TaskSection
 from tba.common.devices import CPU, choose_gpus, list_gpus
 from tba.common.errors import MissingExtra, TbaError
 from tba.common.model_files import check_model, is_hub_name
-from tba.common.paths import check_data, check_places
+from tba.common.paths import check_data, check_places, nearest_existing
 
 Finding = dict[str, str]
 _LOW_DISK_GIB = 10
@@ -82,8 +82,7 @@ def _disk(config: Config) -> tuple[str, str]:
         check_places(config)
     except TbaError as error:
         return "fail", str(error)
-    existing = next(path for path in (config.run.dir.absolute(), *config.run.dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free / 2**30
+    free = shutil.disk_usage(nearest_existing(config.run.dir)).free / 2**30
     return ("ok" if free >= _LOW_DISK_GIB else "warn"), f"{free:.0f} GiB free for {config.run.dir}"
 
 
@@ -132,7 +131,7 @@ def _task(load_task: Callable[[TaskSection], object], config: Config) -> tuple[s
         check_data(config.task)
     except TbaError as error:
         return "fail", str(error)
-    return "ok", config.task.train or config.task.name
+    return "ok", config.task.train if config.task.reads_files else config.task.name
 
 
 def _version(package: str) -> str | None:

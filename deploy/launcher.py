@@ -57,9 +57,14 @@ class Launcher:
         client = BufferClient(self._config.buffer.address, role="monitor", name="launcher")
         try:
             with self._supervisor:
+                evaluates = False
                 try:
-                    return self._work(client, stop, display)
+                    finished = self._work(client, stop, display)
+                    evaluates = finished and self._config.eval.at_end
+                    return finished
                 finally:
+                    if not evaluates:
+                        tell_ending(self._config)
                     self._end()
         finally:
             client.close()
@@ -119,7 +124,6 @@ class Launcher:
 
         What is still starting has nothing to save or to hand over, and may not listen before its model is loaded.
         """
-        tell_ending(self._config)
         drain = self._config.launch.drain_seconds
         unneeded = [] if self._trainer_is_there else [self._trainer]
         self._supervisor.kill([*unneeded, *(child for child in self._searchers if not child.ready)])
@@ -134,21 +138,28 @@ class Launcher:
 
 
 def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> bool:
-    """`tba eval --all` as a child, its output in a log. False if stopped; raises TbaError if it fails."""
+    """`tba eval --all` as a child, its output in a log: the last that `tba run` does.
+
+    False if stopped; raises TbaError if it fails.
+    """
     log_file = config.run.dir / "logs" / "eval.log"
     child = Child("eval", "eval", ["eval", "--all", *arguments], log_file, once=True, environment=_threads(config))
-    _run_once(child, stop)
+    _run_once(child, stop, at_end=lambda: tell_ending(config))
     if child.last_code:
         raise _failure(child)
     return not stop()
 
 
-def _run_once(child: Child, stop: Callable[[], bool]) -> None:
-    """Run a child, that is to run `once`, to its end or until `stop()`. Nothing of it outlives this call."""
+def _run_once(child: Child, stop: Callable[[], bool], at_end: Callable[[], None] = lambda: None) -> None:
+    """Run a child, that is to run `once`, to its end or until `stop()`; then call `at_end`.
+
+    Nothing of it outlives this call.
+    """
     with Supervisor([child], LaunchSection()) as supervisor:
         while not (stop() or child.ended):
             supervisor.tend()
             time.sleep(_TEND_SECONDS)
+        at_end()
         supervisor.stop([child], drain_seconds=1.0)
 
 

@@ -21,7 +21,8 @@ log = get_logger(__name__)
 
 _LOCK_FILE = "launcher.lock"
 _ENDING = "ending"
-_FORMER_SECONDS = 60.0
+# What a launcher needs beside the time of its children, which it ends in three groups, one after another.
+_MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 
@@ -59,11 +60,13 @@ def tell_ending(config: Config) -> None:
 def await_former(config: Config, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
     """Return when no `tba run` has the directory, or `stop()`; one that is about to end is waited for, and told once.
 
-    Raises RunTaken if there is one that goes on, or that has not ended after a minute.
+    Raises RunTaken if there is one that goes on, or that has not ended after the time that all its
+    children may take, and some more.
     """
     path = config.run.dir / _LOCK_FILE
+    patience = 3 * config.launch.drain_seconds + _MARGIN_SECONDS
     deadline = 0.0
-    while path.exists() and not stop():
+    while os.path.exists(path) and not stop():  # Path's raises where this user may not look; that is told later
         try:
             with _lock(path):
                 return
@@ -72,11 +75,11 @@ def await_former(config: Config, stop: Callable[[], bool], say: Callable[[str], 
             if not ending:
                 raise
         if not deadline:
-            deadline = time.monotonic() + _FORMER_SECONDS
-            say(f"the former `tba run` ({holder}) is still ending: waiting for it, {_FORMER_SECONDS:.0f} s at most")
+            deadline = time.monotonic() + patience
+            say(f"the former `tba run` ({holder}) is still ending: waiting for it, {patience:.0f} s at most")
         elif time.monotonic() > deadline:
             raise RunTaken(
-                f"the former `tba run` of {config.run.dir} ({holder}) has not ended within {_FORMER_SECONDS:.0f} s: "
+                f"the former `tba run` of {config.run.dir} ({holder}) has not ended within {patience:.0f} s: "
                 "try again later, or end it"
             )
         time.sleep(_POLL_SECONDS)

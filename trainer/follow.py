@@ -10,13 +10,14 @@ END                          ──►   leave
 import numpy as np
 import torch
 
-from tba.common.errors import TbaError
+from tba.common.errors import MemoryShort, TbaError, first_line
 from tba.common.log import get_logger
+from tba.common.memory import out_of_memory
 from tba.trainer import checkpoint
 from tba.trainer.adapters import gathered
 from tba.trainer.batch import Row, TrainBatch
 from tba.trainer.ranks import Ranks, pack_arrays, unpack_arrays
-from tba.trainer.step import Learner
+from tba.trainer.step import Learner, StepResult
 
 log = get_logger(__name__)
 
@@ -25,13 +26,15 @@ _ARRAYS = ("prompt_ids", "response_ids", "sampling_logprobs", "loss_mask")
 _TENSORS = ("reward_BK", "reference_BK", "staleness_BK")
 
 
-def follow(learner: Learner, ranks: Ranks) -> None:
-    """Do what rank 0 says until it says END. Raises RuntimeError when it is gone."""
+def follow(learner: Learner, ranks: Ranks, *, micro_batch_tokens: int) -> None:
+    """Do what rank 0 says until it says END. Raises RuntimeError when it is gone, MemoryShort as `step_in_memory`."""
     while (heard := ranks.receive())[0] != END:
         command, payload = heard
         if command == STEP:
             try:
-                learner.step(unpack_batch(payload))
+                step_in_memory(learner, unpack_batch(payload), micro_batch_tokens=micro_batch_tokens)
+            except MemoryShort:  # of this rank alone: the others wait for it, until it ends
+                raise
             except TbaError as error:  # rank 0 has raised the same, and decides what is to come of it
                 log.debug("step failed", reason=str(error))
         elif command == PUBLISH:
@@ -42,6 +45,24 @@ def follow(learner: Learner, ranks: Ranks) -> None:
         elif command == SAVE:
             for _ in checkpoint.tensors_of(learner):
                 pass
+
+
+def step_in_memory(learner: Learner, batch: TrainBatch, *, micro_batch_tokens: int) -> StepResult:
+    """A step, of any rank.
+
+    Raises MemoryShort: a start that repeats the step would lack the same memory, so it says what to change.
+    """
+    try:
+        return learner.step(batch)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        longest = max(row.tokens for row in batch.rows)
+        raise MemoryShort(
+            f"out of memory in step {batch.step} ({first_line(error)}): lower train.micro_batch_tokens, which is "
+            f"{micro_batch_tokens} (the longest trajectory here has {longest} tokens, and that is the least), or set "
+            "train.gradient_checkpointing = true; then pass --resume"
+        ) from error
 
 
 def pack_batch(batch: TrainBatch) -> bytes:

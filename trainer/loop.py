@@ -19,14 +19,11 @@ from tba.common.errors import (
     BufferUnavailable,
     CheckpointError,
     ConfigError,
-    MemoryShort,
     Refused,
     TrainingBroken,
     UsageError,
-    first_line,
 )
 from tba.common.log import get_logger
-from tba.common.memory import out_of_memory
 from tba.common.model_files import model_directory
 from tba.common.quantity import quantity
 from tba.trainer import checkpoint
@@ -37,7 +34,7 @@ from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.checkpoint_writer import CheckpointWriter
 from tba.trainer.connection import Connection, Dial, network
 from tba.trainer.flops import Throughput
-from tba.trainer.follow import END, PUBLISH, SAVE, STEP, follow, pack_batch
+from tba.trainer.follow import END, PUBLISH, SAVE, STEP, follow, pack_batch, step_in_memory
 from tba.trainer.host_copies import HostCopies
 from tba.trainer.metrics import MetricsLog
 from tba.trainer.publish import Publisher
@@ -104,7 +101,7 @@ def _follow(config: Config, device: torch.device, ranks: Ranks) -> None:
     learner, _ = build(config, model_directory(config.model.path), device, ranks)
     if path:
         checkpoint.restore(checkpoint.read(Path(path)), learner)
-    follow(learner, ranks)
+    follow(learner, ranks, micro_batch_tokens=config.train.micro_batch_tokens)
     ranks.close()
 
 
@@ -252,6 +249,7 @@ class Trainer:
     def publish(self) -> None:
         """Searchers are to serve what trains: also at the start, where a resume may be behind the newest."""
         assert self._publisher is not None
+        self._life.show("publishing", self._publisher.trouble)  # it may wait for the snapshot before
         self._ranks.send(PUBLISH, " ".join(self._publisher.gathers).encode())
         self._life.weights_version = self._publisher.publish(self.learner.steps_done)
 
@@ -289,7 +287,7 @@ class Trainer:
         """
         self._life.show("training")
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
-        result = self._step(batch)
+        result = step_in_memory(self.learner, batch, micro_batch_tokens=self._config.train.micro_batch_tokens)
         seconds = self._watch.take()
         metrics = result.metrics | seconds | self._throughput.metrics(batch, seconds["seconds_step"])
         # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
@@ -305,20 +303,6 @@ class Trainer:
         )
         self._show(batch.step, metrics)
         self._count_skipped(batch.step, result)
-
-    def _step(self, batch: TrainBatch) -> StepResult:
-        """Raises MemoryShort: a start that repeats the step would lack the same memory, so it says what to change."""
-        try:
-            return self.learner.step(batch)
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            longest = max(row.tokens for row in batch.rows)
-            raise MemoryShort(
-                f"out of memory in step {batch.step} ({first_line(error)}): lower train.micro_batch_tokens, which is "
-                f"{self._config.train.micro_batch_tokens} (the longest trajectory here has {longest} tokens, and that "
-                "is the least), or set train.gradient_checkpointing = true; then pass --resume"
-            ) from error
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
         if not result.skipped:

@@ -31,6 +31,7 @@ class SignOfLife:
         self._metrics: dict[str, float] = {}
         self._said = wire.Heartbeat(activity="connected", reason="", weights_version=None, metrics={})
         self._closing = threading.Event()
+        self._logged: set[type[Exception]] = set()
         self._thread = threading.Thread(target=self._work, name="sign-of-life", daemon=True)
 
     def start(self) -> None:
@@ -51,6 +52,19 @@ class SignOfLife:
             self._thread.join(_END_SECONDS)
 
     def _work(self) -> None:
+        """Go on whatever goes wrong: a trainer that falls silent in a long step may be followed, healthy as it is."""
+        while not self._closing.is_set():
+            try:
+                self._say_on()
+                return
+            except Exception as error:  # such as too many open files: it may pass, and a new connection can be had
+                if type(error) not in self._logged:
+                    self._logged.add(type(error))
+                    log.exception("the sign of life failed, and goes on on a new connection")
+            self._closing.wait(_PAUSE_SECONDS)
+
+    def _say_on(self) -> None:
+        """Say it on one connection, until `close`, or until the run belongs to another trainer."""
         client = self._dial("trainer", "trainer")
         try:
             while not self._closing.is_set():

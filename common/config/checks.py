@@ -16,8 +16,8 @@ def check(config: "Config") -> None:
 
 
 def _the_task_has_data(config: "Config") -> None:
-    if config.task.name == "gsm8k" and not config.task.train:
-        raise ValueError("task.train is needed for gsm8k: a jsonl file or a hub id")
+    if config.task.reads_files and not config.task.train:
+        raise ValueError(f"task.train is needed for {config.task.name}: a jsonl file or a hub id")
 
 
 def _fresh_data_can_be_had(config: "Config") -> None:

@@ -43,6 +43,11 @@ class TaskSection(Section):
         return name
 
     @property
+    def reads_files(self) -> bool:
+        """It takes its prompts from `train` and `test`; the others have their own."""
+        return self.name == "gsm8k"
+
+    @property
     def is_own(self) -> bool:
         """It comes from a module of the user."""
         return self.name not in TASKS

@@ -177,7 +177,11 @@ def test_config_check_says_what_will_come_from_the_hub_and_loads_no_torch(make_c
     assert not loaded & {"torch", "vllm", "transformers"}
 
 
-@pytest.mark.parametrize("command", [["run"], ["search"], ["train"], ["eval"], ["plot"], ["status"], ["doctor"]])
+ALONE = ("run", "search", "train", "eval", "plot", "status", "doctor")
+OF_THE_BUFFER = ("serve", "stats", "tail", "compact", "check", "migrate")
+
+
+@pytest.mark.parametrize("command", [*([one] for one in ALONE), *(["buffer", one] for one in OF_THE_BUFFER)])
 def test_the_configuration_is_an_argument_or_an_option(tba, command):
     for way in (["nowhere.toml"], ["--config", "nowhere.toml"], ["-c", "nowhere.toml"]):
         refused(tba(*command, *way), 78, "nowhere.toml does not exist")

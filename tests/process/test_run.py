@@ -1,5 +1,6 @@
 """The whole loop as real processes: it ends, whatever is killed on the way, and nothing is lost."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -78,8 +79,12 @@ def steps_trained(run) -> int:
 
 
 def children_of(process: subprocess.Popen[bytes], command: str) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if command in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if command in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def kill_child(launcher: subprocess.Popen[bytes], role: str) -> int:
@@ -130,12 +135,18 @@ def log_of(tmp_path: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("**/*.log")))
 
 
-def test_a_run_ends_and_its_history_is_complete(small_run, tba):
+def test_a_run_ends_and_its_history_is_complete(small_run, start_tba, tba, tmp_path):
     run = small_run(eval={"at_end": True})
-    result = tba("run", run.file, timeout=200)
-    assert result.returncode == 0, result.stderr
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: children_of(launcher, " eval "))
+    evaluation = children_of(launcher, " eval ")[0]
+    evaluation.suspend()
+    second = tba("run", run.file, "--resume")
+    evaluation.resume()
+    assert (second.returncode, "is being run already" in second.stderr) == (1, True), "it evaluates: it is not ending"
+    assert launcher.wait(200) == 0
     check_history(run)
-    assert "held-out greedy accuracy:" in result.stdout
+    assert "held-out greedy accuracy:" in log_of(tmp_path)
     assert (run.directory / "run.png").stat().st_size > 10_000
     assert next(json.loads(line)["step"] for line in (run.directory / "eval.jsonl").read_text().splitlines()) == 0
     assert list(run.directory.glob("tensorboard/events*"))

@@ -64,5 +64,5 @@ def test_what_is_awaited_at_the_start_is_said():
 
 
 def test_a_noun_follows_its_number():
-    assert [quantity(n, "step") for n in (0, 1, 2, 1024)] == ["0 steps", "1 step", "2 steps", "1,024 steps"]
+    assert [quantity(n, "step") for n in (0, 1, 2, 1024)] == ["0 steps", "1 step", "2 steps", "1024 steps"]
     assert [quantity(n, "entry is", "entries are") for n in (1, 2)] == ["1 entry is", "2 entries are"]

@@ -178,3 +178,19 @@ def test_its_publisher_is_not_heard_either_and_its_versions_are_free(make_traine
     successor.publish()
     assert successor._publisher.flush(20)
     assert successor._life.weights_version == 1
+
+
+def test_a_heartbeat_that_is_handled_after_the_goodbye_brings_no_trainer_back_and_a_hello_does(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+    buffer.ask(wire.Goodbye(), role="trainer", sender="t.1")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+    assert [client.activity for client in buffer.service.status().clients] == ["gone"]
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    assert [client.activity for client in buffer.service.status().clients] == ["connected"]
+    with pytest.raises(Refused, match="is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+    buffer.ask(wire.Goodbye(), role="trainer", sender="t.1")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+    buffer.ask(HELLO, role="trainer", sender="t.2")

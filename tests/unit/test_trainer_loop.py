@@ -125,6 +125,30 @@ def test_the_last_weights_are_published_also_between_two_turns(make_run):
     assert published(run) == [(0, 0), (1, 4), (2, STEPS)]
 
 
+def test_a_trainer_that_waits_for_the_snapshot_before_is_heard_to_publish(make_run, monkeypatch):
+    run = make_run()
+    trainer = Trainer(run.config, None, torch.device("cpu"), lambda: False)
+    trainer.connect()
+    monitor = BufferClient(run.buffer.address, role="monitor", name="m")
+    heard = []
+
+    def wait_to_be_heard(_step: int) -> int:
+        for _ in range(100):
+            status, _ = monitor.call(wire.GetStatus(), wire.Status, deadline_seconds=10)
+            heard[:] = [(client.activity, client.reason) for client in status.clients if client.role == "trainer"]
+            if heard == [("publishing", "no space")]:
+                break
+            monitor.poll(0.1)
+        return 0
+
+    trainer._publisher.trouble = "no space"
+    monkeypatch.setattr(trainer._publisher, "publish", wait_to_be_heard)
+    trainer.publish()
+    trainer.close()
+    monitor.close()
+    assert heard == [("publishing", "no space")]
+
+
 class Killed(BaseException):
     """Ends the trainer without giving it a chance, like SIGKILL does."""
 

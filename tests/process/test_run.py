@@ -152,21 +152,26 @@ def test_a_run_ends_and_its_history_is_complete(small_run, start_tba, tba, tmp_p
     assert list(run.directory.glob("tensorboard/events*"))
 
 
+def check_served_and_evaluated(run, tba, change: str, node: Path) -> None:
+    """Searchers have used snapshots with a file of this name, all snapshots can be evaluated, and the node is clean."""
+    manifests = [json.loads(path.read_text()) for path in run.directory.glob("snapshots/v*/manifest.json")]
+    changes = {manifest["version"] for manifest in manifests if change in manifest["files"]}
+    used = {version for (version,) in query(run, "SELECT DISTINCT policy_version FROM trajectories")}
+    assert changes & used
+    assert not node.exists(), "a finished run leaves no weights on the node"
+    evaluated = tba("eval", "--config", run.file, "--all", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert len(json.loads(evaluated.stdout)) == len(manifests)
+    assert not node.exists(), "nor does an evaluation"
+
+
 def test_weights_go_through_the_socket_as_deltas_where_no_file_system_is_shared(small_run, tba, tmp_path):
     train = {"serve_snapshots": "tcp://127.0.0.1:*", "learning_rate": 2e-6, "keep_snapshots": 99, "steps": 6}
     run = small_run(model={"dtype": "bfloat16"}, search={"weights_from": "trainer"}, train=train)
     result = tba("run", run.file, timeout=200)
     assert result.returncode == 0, result.stderr
     check_history(run, steps=6)
-    manifests = [json.loads(path.read_text()) for path in run.directory.glob("snapshots/v*/manifest.json")]
-    deltas = {manifest["version"] for manifest in manifests if manifest["base"] is not None}
-    used = {version for (version,) in query(run, "SELECT DISTINCT policy_version FROM trajectories")}
-    assert deltas & used
-    assert not (tmp_path / "weights/test").exists(), "a finished run leaves no weights on the node"
-    evaluated = tba("eval", "--config", run.file, "--all", "--json")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert len(json.loads(evaluated.stdout)) == len(manifests)
-    assert not (tmp_path / "weights/test").exists(), "nor does an evaluation"
+    check_served_and_evaluated(run, tba, "delta.safetensors", tmp_path / "weights/test")
 
 
 def test_adapters_go_through_the_socket_and_the_run_is_evaluated(small_run, tba, tmp_path):
@@ -180,15 +185,7 @@ def test_adapters_go_through_the_socket_and_the_run_is_evaluated(small_run, tba,
     result = tba("run", run.file, timeout=200)
     assert result.returncode == 0, result.stderr
     check_history(run, steps=6)
-    manifests = [json.loads(path.read_text()) for path in run.directory.glob("snapshots/v*/manifest.json")]
-    adapters = {manifest["version"] for manifest in manifests if "adapter.safetensors" in manifest["files"]}
-    used = {version for (version,) in query(run, "SELECT DISTINCT policy_version FROM trajectories")}
-    assert adapters & used
-    assert not (tmp_path / "weights/test").exists(), "a finished run leaves no weights on the node"
-    evaluated = tba("eval", "--config", run.file, "--all", "--json")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert len(json.loads(evaluated.stdout)) == len(manifests)
-    assert not (tmp_path / "weights/test").exists(), "nor does an evaluation"
+    check_served_and_evaluated(run, tba, "adapter.safetensors", tmp_path / "weights/test")
 
 
 def starts_of(run, role: str) -> int:

@@ -121,9 +121,9 @@ def test_what_others_can_read_is_acknowledged_only_when_it_is_synced(serving, tr
     assert (reply.header.id, reply.message.stored) == (put, 1)
 
 
-def test_puts_wait_while_the_log_is_finished_and_others_are_answered(serving, trajectory):
-    begun, done = threading.Event(), threading.Event()
-    finish = serving.store.log.finish
+def hold_the_finish(serving) -> threading.Event:
+    """Wait until the log is being finished, for the only time; that ends when the event is set."""
+    begun, done, finish = threading.Event(), threading.Event(), serving.store.log.finish
     serving.store.log.copy = lambda: not begun.is_set()
 
     def slow_finish() -> None:
@@ -133,6 +133,11 @@ def test_puts_wait_while_the_log_is_finished_and_others_are_answered(serving, tr
 
     serving.store.log.finish = slow_finish
     assert begun.wait(10)
+    return done
+
+
+def test_puts_wait_while_the_log_is_finished_and_others_are_answered(serving, trajectory):
+    done = hold_the_finish(serving)
     serving.put([trajectory()])
     trainer = BufferClient(serving.channel.address, role="trainer", name="t")
     for _ in range(3):
@@ -145,16 +150,7 @@ def test_puts_wait_while_the_log_is_finished_and_others_are_answered(serving, tr
 
 
 def test_a_server_that_is_told_to_stop_while_the_log_is_finished_ends_when_that_is_done(serving, trajectory):
-    begun, done, finish = threading.Event(), threading.Event(), serving.store.log.finish
-    serving.store.log.copy = lambda: True
-
-    def slow_finish() -> None:
-        begun.set()
-        assert done.wait(20)
-        finish()
-
-    serving.store.log.finish = slow_finish
-    assert begun.wait(10)
+    done = hold_the_finish(serving)
     serving.put([trajectory()])
     serving.stopped.set()
     assert not serving.ended(0.3)

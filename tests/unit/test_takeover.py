@@ -11,6 +11,7 @@ from tba.common import wire
 from tba.common.channels import ServerChannel
 from tba.common.config import Config
 from tba.common.errors import EXIT_CONFIG, Refused
+from tba.trainer import connection
 from tba.trainer.connection import Connection
 from tba.trainer.loop import Trainer
 
@@ -99,8 +100,8 @@ def test_that_time_begins_when_the_server_can_be_reached(harness):
         buffer.ask(HELLO, role="trainer", sender="t.2")
 
 
-def test_a_trainer_that_waits_for_the_earlier_one_says_so_once(harness, monkeypatch, caplog):
-    buffer = harness()
+def test_a_trainer_that_waits_for_the_earlier_one_says_so_once(harness, monkeypatch):
+    buffer, said = harness(), []
     buffer.ask(HELLO, role="trainer", sender="t.1")
     monkeypatch.setattr(time, "sleep", lambda _: buffer.clock.advance(5))
 
@@ -110,9 +111,9 @@ def test_a_trainer_that_waits_for_the_earlier_one_says_so_once(harness, monkeypa
         def ask(self, message, expect, stop):
             return buffer.ask(message, role="trainer", sender="t.2").message, []
 
-    caplog.set_level("INFO")
+    monkeypatch.setattr(connection.log, "info", lambda event, **_: said.append(event))
     Connection(lambda role, name: Direct(), lambda: False, buffer.clock).hello()
-    assert caplog.text.count("waiting, in case the earlier trainer has died") == 1
+    assert said == ["waiting, in case the earlier trainer has died"]
 
 
 def test_a_replaced_one_that_knocks_keeps_nobody_away(replaced):

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.common.delta import build_delta
+from tba.common.delta import FILE, build_delta
 from tba.common.durable import temporary_directory
-from tba.common.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, seal, verify
+from tba.common.snapshot import Canary, FileEntry, Manifest, Snapshot, describe_files, directory_name, seal, verify
 from tba.common.tensor_file import map_tensors, write_tensor_file
 from tba.common.wire import WeightsRef
 from tba.searcher.engine import Generation, GenerationRequest, SamplingSettings
@@ -128,8 +128,9 @@ class Lab:
         before, after = (map_tensors(one.weight_files[0]) for one in (base, snapshot))
         tensors = build_delta(before, after, most_bytes=float("inf"))
         path = self.root / f"delta{snapshot.manifest.version}.safetensors"
-        write_tensor_file(path, tensors)
-        manifest = dataclasses.replace(snapshot.manifest, base=base.manifest.version)
+        files = {FILE: FileEntry(*write_tensor_file(path, tensors))}
+        complete = snapshot.manifest.files
+        manifest = dataclasses.replace(snapshot.manifest, base=base.manifest.version, files=files, complete=complete)
         return dataclasses.replace(snapshot, manifest=manifest, delta=path)
 
     def serve(self, engine: Any, model: Any) -> int:

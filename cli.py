@@ -224,6 +224,8 @@ def sft(
         finished = run_sft(resolved.config, plan, resume=resume, device=device, stop=stop, tell=tell)
     if not as_json:
         typer.echo(f"the model is in {out}" if finished else "stopped; the same command with --resume goes on")
+    if stop.interrupted and not finished:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _time_travel(

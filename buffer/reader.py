@@ -19,7 +19,9 @@ def open_reader(path: Path, *, any_schema: bool = False) -> Iterator[sqlite3.Con
     where it lies, or if its schema is not this release's (an older one is let through by `any_schema`).
     """
     if not path.is_file():
-        raise UsageError(f"{path} does not exist: start `tba buffer serve`, or set buffer.database")
+        raise UsageError(
+            f"{path} does not exist: name another file with --buffer or buffer.database, or start `tba buffer serve`"
+        )
     with reading(path):
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
         try:

@@ -23,6 +23,7 @@
     │   ├── SnapshotOutdated          a newer one is wanted by now
     │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
     ├── CheckpointError               no usable checkpoint
+    │   └── CheckpointMismatch  78    it is of other settings than those of the configuration
     ├── RankLost             exit 69  another process of the same trainer has ended
     ├── TrainingBroken       exit 70  too many steps in a row with a loss or gradient that is not finite
     ├── EngineError                   the generation engine failed
@@ -166,6 +167,12 @@ class CanaryMismatch(SnapshotError):
 
 class CheckpointError(TbaError):
     """No usable checkpoint."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of other settings than those of the configuration."""
+
+    exit_code = EXIT_CONFIG
 
 
 class RankLost(TbaError):

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tba.common.durable import publish_directory, sha256_of, temporary_directory, write_json
-from tba.common.errors import CheckpointError
+from tba.common.errors import CheckpointError, CheckpointMismatch
 from tba.common.log import get_logger
 from tba.trainer.model import weights_of
 from tba.trainer.sharding import like, whole
@@ -172,14 +172,14 @@ def newest(directory: Path) -> Checkpoint | None:
 
 
 def restore(checkpoint: Checkpoint, learner: Learner) -> None:
-    """Put a checkpoint into a new learner of the same model. Raises CheckpointError if it does not fit."""
+    """Put a checkpoint into a new learner of the same model. Raises CheckpointMismatch."""
     if checkpoint.adapter != learner.adapter:
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{checkpoint.path} is of lora settings {checkpoint.adapter}, the configuration gives {learner.adapter}: "
             "lora and the files under model.path must stay what they were"
         )
     if checkpoint.reference != learner.reference.description:
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
             f"{learner.reference.description}: [reference] must stay what it was"
         )
@@ -187,7 +187,7 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     with safe_open(checkpoint.path / _MODEL, framework="pt") as weights, torch.no_grad():
         shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
         if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
-            raise CheckpointError(f"{checkpoint.path} is of another model than model.path")
+            raise CheckpointMismatch(f"{checkpoint.path} is of another model than model.path")
         for name, tensor in expected.items():
             tensor.copy_(like(tensor, weights.get_tensor(name)))
     if (moved := checkpoint.path / _REFERENCE).exists():
@@ -249,7 +249,7 @@ def _log_z_tensors(learner: Learner) -> dict[str, Tensor]:
 def _restore_log_z(checkpoint: Checkpoint, tensors: dict[str, Tensor], learner: Learner) -> None:
     found = {key.removeprefix(_LOG_Z): tensor for key, tensor in tensors.items() if key.startswith(_LOG_Z)}
     if bool(found) != (learner.log_z is not None):
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{checkpoint.path} {'has' if found else 'lacks'} a learned log Z: objective.name must stay what it was"
         )
     if learner.log_z is not None:

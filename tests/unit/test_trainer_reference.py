@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tba.common.config import Config, ReferenceSection, TrainSection
-from tba.common.errors import CheckpointError
+from tba.common.errors import EXIT_CONFIG, CheckpointMismatch
 from tba.trainer import checkpoint
 from tba.trainer.model import Scorer, weights_of
 from tba.trainer.reference import Reference
@@ -100,8 +100,10 @@ def test_another_reference_cannot_go_on_from_a_checkpoint(tmp_path):
     made = learner(kind="reset", every=2)
     made.step(random_batch(0))
     checkpoint.save(tmp_path, made, run="r", keep=1)
-    with pytest.raises(CheckpointError, match=r"reset every 2 steps, the configuration says reset every 3 steps"):
+    said = r"reset every 2 steps, the configuration says reset every 3 steps"
+    with pytest.raises(CheckpointMismatch, match=said) as refused:
         checkpoint.restore(checkpoint.newest(tmp_path), learner(kind="reset", every=3))
+    assert refused.value.exit_code == EXIT_CONFIG
 
 
 def test_the_searcher_cannot_compute_a_reference_that_moves():

@@ -50,11 +50,14 @@ def _python(_: Config) -> tuple[str, str]:
     return "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
-def _packages(_: Config) -> tuple[str, str]:
-    found = {name: _version(name) for name in ("torch", "transformers", "safetensors", "pyzmq", "msgpack")}
+def _packages(config: Config) -> tuple[str, str]:
+    names = ["torch", "transformers", "safetensors", "pyzmq", "msgpack", *(["peft"] if config.lora.rank else [])]
+    found = {name: _version(name) for name in names}
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     if all(found.values()):
         return "ok", detail
+    if config.lora.rank and not found["peft"]:
+        return "fail", f"{detail}: lora.rank needs the extra lora (docs/install.md)"
     return "warn", f"{detail}: a trainer or searcher needs the extra train (docs/install.md), a buffer does not"
 
 

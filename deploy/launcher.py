@@ -15,6 +15,7 @@ from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.paths import check_paths
 from tba.common.process import notify_systemd, signal_name
+from tba.common.terminal import need
 from tba.common.wire import Status
 from tba.deploy.display import Display, SearcherState, client_of, fleet_line
 from tba.deploy.probe import ask_status, check_address
@@ -221,9 +222,12 @@ class Fleet:
 def check_start(config: Config, *, resume: bool) -> None:
     """Refuse what would fail later, and leave nothing behind.
 
-    Raises UsageError if a new run would overwrite an old one, or none is there; ConfigError for a path that is not.
+    Raises UsageError if a new run would overwrite an old one, or none is there; ConfigError for a path that is not, and
+    MissingExtra.
     """
     check_paths(config)
+    if config.lora.rank:
+        need("peft", "lora")
     if config.search.gpus != CPU:
         searcher_groups(config)  # names missing and busy GPUs
     if config.train.gpu != CPU:

@@ -167,6 +167,28 @@ def test_config_check_names_the_key_and_the_path_of_what_is_not_there(
     refused(tba("config", "check", file, *sets), 78, sentence, next(reversed(settings)))
 
 
+WITHOUT_PEFT = """
+import importlib.metadata, importlib.util
+find, version = importlib.util.find_spec, importlib.metadata.version
+importlib.util.find_spec = lambda name, *rest: None if name == "peft" else find(name, *rest)
+importlib.metadata.version = lambda name: version("no-such-package" if name == "peft" else name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "sentence"),
+    [("run", 78, "peft is not installed"), ("doctor", 1, "peft missing: lora.rank needs the extra lora")],
+)
+def test_adapters_without_peft_are_refused_before_anything_starts(
+    start_tba, make_config, example_model, tmp_path, command, code, sentence
+):
+    keys = {"search": {"gpus": "cpu"}, "train": {"gpu": "cpu"}, "lora": {"rank": 2}}
+    config = make_config(model={"path": str(example_model)}, **keys)
+    assert start_tba(command, str(config.file), patch=WITHOUT_PEFT).wait(60) == code
+    assert sentence in (tmp_path / "tba0.log").read_text()
+    assert not list(tmp_path.rglob("logs"))
+
+
 def test_config_check_says_what_will_come_from_the_hub_and_loads_no_torch(make_config, tmp_path):
     file = make_config(model={"path": "some/model"}).file
     command = [sys.executable, "-X", "importtime", "-m", "tba", "config", "check", file]

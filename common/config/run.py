@@ -32,7 +32,8 @@ class EvalSection(Section):
     """Held-out evaluation, greedy."""
 
     at_end: bool = False
-    """`tba run` evaluates the kept snapshots when training is done, and draws the picture."""
+    """`tba run` evaluates the kept snapshots when training is done, and draws the picture. With
+    `train.keep_snapshot_every` some of the way are kept too, besides the newest."""
 
 
 class LaunchSection(Section):

@@ -2,8 +2,9 @@
 
     network ──► mailbox ──► handle a group in one transaction, commit ──► syncer ──► network
 
-While one group is synced to the disk, the next is being written and the one after it received and checked. A fourth
-thread, the checkpointer, copies the log into the database.
+While one group is synced to the disk, the next is being written and the one after it received and checked; the record
+of a batch is synced while its trajectories are read. A fourth thread, the checkpointer, copies the log into the
+database.
 The service, its memory and the database belong to the writer alone.
 """
 
@@ -20,10 +21,10 @@ from tba.buffer.store import Store
 from tba.buffer.syncer import Checkpointer, Syncer
 from tba.common.channels import Peer, ServerChannel
 from tba.common.clock import Clock
-from tba.common.codec import Frames, encode_reply
+from tba.common.codec import encode_reply
 from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
-from tba.common.wire import Failure, PutAck, RunState, SampleBatch
+from tba.common.wire import Failure, PutAck, SampleBatch
 
 log = get_logger(__name__)
 
@@ -35,6 +36,13 @@ class _Reply:
     peer: Peer
     id: int
     answer: Answer
+
+
+class _Recorded:
+    """Instead of an answer: the batch is recorded, and can be read once that is committed."""
+
+
+_Outcome = Answer | _Recorded | Refused | None
 
 
 class BufferServer:
@@ -51,6 +59,7 @@ class BufferServer:
         self._syncer = Syncer(store.log.sync, self._network.send)
         self._checkpointer = Checkpointer(store.log, self._mailbox)
         self._parked: list[Arrival] = []
+        self._recorded: list[Arrival] = []  # requests for batches that are committed and not yet read
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop()`. Raises what ended another thread, if anything did."""
@@ -84,12 +93,27 @@ class BufferServer:
         if self._mailbox.empty:  # else a sign of life may be among what waits
             self._service.expire_leases()
         self._forget_repeated(arrived)
-        replies = [*self._rejections(), *self._answer(self._due(arrived))]
-        if replies:
-            state = self._service.state()
-            encoded = [(reply.peer, self._encode(reply, state)) for reply in replies]
-            self._network.expect(encoded)
-            self._syncer.add(encoded)
+        due = self._due(arrived)
+        asks_batch = any(isinstance(item.request.message, SampleBatch) for item in due)
+        with self._network.decoding if asks_batch else contextlib.nullcontext():
+            self._pass_on([*self._rejections(), *self._answer(due)])
+
+    def _pass_on(self, replies: list[_Reply]) -> None:
+        """To the syncer, which has the records of batches on the disk while these are read here."""
+        recorded, self._recorded = self._recorded, []
+        if replies or recorded:
+            self._sync_and_send(replies)
+        if recorded:
+            self._sync_and_send([self._read(item) for item in recorded])
+
+    def _sync_and_send(self, replies: list[_Reply]) -> None:
+        state, run = self._service.state(), self._service.run.uuid
+        encoded = [
+            (item.peer, encode_reply(item.answer.message, id=item.id, run=run, state=state, frames=item.answer.frames))
+            for item in replies
+        ]
+        self._network.expect(encoded)
+        self._syncer.add(encoded)
 
     def _due(self, arrived: list[Arrival]) -> list[Arrival]:
         """What to try now: if something has changed, all that waits; else only those whose time is over."""
@@ -131,12 +155,11 @@ class BufferServer:
         replies = [self._rejection(item.peer, item.request.header.id, error.code, str(error)) for item in refused]
         return replies if refused is group else [*replies, *self._answer(rest)]
 
-    def _commit(self, group: list[Arrival]) -> list[Answer | Refused | None]:
+    def _commit(self, group: list[Arrival]) -> list[_Outcome]:
         if all(isinstance(item.request.message, WRITE_NOTHING) for item in group):
             return [self._outcome(item) for item in group]
         started = time.perf_counter()
-        reads_batch = any(isinstance(item.request.message, SampleBatch) for item in group)
-        with self._network.decoding if reads_batch else contextlib.nullcontext(), self._store.transaction():
+        with self._store.transaction():
             outcomes = [self._outcome(item) for item in group]
         self._service.note_commit(time.perf_counter() - started)
         for item, outcome in zip(group, outcomes, strict=True):
@@ -146,23 +169,41 @@ class BufferServer:
 
     def _answer_one_by_one(self, group: list[Arrival]) -> list[_Reply]:
         if len(group) == 1:
-            header = group[0].request.header
-            message = f"the buffer failed on {header.type}: its log has the details"
-            return [self._rejection(group[0].peer, header.id, "internal", message)]
+            return [self._internal(group[0])]
         return [reply for item in group for reply in self._answer([item])]
 
-    def _outcome(self, item: Arrival) -> Answer | Refused | None:
+    def _outcome(self, item: Arrival) -> _Outcome:
         try:
-            answer = self._service.handle(item.request, item.put)
+            if isinstance(item.request.message, SampleBatch):
+                answer = _Recorded() if self._service.record_batch(item.request) else None
+            else:
+                answer = self._service.handle(item.request, item.put)
         except Refused as refusal:
             return refusal
         if answer is None and item.deadline <= self._clock.monotonic():
             return self._service.waiting_answer(item.request)
         return answer
 
-    def _reply_to(self, item: Arrival, outcome: Answer | Refused | None) -> _Reply | None:
+    def _read(self, item: Arrival) -> _Reply:
+        """The batch that was recorded for this request."""
+        header = item.request.header
+        try:
+            return _Reply(item.peer, header.id, self._service.read_batch(item.request))
+        except Refused as refusal:
+            return self._rejection(item.peer, header.id, refusal.code, str(refusal))
+        except StorageError as error:
+            log.error("a batch could not be read", reason=str(error))
+            return self._rejection(item.peer, header.id, error.code, str(error))
+        except Exception:
+            log.exception("a batch could not be read")
+            return self._internal(item)
+
+    def _reply_to(self, item: Arrival, outcome: _Outcome) -> _Reply | None:
         if outcome is None:
             self._parked.append(item)
+            return None
+        if isinstance(outcome, _Recorded):
+            self._recorded.append(item)
             return None
         id_ = item.request.header.id
         if isinstance(outcome, Refused):
@@ -176,13 +217,14 @@ class BufferServer:
             self._service.rejected["undeliverable"] = self._network.undeliverable
         return [self._rejection(*refused.popleft()) for _ in range(len(refused))]
 
+    def _internal(self, item: Arrival) -> _Reply:
+        header = item.request.header
+        sentence = f"the buffer failed on {header.type}: its log has the details"
+        return self._rejection(item.peer, header.id, "internal", sentence)
+
     def _rejection(self, peer: Peer, id_: int, code: str, message: str) -> _Reply:
         self._service.rejected[code] += 1
         return _Reply(peer, id_, Answer(Failure(code=code, message=message[:4000])))
-
-    def _encode(self, reply: _Reply, state: RunState) -> Frames:
-        answer, run = reply.answer, self._service.run.uuid
-        return encode_reply(answer.message, id=reply.id, run=run, state=state, frames=answer.frames)
 
     def _rebuild(self) -> None:
         try:

@@ -35,7 +35,7 @@ WRITE_NOTHING = (wire.GetStatus, wire.Heartbeat, wire.Goodbye)  # and so they ne
 
 
 class BufferService:
-    """The buffer of one run. `handle` must be called within `store.transaction()`, but for WRITE_NOTHING.
+    """The buffer of one run. `handle` and `record_batch` belong into a `store.transaction()`, but for WRITE_NOTHING.
 
     The `history` that batches are sampled from is the run's own, if none is given.
     """
@@ -93,7 +93,25 @@ class BufferService:
 
         `put` are the columns of a put, if they are made already. Raises Refused with a code and a sentence.
         """
-        header = request.header
+        self._refuse_stranger(request.header)
+        if isinstance(request.message, wire.GetStatus):
+            return Answer(self.status())
+        if isinstance(request.message, wire.PutTrajectories):
+            return self._puts.put(put or put_columns(request.message, request.frames), request.header.sender)
+        return self._handlers[type(request.message)](request.message, request.header.sender)
+
+    def record_batch(self, request: Request) -> bool:
+        """The first half of `handle` for a batch: False if there is too little data for it. Raises Refused."""
+        assert isinstance(request.message, wire.SampleBatch)
+        self._refuse_stranger(request.header)
+        return self._training.record_batch(request.message)
+
+    def read_batch(self, request: Request) -> Answer:
+        """The other half, which takes longer, and no transaction: the record is committed. Raises Refused."""
+        assert isinstance(request.message, wire.SampleBatch)
+        return self._training.read_batch(request.message)
+
+    def _refuse_stranger(self, header: RequestHeader) -> None:
         if header.run not in ("", self._run.uuid):
             raise Refused("wrong_run", f"this buffer serves run {self._run.name}; the sender belongs to another one")
         if (host := self._clients.successor_host(header.sender)) is not None:
@@ -102,11 +120,6 @@ class BufferService:
                 f"a trainer on {host} took over run {self._run.name} while this one was not heard of: what this one "
                 "did since then does not count",
             )
-        if isinstance(request.message, wire.GetStatus):
-            return Answer(self.status())
-        if isinstance(request.message, wire.PutTrajectories):
-            return self._puts.put(put or put_columns(request.message, request.frames), header.sender)
-        return self._handlers[type(request.message)](request.message, header.sender)
 
     def note_commit(self, seconds: float) -> None:
         """A transaction, with what was done in it, took so long."""

@@ -24,13 +24,21 @@ class Training:
 
     def sample_batch(self, message: wire.SampleBatch, _: str) -> Answer | None:
         """The batch of a step, recorded if it is new; None if there is too little data for it."""
+        return self.read_batch(message) if self.record_batch(message) else None
+
+    def record_batch(self, message: wire.SampleBatch) -> bool:
+        """Record the batch of a step if it is new; False if there is too little data for it."""
         refuse_beyond("step", message.step)
         is_new = not self._store.batches.has(self._run, message.step)
         if is_new and (shortage := self._served.history.batch(message, self._choose_batch)):
             # A trainer that asks ahead is still at work on the step before.
             self.waits_for = shortage.reason if message.step <= self._served.steps_done else ""
-            return None
+            return False
         self.waits_for = ""
+        return True
+
+    def read_batch(self, message: wire.SampleBatch) -> Answer:
+        """The recorded batch of a step."""
         return Answer(*recorded_batch(self._store, self._run, message))
 
     def _choose_batch(self, message: wire.SampleBatch) -> Shortage | None:

@@ -56,7 +56,8 @@ class WriteAheadLog:
         self._path = path
         self._file = file
         self._durable = durable
-        self.written = 0  # bytes, roughly
+        self.written = 0  # bytes, roughly; each transaction adds some
+        self._synced = 0  # of those, all that were there when the last good sync began
         self._copied = 0  # of those, when they were last copied
         self._copied_at = time.monotonic()
         self.failure: SyncFailed | None = None
@@ -101,8 +102,10 @@ class WriteAheadLog:
         before its acknowledgement, the guarantee is that of synchronous=FULL.
         """
         with self.unless_failed():
-            if self._durable:
+            written = self.written
+            if self._durable and written > self._synced:
                 sync_file(self._log, self._path)
+            self._synced = written
 
     def copy(self) -> bool:
         """Copy what is in the log into the database file, if that is long, or a minute ago. True if `finish` is due.

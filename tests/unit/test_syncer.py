@@ -32,12 +32,14 @@ class SlowStore(Store):
         super().__init__(path, durability="power")
         self.released = threading.Event()
         self.released.set()
+        self.syncing = threading.Event()
         self.broken: BaseException | None = None
         self.full = False
         self._sync, self.log.sync = self.log.sync, self._slow_sync
         self._flush, self.trajectories.flush = self.trajectories.flush, self._perhaps_flush
 
     def _slow_sync(self) -> None:
+        self.syncing.set()
         assert self.released.wait(20)
         if self.broken is not None:
             raise self.broken
@@ -174,10 +176,16 @@ def rows_of(serving, table: str) -> int:
         return reader.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
 
 
-def test_puts_wait_until_a_batch_is_on_its_way(serving, trajectory):
-    put_a_large_group(serving, trajectory)
+@pytest.fixture
+def trainer(serving):
     trainer = BufferClient(serving.channel.address, role="trainer", name="t")
     trainer.call(wire.Hello(host="h", pid=1, software="t"), wire.Welcome, deadline_seconds=10)
+    yield trainer
+    trainer.close()
+
+
+def test_puts_wait_until_a_batch_is_on_its_way(serving, trainer, trajectory):
+    put_a_large_group(serving, trajectory)
     serving.store.released.clear()
     trainer.post(ASKED)
     wait_for(lambda: rows_of(serving, "batches") == 1)
@@ -188,7 +196,74 @@ def test_puts_wait_until_a_batch_is_on_its_way(serving, trajectory):
     (batch,) = trainer.poll(10)
     (reply,) = serving.client.poll(10)
     assert (len(batch.message.trajectory_ids), reply.header.id) == (4, put)
-    trainer.close()
+
+
+def put_a_group(serving, trajectory) -> None:
+    serving.put([trajectory(tokens=np.full(3, n, np.int32)) for n in range(4)])
+    assert serving.client.poll(10)
+
+
+def test_a_batch_is_read_while_its_record_is_synced_and_handed_out_after_that(
+    serving, trainer, trajectory, monkeypatch
+):
+    put_a_group(serving, trajectory)
+    seen, was_read, payloads = [], threading.Event(), serving.store.trajectories.payloads
+
+    def watched(ids):
+        seen.append((serving.store.syncing.wait(10), rows_of(serving, "batches")))
+        was_read.set()
+        return payloads(ids)
+
+    monkeypatch.setattr(serving.store.trajectories, "payloads", watched)
+    serving.store.released.clear()
+    serving.store.syncing.clear()
+    trainer.post(ASKED)
+    assert was_read.wait(20)
+    assert seen == [(True, 1)]
+    assert trainer.poll(0.3) == []
+    serving.store.released.set()
+    (batch,) = trainer.poll(10)
+    assert len(batch.message.trajectory_ids) == 4
+
+
+def test_a_batch_whose_record_is_not_synced_is_not_handed_out(serving, trainer, trajectory):
+    put_a_group(serving, trajectory)
+    serving.store.broken = SyncFailed("the disk")
+    trainer.post(ASKED)
+    assert serving.ended()
+    assert isinstance(serving.raised, SyncFailed)
+    assert trainer.poll(0.1) == []
+
+
+def unreadable(serving, monkeypatch, error: Exception) -> None:
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr(serving.store.trajectories, "payloads", fails)
+
+
+def test_a_batch_that_the_disk_does_not_read_is_asked_for_until_it_does(serving, trainer, trajectory, monkeypatch):
+    put_a_group(serving, trajectory)
+    monkeypatch.setattr("tba.common.client._RESEND_SECONDS", 0.2)
+    with monkeypatch.context() as patched:
+        unreadable(serving, patched, StorageError("the disk"))
+        trainer.post(ASKED)
+        wait_for(lambda: trainer.poll(0.05) == [] and trainer.trouble == "the disk")
+    replies = []
+    wait_for(lambda: replies.extend(trainer.poll(0.05)) or replies)
+    assert len(replies[0].message.trajectory_ids) == 4
+    assert rows_of(serving, "batches") == 1
+
+
+def test_a_batch_that_cannot_be_read_is_refused_and_the_server_goes_on(serving, trainer, trajectory, monkeypatch):
+    put_a_group(serving, trajectory)
+    with monkeypatch.context() as patched:
+        unreadable(serving, patched, ValueError("?"))
+        trainer.post(ASKED)
+        (refused,) = trainer.poll(10)
+    assert refused.message.code == "internal"
+    batch, _ = trainer.call(ASKED, wire.Batch, deadline_seconds=10)
+    assert len(batch.trajectory_ids) == 4
 
 
 @pytest.mark.parametrize("patience", [0.1, 2.0])

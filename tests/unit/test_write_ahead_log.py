@@ -100,7 +100,31 @@ def test_what_a_disk_does_not_read_during_a_checkpoint_is_a_warning(store, caplo
     store.log.sync()
 
 
+def test_only_what_was_committed_since_the_last_sync_is_synced(store, monkeypatch):
+    synced, sync = [], os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda file: (synced.append(file), sync(file)))
+    commit(store)
+    store.log.sync()
+    store.log.sync()
+    assert len(synced) == 1
+    commit(store)
+    store.log.sync()
+    assert len(synced) == 2
+
+
+def test_what_is_committed_during_a_sync_needs_another_one(store, monkeypatch):
+    commit(store)
+    monkeypatch.setattr(os, "fdatasync", lambda _: commit(store))
+    store.log.sync()
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    store.log.sync()
+    assert len(synced) == 1
+
+
 def test_a_sync_during_which_another_one_failed_acknowledges_nothing(store, monkeypatch):
+    commit(store)
+
     def fails_elsewhere(_: int) -> None:
         store.log.failure = SyncFailed("the disk")
 

@@ -6,8 +6,9 @@
 
 Where the model computes with its parameters (GPUs), there is nothing to pack, and the exchange copies into them:
 `in place`. On the CPU, vLLM computes with packed copies that only oneDNN can make; there `prepare` makes new
-parameters, `pack` new packed copies, and the exchange is of references: `exchange`. It takes the memory of a second
-set of weights until the new ones are kept. Packing is no thread's work: oneDNN has one scratch memory for all of them.
+parameters, and products that prove what is packed; `pack` makes new packed copies; and the exchange is of references:
+`exchange`. It takes the memory of a second set of weights until the new ones are kept. Packing is no thread's work:
+oneDNN has one scratch memory for all of them.
 """
 
 import hashlib
@@ -34,8 +35,19 @@ _SAMPLE_RUNS, _RUN = 16, 64
 # Of a packed copy, relative to the largest output: rounding of the products alone makes up to about 1e-2 in bfloat16.
 _PACKING_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _PAGE = 4096
+_PRODUCT_ROWS = 1024  # of a weight, in float32 at the same time
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # what a packed layer computes: (input, weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """A module, its new weight, and what a random input gives with it: what the packed copy must give too."""
+
+    module: str
+    weight: Tensor
+    probe: Tensor  # [1, in]
+    expected: Tensor  # [1, out] in float32
 
 
 @dataclass(slots=True)
@@ -46,7 +58,7 @@ class _Prepared:
     copies: list[tuple[Place, Tensor]] = field(default_factory=list)
     scatters: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # parameter, index [n], values [n]
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    unpacked: list[tuple[str, Tensor]] = field(default_factory=list)  # modules to pack, with their new weights
+    unpacked: list[_Unpacked] = field(default_factory=list)
     packed: dict[str, Multiply] = field(default_factory=dict)  # by module
     samples: list[tuple[str, str, Tensor, Tensor]] = field(default_factory=list)  # name, parameter, index, values
 
@@ -106,8 +118,8 @@ class WeightSwap:
         until = time.perf_counter() + seconds
         with torch.no_grad():
             while prepared.unpacked:
-                module, weight = prepared.unpacked.pop()
-                prepared.packed[module] = self._packed_copy(module, weight)
+                unpacked = prepared.unpacked.pop()
+                prepared.packed[unpacked.module] = self._packed_copy(unpacked)
                 if time.perf_counter() >= until:
                     break
         return not prepared.unpacked
@@ -200,20 +212,22 @@ class WeightSwap:
             for place in self._places:
                 if place.parameter == parameter:
                     place.view(new).copy_(place.box(checkpoint[place.name]))
-            prepared.unpacked += [(module, new) for module in self._modules_of(parameter)]
+            prepared.unpacked += [_unpacked(module, new) for module in self._modules_of(parameter)]
             if served.numel():
                 prepared.parameters[parameter] = new
             else:
                 _compare(prepared, {parameter: new})
 
-    def _packed_copy(self, name: str, weight: Tensor) -> Multiply:
-        """Pack a weight, and prove on a random vector that the copy multiplies as the weight does."""
+    def _packed_copy(self, unpacked: _Unpacked) -> Multiply:
+        """Pack a weight, and prove that the copy multiplies as the weight does."""
+        name, weight, expected = unpacked.module, unpacked.weight, unpacked.expected
         multiply = self._pack(self._model.get_submodule(name), weight)
-        probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-        expected = nn.functional.linear(probe, weight).float()
-        error = (multiply(probe, weight, None).float() - expected).abs().max()
-        # Weights that are not finite have no such proof; the canary finds them.
-        if expected.isfinite().all() and not error <= _PACKING_ERROR[weight.dtype] * expected.abs().max():
+        error = (multiply(unpacked.probe, weight, None).float() - expected).abs().max()
+        # Weights that are not finite, or overflow, have no such proof; the canary finds them.
+        if (
+            expected.to(weight.dtype).isfinite().all()
+            and not error <= _PACKING_ERROR[weight.dtype] * expected.abs().max()
+        ):
             raise EngineError(f"the packed copy of {name} multiplies differently from its weight, by {error:.3g}")
         return multiply
 
@@ -328,6 +342,15 @@ def _packed(model: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, module) for name, module in model.named_modules() if getattr(module, "cpu_linear", plain) is not plain
     ]
+
+
+def _unpacked(module: str, weight: Tensor) -> _Unpacked:
+    """The product is BLAS's, in float32, some rows of the weight at a time: it is made beside generation, and oneDNN,
+    which multiplies in bfloat16, is for the thread that steps alone."""
+    probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    wide = probe[0].float()
+    expected = torch.cat([rows.float() @ wide for rows in weight.split(_PRODUCT_ROWS)])[None]
+    return _Unpacked(module, weight, probe, expected)
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -1,0 +1,16 @@
+"""What a packed copy of a weight has to give is computed some rows at a time."""
+
+import pytest
+import torch
+
+from tba.searcher import weight_swap
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, weight_swap._PRODUCT_ROWS, 2 * weight_swap._PRODUCT_ROWS + 1])
+def test_the_product_that_proves_a_packed_copy_is_that_of_the_whole_weight(rows, dtype):
+    weight = torch.randn(rows, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    unpacked = weight_swap._unpacked("layer", weight)
+    exact = unpacked.probe.double() @ weight.double().T
+    assert unpacked.expected.dtype == torch.float32
+    torch.testing.assert_close(unpacked.expected.double(), exact, rtol=1e-5, atol=1e-5)

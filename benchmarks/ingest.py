@@ -47,7 +47,7 @@ ROUNDS = 3  # bare loop and server take turns, so that both see the same weather
 
 def main() -> None:
     rows = []
-    for kib, count in ((4, 49_152), (64, 6_144)):
+    for kib, count in ((4, 98_304), (64, 6_144)):
         for producers in (1, 8, 64):
             rates = [measure(kib << 10, producers, count) for _ in range(ROUNDS)]
             bare, served = (statistics.median(column) for column in zip(*rates, strict=True))
@@ -153,18 +153,25 @@ class Server:
         self._resources.close()
 
     def ingest(self, producers: int, count: int, row_bytes: int) -> float:
-        """Rows per second, from the first put to the last acknowledgement."""
-        return self._put(producers, count, row_bytes, rate=0.0)[0]
+        """Rows per second that are acknowledged, from the first put until the first producer is through.
+
+        After that fewer producers put than were asked for.
+        """
+        load = Load(self.address, producers, count // producers, row_bytes)
+        started = load.start()
+        taken = load.wait()
+        finished = min(acknowledged[-1][0] for acknowledged in taken)
+        puts = sum(at <= finished for acknowledged in taken for at, _ in acknowledged)
+        return GROUP * puts / (finished - started)
 
     def latencies(self, producers: int, count: int, row_bytes: int, *, rate: float) -> list[float]:
         """Seconds from each put to its acknowledgement, at so many rows per second in all."""
-        return self._put(producers, count, row_bytes, rate=rate)[1]
-
-    def _put(self, producers: int, count: int, row_bytes: int, *, rate: float) -> tuple[float, list[float]]:
         load = Load(self.address, producers, count // producers, row_bytes, rate)
-        started = load.start()
-        finished, latencies = load.wait()
-        return count // producers * producers / (finished - started), latencies
+        load.start()
+        return [seconds for acknowledged in load.wait() for _, seconds in acknowledged]
+
+
+Acknowledged = tuple[float, float]  # when a put was, and how many seconds it had waited
 
 
 class Load:
@@ -173,9 +180,9 @@ class Load:
     def __init__(self, address: str, producers: int, rows: int, row_bytes: int, rate: float = 0.0) -> None:
         count = min(producers, PROCESSES)
         context = multiprocessing.get_context("spawn")
-        self._latencies = context.SimpleQueue()
+        self._taken = context.SimpleQueue()
         self._barrier = context.Barrier(count + 1)
-        each = (producers // count, producers, rows, row_bytes, rate / count, self._barrier, self._latencies)
+        each = (producers // count, producers, rows, row_bytes, rate / count, self._barrier, self._taken)
         self.processes = [context.Process(target=produce, args=(address, n, *each), daemon=True) for n in range(count)]
 
     def start(self) -> float:
@@ -185,13 +192,12 @@ class Load:
         self._barrier.wait()
         return time.perf_counter()
 
-    def wait(self) -> tuple[float, list[float]]:
-        """Wait until all is acknowledged. Returns the time of that, and the seconds that each put waited."""
-        waited = [seconds for _ in self.processes for seconds in self._latencies.get()]
-        finished = time.perf_counter()
+    def wait(self) -> list[list[Acknowledged]]:
+        """Wait until all is acknowledged. Returns what each producer has seen of that."""
+        taken = [producer for _ in self.processes for producer in self._taken.get()]
         for process in self.processes:
             process.join()
-        return finished, waited
+        return taken
 
     def stop(self) -> bool:
         """End the processes. Returns whether they were all at work still."""
@@ -230,7 +236,7 @@ def produce(
     row_bytes: int,
     rate: float,
     barrier: Barrier,
-    latencies: "SimpleQueue[list[float]]",
+    taken: "SimpleQueue[list[list[Acknowledged]]]",
 ) -> None:
     """Several clients, a thread each, that put groups, a few at a time, until `rows` of each are acknowledged.
 
@@ -245,7 +251,7 @@ def produce(
         thread.start()
     for thread in threads:
         thread.join()
-    latencies.put([seconds for producer in mine for seconds in producer.latencies])
+    taken.put([producer.acknowledged for producer in mine])
 
 
 def packed(row_bytes: int, number: int) -> tuple[wire.Rows, list[bytes]]:
@@ -269,7 +275,7 @@ class Producer:
         )
         self._window = window
         self._sent_at: dict[int, float] = {}
-        self.latencies: list[float] = []
+        self.acknowledged: list[Acknowledged] = []
 
     def run(self, rate: float) -> None:
         """Put everything, at `rate` rows per second unless that is 0, and wait until all is acknowledged."""
@@ -291,7 +297,8 @@ class Producer:
     def _take(self, timeout_seconds: float) -> None:
         for reply in self._client.poll(timeout_seconds):
             assert isinstance(reply.message, wire.PutAck), reply.message
-            self.latencies.append(time.perf_counter() - self._sent_at.pop(reply.header.id))
+            now = time.perf_counter()
+            self.acknowledged.append((now, now - self._sent_at.pop(reply.header.id)))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from urllib.parse import urlsplit
 
+from tba.common.client import BufferClient
 from tba.common.config import Config, RewardModelSection, TaskSection
 from tba.common.devices import CPU, choose_gpus, list_gpus
 from tba.common.errors import MissingExtra, TbaError
 from tba.common.model_files import check_model, is_hub_name
 from tba.common.paths import check_data, check_places, nearest_existing
+from tba.deploy.probe import ask_status
 
 Finding = dict[str, str]
 _LOW_DISK_GIB = 10
@@ -100,7 +102,16 @@ def _address(config: Config) -> tuple[str, str]:
             taken = probe.connect_ex((str(parts.hostname), int(parts.netloc.rpartition(":")[2]))) == 0
         except OSError as error:
             return "fail", f"{address}: {error}"
-    return "ok", f"{address}: {'something listens there' if taken else 'nothing listens there'}"
+    if not taken:
+        return "ok", f"{address}: nothing listens there"
+    client = BufferClient(address, role="monitor", name="doctor")
+    status = ask_status(client, deadline_seconds=2.0)
+    client.close()
+    if status is None:
+        return "fail", f"{address} is taken, by something that answers as no buffer does: set buffer.address"
+    if status.run_name != config.run.name:
+        return "fail", f"{address} is taken by the buffer of run {status.run_name}: set buffer.address, or run.name"
+    return "ok", f"{address}: the buffer of run {status.run_name} answers"
 
 
 def _model(config: Config) -> tuple[str, str]:

@@ -7,11 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tba.common import wire
+from tba.common.client import BufferClient
 from tba.common.devices import list_gpus
 from tba.common.errors import EXIT_INTERRUPTED
 from tba.tests.classifiers import make_classifier
@@ -219,6 +222,26 @@ def test_doctor_reports_every_check(tba, make_config, example_model):
     findings = {row["check"]: row["result"] for row in json.loads(result.stdout)}
     assert findings["model"] == findings["gpus"] == findings["python"] == "ok"
     assert result.returncode == 0
+
+
+def test_doctor_tells_who_has_the_address_of_the_buffer(tba, start_tba, run_config):
+    def found(*sets: str) -> tuple[str, str]:
+        result = tba(
+            "doctor", "--json", "--config", run_config.file, *(part for one in sets for part in ("--set", one))
+        )
+        (row,) = (row for row in json.loads(result.stdout) if row["check"] == "buffer address")
+        return row["result"], row["detail"].partition(": ")[2] or row["detail"]
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result, detail = found(f"buffer.address=tcp://127.0.0.1:{other.getsockname()[1]}")
+    assert (result, "answers as no buffer does" in detail) == ("fail", True)
+    assert found() == ("ok", "nothing listens there")
+    start_tba("buffer", "serve", "--config", run_config.file)
+    with closing(BufferClient(run_config.address, role="monitor", name="test")) as client:
+        client.call(wire.GetStatus(), wire.Status, deadline_seconds=20)
+    assert found() == ("ok", "the buffer of run test answers")
+    result, detail = found("run.name=other")
+    assert (result, "is taken by the buffer of run test" in detail) == ("fail", True)
 
 
 def test_doctor_looks_into_the_reward_model(tba, make_config, example_model, tmp_path):

@@ -35,7 +35,7 @@ _SAMPLE_RUNS, _RUN = 16, 64
 # Of a packed copy, relative to the largest output: rounding of the products alone makes up to about 1e-2 in bfloat16.
 _PACKING_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _PAGE = 4096
-_PRODUCT_ROWS = 1024  # of a weight, in float32 at the same time
+_PRODUCT_ELEMENTS = 1 << 24  # of a weight, in float32 at the same time
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # what a packed layer computes: (input, weight, bias)
 
@@ -345,11 +345,13 @@ def _packed(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _unpacked(module: str, weight: Tensor) -> _Unpacked:
-    """The product is BLAS's, in float32, some rows of the weight at a time: it is made beside generation, and oneDNN,
+    """The product is BLAS's, in float32, a part of the weight at a time: it is made beside generation, and oneDNN,
     which multiplies in bfloat16, is for the thread that steps alone."""
     probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     wide = probe[0].float()
-    expected = torch.cat([rows.float() @ wide for rows in weight.split(_PRODUCT_ROWS)])[None]
+    # Large parts: each of them waits for the interpreter twice.
+    parts = weight.split(max(_PRODUCT_ELEMENTS // weight.shape[1], 1))
+    expected = torch.cat([part.float() @ wide for part in parts])[None]
     return _Unpacked(module, weight, probe, expected)
 
 

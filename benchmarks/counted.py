@@ -1,15 +1,17 @@
 """Runs something that generates with vLLM in its own process, and counts the tokens of its steps in a shared file.
 
-    python -m benchmarks.counted FILE tba search ...
-    python -m benchmarks.counted FILE bare TASK        what generation.py measures `tba search` against
+    python -m benchmarks.counted FILE CORE tba search ...
+    python -m benchmarks.counted FILE CORE bare TASK        what generation.py measures `tba search` against
 
 Both sides are counted by the same few lines around the same call of vLLM, which cost a microsecond per step: one token
-for each request that a step gave one.
+for each request that a step gave one. The thread that calls it is bound to a core, and all others stay where they were.
 """
 
 import json
 import mmap
+import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,28 +70,34 @@ class Counter:
 
 
 def main() -> None:
-    count_steps(Counter(Path(sys.argv[1])))
-    if sys.argv[2] == "bare":
-        generate(json.loads(sys.argv[3]))
+    count_steps(Counter(Path(sys.argv[1])), core=int(sys.argv[2]))
+    if sys.argv[3] == "bare":
+        generate(json.loads(sys.argv[4]))
         return
     from tba.cli import main as tba
 
-    sys.argv = sys.argv[2:]
+    sys.argv = sys.argv[3:]
     tba()
 
 
-def count_steps(counter: Counter) -> None:
-    """Have every step of an engine in this process counted."""
+def count_steps(counter: Counter, *, core: int) -> None:
+    """Have every step of an engine in this process counted, and made on this core."""
     from vllm.v1.engine.core_client import InprocClient
 
-    get_output = InprocClient.get_output
+    get_output, run, cores = InprocClient.get_output, threading.Thread.run, os.sched_getaffinity(0)
+
+    def elsewhere(thread: threading.Thread) -> None:
+        os.sched_setaffinity(0, cores)  # else it would be where the thread is that started it
+        run(thread)
 
     def counting(client: Any) -> Any:
+        os.sched_setaffinity(0, {core})  # of this thread alone
         outputs = get_output(client)
         counter.add(len(outputs.outputs))  # of one token each, as nothing is speculated
         return outputs
 
     InprocClient.get_output = counting
+    threading.Thread.run = elsewhere  # type: ignore[method-assign]
 
 
 def generate(task: dict[str, Any]) -> None:

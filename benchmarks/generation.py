@@ -1,6 +1,6 @@
 """Tokens per second of a whole searcher against a bare `vllm.LLM.generate`.
 
-    python -m benchmarks.generation [--model small|large|both] [--cycles 5] [--seconds 10] [--core 1]
+    python -m benchmarks.generation [--model small|large|both] [--cycles 5] [--seconds 10] [--core 1] [--beside other]
 
 The searcher is `tba search` as users start it, with all it does: prompts by lease from a real buffer server, log-
 probabilities, version per token, text, the reward of GSM8K, acknowledged puts, and, in one of its two rows, a new
@@ -12,8 +12,10 @@ flight, more prompts than places, and is asked for token ids alone; in a second 
   one such cycle falls out of its ratios. The last ratio is the median of the cycles', with their quartiles.
 - Tokens are counted as vLLM's steps make them, in both by the same lines (counted.py), from the end of one step to the
   end of another. The first second of a turn does not count.
-- Engines, and all that they start, are bound to one core; the buffer servers, and who publishes, have the others. One
-  snapshot per turn comes as the searcher's seconds begin to count, so every `--seconds` of them.
+- The threads that step an engine are bound to one core. The others are for what runs beside them, as the cores of a
+  machine whose engines are on GPUs: the searcher's other threads and reward workers, and the buffer servers. With
+  `--beside same` the searcher does all that it does on the core of its engine.
+- One snapshot per turn comes as the searcher's seconds begin to count, so every `--seconds` of them.
 - *per CPU second* divides by the processor time of the engine's own process, without its reward workers.
 - Models are random: a number of token ids end a response, so that lengths are spread geometrically, up to a limit.
 """
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +56,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without those that it has stopped
     options = _options()
     if others := os.sched_getaffinity(0) - {options.core}:
-        os.sched_setaffinity(0, others)  # also of the buffer servers; the engines are bound by `taskset`
+        os.sched_setaffinity(0, others)  # and so of all that is started; the stepping threads bind themselves
     for name in SIZES if options.model == "both" else [options.model]:
         with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
             Generation(name, Path(folder), options).run()
@@ -64,7 +67,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=[*SIZES, "both"], default="both", help="1 M or 107 M parameters")
     parser.add_argument("--cycles", type=int, default=5, help="of two turns each")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a turn, that count")
-    parser.add_argument("--core", type=int, default=1, help="the core that the engines are bound to")
+    parser.add_argument("--core", type=int, default=1, help="the core that engines are stepped on")
+    parser.add_argument("--beside", choices=("other", "same"), default="other", help="than that, for the rest")
     return parser.parse_args()
 
 
@@ -92,10 +96,16 @@ class Generation:
 
     def _cycle(self, ways: list[Way], publisher: Publisher) -> Cycle:
         """ABCD DCBA, with a snapshot in each turn of D."""
-        actions: list[Callable[[], None] | None] = [*(None for _ in ways[1:]), publisher.publish]
-        turns = list(zip(ways, actions, strict=True))
-        there = [way.turn(self._options.seconds, action) for way, action in turns]
-        back = [way.turn(self._options.seconds, action) for way, action in reversed(turns)]
+        *others, swaps = ways
+
+        def with_a_swap() -> Progress:
+            publisher.make()
+            return swaps.turn(self._options.seconds, publisher.publish)
+
+        turns: list[Callable[[], Progress]] = [partial(way.turn, self._options.seconds) for way in others]
+        turns.append(with_a_swap)
+        there = [turn() for turn in turns]
+        back = [turn() for turn in reversed(turns)]
         done = [a + b for a, b in zip(there, reversed(back), strict=True)]
         print(*(f"{progress.tokens / progress.wall:,.0f}" for progress in done), file=sys.stderr, flush=True)
         return done
@@ -136,6 +146,7 @@ class Generation:
         options = [f"{key}={value}" for key, value in settings.items()]
         server, address = self._ending.enter_context(serving.serving(place / "run", *options))
         publisher = Publisher(address, self._model, self._canary, place / "snapshots")
+        publisher.make()
         publisher.publish()
         sets = [part for option in (*options, f"buffer.address={address}") for part in ("--set", option)]
         return self._started(place, ["tba", "search", *sets], [server]), publisher
@@ -143,11 +154,11 @@ class Generation:
     def _started(self, place: Path, arguments: list[str], servers: list["subprocess.Popen[bytes]"]) -> Way:
         """Run it until its places are full of requests of all ages, and stop it."""
         counter, log = Counter(place / "progress"), place / "engine.log"
-        command = ["taskset", "--cpu-list", str(self._options.core), sys.executable, "-m", "benchmarks.counted"]
+        core = str(self._options.core)
+        bound = ["taskset", "--cpu-list", core] if self._options.beside == "same" else []
+        command = [*bound, sys.executable, "-m", "benchmarks.counted", str(place / "progress"), core, *arguments]
         with log.open("wb") as output:
-            engine = subprocess.Popen(
-                [*command, str(place / "progress"), *arguments], env=_environment(), stdout=output, stderr=output
-            )
+            engine = subprocess.Popen(command, env=_environment(), stdout=output, stderr=output)
         way = Way(engine, servers, counter, log)
         self._ending.callback(way.end)
         way.run_until(self._size.in_flight * self._size.max_tokens / 2)

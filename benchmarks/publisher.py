@@ -23,22 +23,25 @@ class Publisher:
         self._canary = canary
         self._snapshots = snapshots
         self._versions = itertools.count()
+        self._made: wire.WeightsRef | None = None
         snapshots.mkdir()
 
-    def publish(self) -> None:
-        """One more version."""
+    def make(self) -> None:
+        """One more version, which nobody hears of yet: that is work of a trainer, not of a searcher."""
         version = next(self._versions)
         final = self._snapshots / directory_name(version)
         temporary = temporary_directory(final)
         shutil.copytree(self._model, temporary, dirs_exist_ok=True)
         manifest = Manifest("run", version, version, time.time(), describe_files(temporary), self._canary)
         sealed = seal(temporary, final, manifest)
-        self._announce(wire.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=sealed))
+        self._made = wire.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=sealed)
 
-    def _announce(self, weights: wire.WeightsRef) -> None:
+    def publish(self) -> None:
+        """Announce what was made last."""
+        assert self._made is not None
         # A connection each time: one that is kept would break while the server is stopped.
         client = BufferClient(self._address, role="publisher", name="bench")
         hello = wire.Hello(host="bench", pid=os.getpid(), software="bench")
         client.call(hello, wire.Welcome, deadline_seconds=_PATIENCE_SECONDS)
-        client.call(wire.AnnounceSnapshot(weights=weights, bytes=0), wire.Done, deadline_seconds=_PATIENCE_SECONDS)
+        client.call(wire.AnnounceSnapshot(weights=self._made, bytes=0), wire.Done, deadline_seconds=_PATIENCE_SECONDS)
         client.close()

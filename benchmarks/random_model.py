@@ -71,13 +71,11 @@ def mean_tokens(size: Size) -> float:
 
 
 def make_canary(model: Path, size: Size) -> Canary:
-    """Four sequences of 64 random tokens, with log-probabilities by transformers in float32."""
-    import numpy as np
+    """The canary that a trainer would publish with the model: here four sequences of 16 random tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    ids = np.random.default_rng(1).integers(0, size.vocabulary - size.endings, (4, 64)).tolist()
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor(ids)).logits
-    logprobs = logits[:, :-1].log_softmax(-1).gather(2, torch.tensor(ids)[:, 1:, None])[..., 0]
-    return Canary(ids, logprobs.tolist())
+    from tba.trainer import canary
+
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return canary.make_canary(made, dict(made.named_parameters()), canary.canary_sequences(model, size.vocabulary))

@@ -242,7 +242,7 @@ def report_time(options: argparse.Namespace) -> None:
     """Medians of rounds in which the ways take turns. CPU seconds are those of all threads, waiting ones included."""
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in options.ways}
     prepared = {way: prepare(way, options) for way in options.ways}
-    # The first touch of a page costs up to half of a step: it belongs to no way, but falls on whichever runs first.
+    # A process touches most of its pages for the first time here, which takes up to half as long as the rest.
     for _, run in prepared.values():
         run()
     for _ in range(options.rounds):

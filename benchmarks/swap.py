@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from benchmarks.table import print_table
-from tba.common.delta import build_delta
-from tba.common.snapshot import Canary, Manifest, Snapshot
+from tba.common import delta
+from tba.common.snapshot import Canary, Manifest, Snapshot, describe_files
 from tba.common.tensor_file import map_tensors, write_tensor_file
 from tba.searcher.engine import GenerationRequest, LoadReport, SamplingSettings
 
@@ -92,12 +92,14 @@ def publish(folder: Path, model: Any, version: int) -> Snapshot:
 def changed_from(base: Snapshot, new: Snapshot) -> Snapshot:
     """The same snapshot with a delta on another."""
     before, after = (map_tensors(snapshot.weight_files[0]) for snapshot in (base, new))
-    tensors = build_delta(before, after, most_bytes=float("inf"))
+    tensors = delta.build_delta(before, after, most_bytes=float("inf"))
     assert tensors is not None
-    path = new.path.with_name(f"{new.path.name}.delta.safetensors")
+    folder = new.path.with_name(f"{new.path.name}.delta")
+    folder.mkdir()
+    path = folder / delta.FILE
     size, _ = write_tensor_file(path, tensors)
     print(f"a delta has {size / new.weight_files[0].stat().st_size:.4f} of the bytes")
-    manifest = dataclasses.replace(new.manifest, base=base.manifest.version)
+    manifest = dataclasses.replace(new.manifest, base=base.manifest.version, files=describe_files(folder))
     return Snapshot(new.path, manifest, new.weight_files, path)
 
 

@@ -230,16 +230,17 @@ def test_doctor_tells_who_has_the_address_of_the_buffer(tba, start_tba, run_conf
             "doctor", "--json", "--config", run_config.file, *(part for one in sets for part in ("--set", one))
         )
         (row,) = (row for row in json.loads(result.stdout) if row["check"] == "buffer address")
-        return row["result"], row["detail"].partition(": ")[2] or row["detail"]
+        return row["result"], row["detail"]
 
+    address = run_config.address
     with socket.create_server(("127.0.0.1", 0)) as other:
         result, detail = found(f"buffer.address=tcp://127.0.0.1:{other.getsockname()[1]}")
     assert (result, "answers as no buffer does" in detail) == ("fail", True)
-    assert found() == ("ok", "nothing listens there")
+    assert found() == ("ok", f"{address}: nothing listens there")
     start_tba("buffer", "serve", "--config", run_config.file)
-    with closing(BufferClient(run_config.address, role="monitor", name="test")) as client:
+    with closing(BufferClient(address, role="monitor", name="test")) as client:
         client.call(wire.GetStatus(), wire.Status, deadline_seconds=20)
-    assert found() == ("ok", "the buffer of run test answers")
+    assert found() == ("ok", f"{address}: the buffer of run test answers")
     result, detail = found("run.name=other")
     assert (result, "is taken by the buffer of run test" in detail) == ("fail", True)
 

@@ -173,6 +173,7 @@ class BufferServer:
         return [reply for item in group for reply in self._answer([item])]
 
     def _outcome(self, item: Arrival) -> _Outcome:
+        answer: _Outcome
         try:
             if isinstance(item.request.message, SampleBatch):
                 answer = _Recorded() if self._service.record_batch(item.request) else None

@@ -350,7 +350,7 @@ def _unpacked(module: str, weight: Tensor) -> _Unpacked:
     probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     wide = probe[0].float()
     # Large parts: each of them waits for the interpreter twice.
-    parts = weight.split(max(_PRODUCT_ELEMENTS // weight.shape[1], 1))
+    parts = torch.split(weight, max(_PRODUCT_ELEMENTS // weight.shape[1], 1))
     expected = torch.cat([part.float() @ wide for part in parts])[None]
     return _Unpacked(module, weight, probe, expected)
 

@@ -99,8 +99,7 @@ class Generation:
         *others, swaps = ways
 
         def with_a_swap() -> Progress:
-            publisher.make()
-            return swaps.turn(self._options.seconds, publisher.publish)
+            return swaps.turn(self._options.seconds, partial(publisher.publish, publisher.make()))
 
         turns: list[Callable[[], Progress]] = [partial(way.turn, self._options.seconds) for way in others]
         turns.append(with_a_swap)
@@ -146,8 +145,7 @@ class Generation:
         options = [f"{key}={value}" for key, value in settings.items()]
         server, address = self._ending.enter_context(serving.serving(place / "run", *options))
         publisher = Publisher(address, self._model, self._canary, place / "snapshots")
-        publisher.make()
-        publisher.publish()
+        publisher.publish(publisher.make())
         sets = [part for option in (*options, f"buffer.address={address}") for part in ("--set", option)]
         return self._started(place, ["tba", "search", *sets], [server]), publisher
 

@@ -23,10 +23,9 @@ class Publisher:
         self._canary = canary
         self._snapshots = snapshots
         self._versions = itertools.count()
-        self._made: wire.WeightsRef | None = None
         snapshots.mkdir()
 
-    def make(self) -> None:
+    def make(self) -> wire.WeightsRef:
         """One more version, which nobody hears of yet: that is work of a trainer, not of a searcher."""
         version = next(self._versions)
         final = self._snapshots / directory_name(version)
@@ -34,14 +33,13 @@ class Publisher:
         shutil.copytree(self._model, temporary, dirs_exist_ok=True)
         manifest = Manifest("run", version, version, time.time(), describe_files(temporary), self._canary)
         sealed = seal(temporary, final, manifest)
-        self._made = wire.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=sealed)
+        return wire.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=sealed)
 
-    def publish(self) -> None:
-        """Announce what was made last."""
-        assert self._made is not None
+    def publish(self, made: wire.WeightsRef) -> None:
+        """Announce it."""
         # A connection each time: one that is kept would break while the server is stopped.
         client = BufferClient(self._address, role="publisher", name="bench")
         hello = wire.Hello(host="bench", pid=os.getpid(), software="bench")
         client.call(hello, wire.Welcome, deadline_seconds=_PATIENCE_SECONDS)
-        client.call(wire.AnnounceSnapshot(weights=self._made, bytes=0), wire.Done, deadline_seconds=_PATIENCE_SECONDS)
+        client.call(wire.AnnounceSnapshot(weights=made, bytes=0), wire.Done, deadline_seconds=_PATIENCE_SECONDS)
         client.close()

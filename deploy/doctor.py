@@ -5,6 +5,7 @@ import platform
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -104,11 +105,13 @@ def _address(config: Config) -> tuple[str, str]:
             return "fail", f"{address}: {error}"
     if not taken:
         return "ok", f"{address}: nothing listens there"
-    client = BufferClient(address, role="monitor", name="doctor")
-    status = ask_status(client, deadline_seconds=2.0)
-    client.close()
+    with closing(BufferClient(address, role="monitor", name="doctor")) as client:
+        status = ask_status(client, deadline_seconds=2.0)
     if status is None:
-        return "fail", f"{address} is taken, by something that answers as no buffer does: set buffer.address"
+        return "fail", (
+            f"{address} is taken, by something that answers as no buffer does: set buffer.address, or ask again if a "
+            "buffer is starting there"
+        )
     if status.run_name != config.run.name:
         return "fail", f"{address} is taken by the buffer of run {status.run_name}: set buffer.address, or run.name"
     return "ok", f"{address}: the buffer of run {status.run_name} answers"

@@ -12,7 +12,6 @@ What finishes while a canary is being scored waits in `_finished` until the weig
 What happens when weights are refused is in swap_ladder.py. docs/vllm.md says what was run, and what was not (CUDA).
 """
 
-import math
 import threading
 import time
 from collections import deque
@@ -42,7 +41,6 @@ from tba.searcher.vllm_start import for_platform, import_vllm, leave_process_gro
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
 SCORING_SLOTS = 8
 _OWN_TOKENS = 32
-_IDLE_SECONDS = 0.5  # between two steps: then what is left to pack waits for the pause, which nobody notices
 SCORING_PRIORITY = -1  # lower goes first, which matters when the KV cache is full
 STOP_REASONS = {"stop": STOP_EOS, "length": STOP_LENGTH}
 
@@ -92,7 +90,6 @@ class VllmEngine:
         self._keep_prefix_cache = keep_prefix_cache
         self._version = initial_version
         self._salt = 0
-        self._stepped_at = -math.inf  # monotonic
         self._stepping = threading.Lock()  # held while vLLM's workers are spoken to
         self._scorings = 0
         self._flights: dict[int, _Flight] = {}  # what was submitted and not yet returned
@@ -140,8 +137,6 @@ class VllmEngine:
         """Advance all requests by about one token and return those that finished. [] when idle."""
         self._require_working()
         if len(self._finished) < len(self._flights):
-            self._stepped_at = time.monotonic()
-            self._ladder.pack()
             self._advance()
         finished, self._finished = list(self._finished.values()), {}
         for generation in finished:
@@ -151,7 +146,6 @@ class VllmEngine:
     def prepare(self, snapshot: Snapshot) -> None:
         """Read, convert and pack a snapshot beside generation; to be called from another thread.
 
-        Packing is done by `step`, a layer or a few each time; what is left is done by `load_weights`.
         Raises SnapshotError if it is no snapshot of this model.
         """
         self._require_working()
@@ -274,11 +268,6 @@ class VllmEngine:
         return scored
 
     # ------------------------------------------------------------ what the ladder of a swap needs (its Host)
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether `step` is called at the moment."""
-        return self._stepping.locked() or time.monotonic() - self._stepped_at < _IDLE_SECONDS
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker, between two steps. Raises NotTaken if one fails."""

@@ -1,6 +1,6 @@
 """Adopting a snapshot in a running engine: exchange and prove; if that fails, the slow way; if that fails, go back.
 
-    1  what `prepare` and `pack` made ready beside generation is exchanged, read back, and the canary is scored
+    1  what `prepare` made ready beside generation is exchanged, read back, and the canary is scored
     2  the engine loads all weights again by its own slow reload; read back and canary as before
     3  the old weights come back and are proved on their own canary: the snapshot is refused, the engine is good
     4  the engine is faulty and its process ends: it cannot go back, or does not take weights that are readable
@@ -25,9 +25,7 @@ from tba.searcher.snapshot_checks import Mismatch, on_one_base
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.01
-_PACKING_SECONDS = 0.005  # between two steps; a layer takes as long as it takes
 RELOAD = "reload"  # the way of a model whose tensors were not found in the engine: rung 2 is all there is
-EXCHANGE = "exchange"  # packed copies are made anew and take the places of the old ones
 
 
 class NotTaken(SnapshotError):
@@ -36,10 +34,6 @@ class NotTaken(SnapshotError):
 
 class Host(Protocol):
     """What the ladder needs of an engine."""
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether `step` is called at the moment, and so `pack` between two."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each worker (searcher/vllm_worker.py), between two steps. Raises NotTaken."""
@@ -82,14 +76,13 @@ class SwapLadder:
         self._prove = prove
         self._prepared: Path | None = None  # the snapshot that the workers have ready
         self._read_seconds = 0.0
-        self._packing = False  # prepared weights are still to be packed
         self._lock = threading.Lock()  # held while weights are prepared or exchanged
         start = host.call("tba_start")[0]
         self.way = str(start["way"])
         log.info("weights are swapped", way=self.way, reason=start["reason"] or "as the model allows")
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Let the workers read and convert a snapshot, and wait for it and for `pack`. May be called from any thread.
+        """Let the workers read, convert and pack a snapshot, and wait for it. May be called from any thread.
 
         Raises SnapshotError if it is no snapshot of this model. What else fails is logged: `load` then tries
         again, and goes down the ladder.
@@ -99,23 +92,8 @@ class SwapLadder:
             try:
                 self._prepare(_weights_of(snapshot), self._delta_of(snapshot))
                 self._prepared = snapshot.path
-                self._packing = self.way == EXCHANGE
-                while self._packing and self._host.is_stepping:
-                    time.sleep(_POLL_SECONDS)
             except NotTaken as error:
                 log.warning("weights not prepared", version=snapshot.manifest.version, reason=str(error))
-
-    def pack(self) -> None:
-        """Pack a little of what is prepared, if anything is. To be called between two steps.
-
-        What is not packed when the weights are exchanged is packed then. If it fails, `load` tries again.
-        """
-        if self._packing:
-            try:
-                self._packing = not all(self._host.call("tba_pack", _PACKING_SECONDS))
-            except NotTaken as error:
-                self._packing, self._prepared = False, None
-                log.warning("weights not packed", reason=str(error))
 
     def load(self, snapshot: Snapshot) -> LoadReport:
         """Adopt a snapshot. Raises SnapshotError or CanaryMismatch if the old weights serve on, else EngineFaulty."""
@@ -150,7 +128,7 @@ class SwapLadder:
 
     def _prepare(self, weights: Weights, delta: str | None) -> None:
         started = time.perf_counter()
-        self._prepared, self._packing = None, False
+        self._prepared = None
         self._host.call("tba_prepare", weights.files, delta, weights.version)
         while (states := self._host.call("tba_prepared")) and not all(ended for ended, _ in states):
             time.sleep(_POLL_SECONDS)
@@ -180,7 +158,7 @@ class SwapLadder:
         return LoadReport(found.maximum, found.mean, found.kl, way, *parts, pause_seconds=0.0)
 
     def _write(self, weights: Weights, method: str) -> None:
-        self._prepared, self._packing = None, False
+        self._prepared = None
         self._host.relabel(weights.version)
         self._host.call(method, weights.files, weights.version)
 

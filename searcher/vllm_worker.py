@@ -100,10 +100,6 @@ class WeightWorker:
         ended = self.tba_thread is None or not self.tba_thread.is_alive()
         return ended, self.tba_failure
 
-    def tba_pack(self, seconds: float) -> bool:
-        """Pack prepared weights for about so many seconds; True if none is left to pack."""
-        return self.tba_swap is None or self.tba_swap.pack(seconds)
-
     def tba_exchange(self, files: list[str], seed: int) -> None:
         """Make the weights that were prepared serve. Raises EngineError if they do not."""
         if self.tba_swap is None:

@@ -1,19 +1,16 @@
-"""Swapping the weights of a model whose places are known (searcher/weight_places.py), in two steps or three.
+"""Swapping the weights of a model whose places are known (searcher/weight_places.py), in two steps.
 
-    prepare    beside generation, in a thread: read and convert; nothing that serves is touched
-    pack       a layer or a few between two generation steps, until all are
+    prepare    beside generation, in a thread: read, convert and pack; nothing that serves is touched
     exchange   between two generation steps: the visible part
 
-Where the model computes with its parameters (GPUs), there is nothing to pack, and the exchange copies into them:
-`in place`. On the CPU, vLLM computes with packed copies that only oneDNN can make; there `prepare` makes new
-parameters, and products that prove what is packed; `pack` makes new packed copies; and the exchange is of references:
-`exchange`. It takes the memory of a second set of weights until the new ones are kept. Packing is no thread's work:
-oneDNN has one scratch memory for all of them.
+Where the model computes with its parameters (GPUs), the exchange copies into them: `in place`. On the CPU, vLLM
+computes with packed copies that only oneDNN can make; there `prepare` makes new parameters and new packed copies, and
+the exchange is of references: `exchange`. It takes the memory of a second set of weights until the new ones are kept.
+
+oneDNN packs in any thread. It multiplies in the one that steps alone: vLLM gives all its products one scratch memory.
 """
 
 import hashlib
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,11 +38,10 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # what a packed la
 
 
 @dataclass(frozen=True, slots=True)
-class _Unpacked:
-    """A module, its new weight, and what a random input gives with it: what the packed copy must give too."""
+class _Product:
+    """What a random input gives with a module's new weight, and so must give with its packed copy."""
 
     module: str
-    weight: Tensor
     probe: Tensor  # [1, in]
     expected: Tensor  # [1, out] in float32
 
@@ -58,8 +54,8 @@ class _Prepared:
     copies: list[tuple[Place, Tensor]] = field(default_factory=list)
     scatters: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # parameter, index [n], values [n]
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    unpacked: list[_Unpacked] = field(default_factory=list)
     packed: dict[str, Multiply] = field(default_factory=dict)  # by module
+    products: list[_Product] = field(default_factory=list)
     samples: list[tuple[str, str, Tensor, Tensor]] = field(default_factory=list)  # name, parameter, index, values
 
 
@@ -108,22 +104,6 @@ class WeightSwap:
             self._gather(prepared, checkpoint, changes or {})
         self._prepared = prepared
 
-    def pack(self, seconds: float) -> bool:
-        """Pack prepared weights for about so many seconds, one layer at least. True if none is left.
-
-        To be called between two steps. Raises EngineError for a packed copy that does not multiply as its weight.
-        """
-        if (prepared := self._prepared) is None:
-            return True
-        until = time.perf_counter() + seconds
-        with torch.no_grad():
-            while prepared.unpacked:
-                unpacked = prepared.unpacked.pop()
-                prepared.packed[unpacked.module] = self._packed_copy(unpacked)
-                if time.perf_counter() >= until:
-                    break
-        return not prepared.unpacked
-
     def exchange(self) -> None:
         """Make the prepared weights serve, and see that they do. Raises EngineError if they do not.
 
@@ -131,7 +111,6 @@ class WeightSwap:
         """
         if self._prepared is None:
             raise EngineError("no weights are prepared")
-        self.pack(math.inf)
         prepared, self._prepared = self._prepared, None
         before = self._multiplies()
         with torch.no_grad():
@@ -212,24 +191,13 @@ class WeightSwap:
             for place in self._places:
                 if place.parameter == parameter:
                     place.view(new).copy_(place.box(checkpoint[place.name]))
-            prepared.unpacked += [_unpacked(module, new) for module in self._modules_of(parameter)]
+            for name in self._modules_of(parameter):
+                prepared.products.append(_product(name, new))
+                prepared.packed[name] = self._pack(self._model.get_submodule(name), new)
             if served.numel():
                 prepared.parameters[parameter] = new
             else:
                 _compare(prepared, {parameter: new})
-
-    def _packed_copy(self, unpacked: _Unpacked) -> Multiply:
-        """Pack a weight, and prove that the copy multiplies as the weight does."""
-        name, weight, expected = unpacked.module, unpacked.weight, unpacked.expected
-        multiply = self._pack(self._model.get_submodule(name), weight)
-        error = (multiply(unpacked.probe, weight, None).float() - expected).abs().max()
-        # Weights that are not finite, or overflow, have no such proof; the canary finds them.
-        if (
-            expected.to(weight.dtype).isfinite().all()
-            and not error <= _PACKING_ERROR[weight.dtype] * expected.abs().max()
-        ):
-            raise EngineError(f"the packed copy of {name} multiplies differently from its weight, by {error:.3g}")
-        return multiply
 
     def _choose_samples(
         self, prepared: _Prepared, checkpoint: Checkpoint, changes: Mapping[str, Change | None], seed: int
@@ -280,8 +248,9 @@ class WeightSwap:
     def _check(self, expected: _Prepared, before: Mapping[str, Multiply]) -> None:
         """See that the model computes with the new weights.
 
-        Parameters are read back where the samples are. A packed copy cannot be read, but one that is still the
-        object of before the swap is stale: vLLM's own reload leaves the head of a model with tied embeddings so.
+        Parameters are read back where the samples are. A packed copy cannot be read, but it multiplies as its weight
+        does, and one that is still the object of before the swap is stale: vLLM's own reload leaves the head of a
+        model with tied embeddings so.
         """
         parameters = self._parameters()
         _compare(expected, {name: tensor for name, tensor in parameters.items() if tensor.numel()})
@@ -294,6 +263,20 @@ class WeightSwap:
         for module, parameter in self._packed.items():
             if parameter in changed and now[module] is before[module]:
                 raise EngineError(f"{module} still computes with a packed copy of the old weights")
+        for product in expected.products:
+            self._multiply(product)
+
+    def _multiply(self, product: _Product) -> None:
+        """See that a module computes with its new weight."""
+        module: Any = self._model.get_submodule(product.module)
+        found, expected = module.cpu_linear(product.probe, module.weight, None), product.expected
+        error = (found.float() - expected).abs().max()
+        # Weights that are not finite, or overflow, have no such proof; the canary finds them.
+        if (
+            expected.to(found.dtype).isfinite().all()
+            and not error <= _PACKING_ERROR[found.dtype] * expected.abs().max()
+        ):
+            raise EngineError(f"{product.module} multiplies differently from its weight, by {error:.3g}")
 
     # ------------------------------------------------------------ the model
 
@@ -344,15 +327,15 @@ def _packed(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _unpacked(module: str, weight: Tensor) -> _Unpacked:
-    """The product is BLAS's, in float32, a part of the weight at a time: it is made beside generation, and oneDNN,
-    which multiplies in bfloat16, is for the thread that steps alone."""
+def _product(module: str, weight: Tensor) -> _Product:
+    """By BLAS, in float32, a part of the weight at a time: oneDNN, which multiplies in bfloat16, is for the thread that
+    steps alone."""
     probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     wide = probe[0].float()
     # Large parts: each of them waits for the interpreter twice.
     parts = torch.split(weight, max(_PRODUCT_ELEMENTS // weight.shape[1], 1))
     expected = torch.cat([part.float() @ wide for part in parts])[None]
-    return _Unpacked(module, weight, probe, expected)
+    return _Product(module, probe, expected)
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ from tba.searcher import weight_swap
 def test_the_product_that_proves_a_packed_copy_is_that_of_the_whole_weight(monkeypatch, rows, dtype):
     monkeypatch.setattr(weight_swap, "_PRODUCT_ELEMENTS", 10 * 24)
     weight = torch.randn(rows, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
-    unpacked = weight_swap._unpacked("layer", weight)
-    exact = unpacked.probe.double() @ weight.double().T
-    assert unpacked.expected.dtype == torch.float32
-    torch.testing.assert_close(unpacked.expected.double(), exact, rtol=1e-5, atol=1e-5)
+    product = weight_swap._product("layer", weight)
+    exact = product.probe.double() @ weight.double().T
+    assert product.expected.dtype == torch.float32
+    torch.testing.assert_close(product.expected.double(), exact, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 
 import numpy as np
 import psutil
@@ -143,21 +144,30 @@ def test_a_prepared_swap_changes_nothing_before_it_is_loaded(lab, engine, old, d
     np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=BOUNDS[dtype])
 
 
-def test_layers_are_packed_between_the_steps_of_an_engine_at_work(lab, engine, old, dtype, packed):
-    model = lab.rounded(lab.model(seed=10, tied=old.config.tie_word_embeddings))
-    snapshot = lab.snapshot(model, saved=saved(lab, model, dtype))
-    engine.prepare(snapshot)  # nobody steps
-    assert engine.call("tba_pack", 0.0) == [not packed], "one layer of many"
-    lab.submit(engine, lab.tokens(1, 12), SamplingSettings(1.0, 1.0, 200))
+def test_packed_copies_are_made_beside_the_steps_and_multiply_in_their_thread_alone(
+    lab, engine, old, dtype, packed, monkeypatch
+):
+    swap = engine._llm.model_executor.driver_worker.worker.tba_swap
+    pack, packing, multiplying = swap._pack, set(), set()
+
+    def watched(module, weight):
+        packing.add(get_ident())
+        multiply = pack(module, weight)
+
+        def counted(*arguments):
+            multiplying.add(get_ident())
+            return multiply(*arguments)
+
+        return counted
+
+    monkeypatch.setattr(swap, "_pack", watched)
+    snapshot = lab.snapshot(old, saved=saved(lab, old, dtype))
     with ThreadPoolExecutor(1) as beside:
-        preparing = beside.submit(engine.prepare, snapshot)
-        while not preparing.done():
-            engine.step()
-        preparing.result()
-    assert engine.in_flight, "it was at work all the time"
-    assert engine.call("tba_pack", 0.0) == [True], "nothing is left for the pause"
+        beside.submit(engine.prepare, snapshot).result()
     assert engine.load_weights(snapshot).way == WAYS[packed]
-    lab.finish(engine)
+    assert bool(packing) == packed
+    assert get_ident() not in packing
+    assert multiplying == ({get_ident()} if packed else set())
 
 
 def test_what_is_prepared_and_then_overtaken_is_not_used(lab, engine, old, dtype):
@@ -187,7 +197,7 @@ def test_a_hundred_swaps_during_generation_lose_nothing_and_hold_no_memory(lab, 
         submitted |= {lab.submit(engine, lab.tokens(number + k, 12), sampling) for k in range(2)}
         preparing = prefetching.submit(engine.prepare, snapshot)
         stepped = 0
-        while not preparing.done() or stepped < 2:
+        while (engine.in_flight and not preparing.done()) or stepped < 2:  # idle, it would only keep the interpreter
             finished |= {generation.id: generation for generation in engine.step()}
             stepped += 1
         preparing.result()

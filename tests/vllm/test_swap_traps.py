@@ -137,17 +137,14 @@ def test_a_tensor_that_is_packed_wrongly_is_found_before_it_serves(lab, engine, 
     if not packed:
         pytest.skip("nothing is packed")
     engine.load_weights(snapshot(lab, old, dtype))
-    original = engine._llm.model_executor.driver_worker.worker.tba_swap
-    pack = original._pack
-    wrong = {"model.layers.0.mlp.down_proj"}
-
-    def stale(module, weight):
-        name = next(name for name, one in original._model.named_modules() if one is module)
-        return module.cpu_linear if name in wrong else pack(module, weight)
-
-    monkeypatch.setattr(original, "_pack", stale)
-    far = lab.rounded(lab.model(seed=5, tied=True))
-    assert_mended(lab, engine, far, dtype)
+    swap = engine._llm.model_executor.driver_worker.worker.tba_swap
+    pack, wrong = swap._pack, swap._model.get_submodule("model.layers.0.mlp.down_proj")
+    monkeypatch.setattr(swap, "_pack", lambda module, weight: pack(module, weight.roll(int(module is wrong), 0)))
+    swap.prepare([*map(str, snapshot(lab, near, dtype).weight_files)], None, 0)
+    with pytest.raises(EngineError, match="down_proj multiplies differently from its weight"):
+        swap.exchange()
+    assert swap.undo()
+    assert_mended(lab, engine, near, dtype)
 
 
 def test_a_model_whose_places_are_not_found_is_reloaded_and_goes_back_too(lab, old, dtype, packed, monkeypatch):

@@ -3,8 +3,7 @@
 A random Qwen2 of 168 million bfloat16 weights with tied embeddings, on the CPU, with oneDNN's packed weights (vLLM's
 default) and without, where vLLM computes with its parameters as it does on a GPU. Each swap is prepared in a thread
 while a full engine generates, as in a searcher; the pause is what is left. "longest step" is by how much the longest
-step meanwhile exceeds the median step before: there, layers are packed between two steps. The peer is vLLM's own
-`reload_weights`.
+step meanwhile exceeds the median step before. The peer is vLLM's own `reload_weights`.
 """
 
 import copy

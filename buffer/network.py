@@ -48,7 +48,7 @@ class Network:
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
         # Held while Python decodes. Who holds it has the interpreter to himself: two busy threads hand it over
         # at every row that SQLite steps to, which makes reading a batch some twenty times as slow.
-        self.decoding = threading.Lock()
+        self.decoding = threading.RLock()
         self.rejections: deque[tuple[Peer, int, str, str]] = deque()
         self.undeliverable = 0
         self.failure: BaseException | None = None

@@ -94,7 +94,8 @@ class BufferServer:
             self._service.expire_leases()
         self._forget_repeated(arrived)
         due = self._due(arrived)
-        asks_batch = any(isinstance(item.request.message, SampleBatch) for item in due)
+        # One that waits for data is tried again with every group: puts are not held up for that.
+        asks_batch = any(isinstance(item.request.message, SampleBatch) for item in arrived)
         with self._network.decoding if asks_batch else contextlib.nullcontext():
             self._pass_on([*self._rejections(), *self._answer(due)])
 
@@ -104,7 +105,8 @@ class BufferServer:
         if replies or recorded:
             self._sync_and_send(replies)
         if recorded:
-            self._sync_and_send([self._read(item) for item in recorded])
+            with self._network.decoding:
+                self._sync_and_send([self._read(item) for item in recorded])
 
     def _sync_and_send(self, replies: list[_Reply]) -> None:
         state, run = self._service.state(), self._service.run.uuid

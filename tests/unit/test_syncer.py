@@ -4,6 +4,7 @@ import socket
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import numpy as np
@@ -13,6 +14,7 @@ from tba.buffer.server import BufferServer
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
 from tba.buffer.syncer import Syncer
+from tba.buffer.tables.trajectories import Trajectories
 from tba.common import wire
 from tba.common.channels import ServerChannel
 from tba.common.client import BufferClient
@@ -224,6 +226,37 @@ def test_a_batch_is_read_while_its_record_is_synced_and_handed_out_after_that(
     serving.store.released.set()
     (batch,) = trainer.poll(10)
     assert len(batch.message.trajectory_ids) == 4
+
+
+def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_while_it_is_read(
+    serving, trainer, trajectory, monkeypatch
+):
+    puts, payloads = serving.store.trajectories, serving.store.trajectories.payloads
+    writing, read, decoded = threading.Event(), [], []
+
+    def slow_flush():
+        if puts._new_rows and not writing.is_set():
+            writing.set()
+            wait_for(lambda: not serving.server._mailbox.empty)  # the second put
+            decoded.append(True)
+        Trajectories.flush(puts)
+
+    def watched(ids):
+        with ThreadPoolExecutor(1) as other:
+            read.append(other.submit(serving.server._network.decoding.acquire, blocking=False).result())
+        return payloads(ids)
+
+    monkeypatch.setattr(puts, "flush", slow_flush)
+    monkeypatch.setattr(puts, "payloads", watched)
+    trainer.post(ASKED.model_copy(update={"wait_seconds": 20.0}))
+    wait_for(lambda: serving.server._parked)
+    groups = [[trajectory(tokens=np.full(3, 2 * half + n, np.int32)) for n in range(2)] for half in range(2)]
+    serving.put(groups[0])
+    assert writing.wait(10)
+    serving.put(groups[1], first=2)
+    (batch,) = trainer.poll(10)
+    assert len(batch.message.trajectory_ids) == 4
+    assert (decoded, read) == ([True], [False])
 
 
 def test_a_batch_whose_record_is_not_synced_is_not_handed_out(serving, trainer, trajectory):

@@ -36,7 +36,7 @@ class Publisher:
         return wire.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=sealed)
 
     def publish(self, made: wire.WeightsRef) -> None:
-        """Announce it."""
+        """Announce a version that `make` returned."""
         # A connection each time: one that is kept would break while the server is stopped.
         client = BufferClient(self._address, role="publisher", name="bench")
         hello = wire.Hello(host="bench", pid=os.getpid(), software="bench")

@@ -47,7 +47,8 @@ class Network:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
         # Held while Python decodes. Who holds it has the interpreter to himself: two busy threads hand it over
-        # at every row that SQLite steps to, which makes reading a batch some twenty times as slow.
+        # at every row that SQLite steps to, which makes reading a batch some twenty times as slow. The writer takes it
+        # twice where a request for a batch has just come.
         self.decoding = threading.RLock()
         self.rejections: deque[tuple[Peer, int, str, str]] = deque()
         self.undeliverable = 0

@@ -94,7 +94,7 @@ class BufferServer:
             self._service.expire_leases()
         self._forget_repeated(arrived)
         due = self._due(arrived)
-        # One that waits for data is tried again with every group: puts are not held up for that.
+        # A request that waits for data is tried again with every group; decoding does not pause for that.
         asks_batch = any(isinstance(item.request.message, SampleBatch) for item in arrived)
         with self._network.decoding if asks_batch else contextlib.nullcontext():
             self._pass_on([*self._rejections(), *self._answer(due)])

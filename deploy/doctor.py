@@ -109,8 +109,8 @@ def _address(config: Config) -> tuple[str, str]:
         status = ask_status(client, deadline_seconds=2.0)
     if status is None:
         return "fail", (
-            f"{address} is taken, by something that answers as no buffer does: set buffer.address, or ask again if a "
-            "buffer is starting there"
+            f"{address} is taken, by something that does not answer as a buffer does: set buffer.address, or run this "
+            "again if a buffer is starting there"
         )
     if status.run_name != config.run.name:
         return "fail", f"{address} is taken by the buffer of run {status.run_name}: set buffer.address, or run.name"

@@ -147,7 +147,8 @@ class SwapLadder:
                 raise
             version = snapshot.manifest.version
             log.warning("weights did not take, loading all of them again", version=version, reason=str(error))
-            return self._swap(snapshot, "tba_reload", RELOAD)
+        # Not where the error is caught: by its traceback it holds the weights that did not take.
+        return self._swap(snapshot, "tba_reload", RELOAD)
 
     def _swap(self, snapshot: Snapshot, method: str, way: str) -> LoadReport:
         started = time.perf_counter()

@@ -180,11 +180,13 @@ def _settle(model: Any) -> None:
 
 
 def _pack(module: nn.Module, weight: Tensor) -> Multiply:
-    """What vLLM's CPU backend makes of a linear layer's weight when it loads one."""
+    """What vLLM's CPU backend makes of a linear layer's weight when it loads one. Raises EngineError if it cannot."""
     layer: Any = nn.Module()
     layer.weight = nn.Parameter(weight, requires_grad=False)
     owner: Any = module
     owner.quant_method.process_weights_after_loading(layer)
+    if layer.weight.numel() and not owner.weight.numel():  # vLLM warns, and would go on with the weight itself
+        raise EngineError(f"vLLM could not pack a weight of {list(weight.shape)}: its warning says why")
     multiply: Multiply = layer.cpu_linear
     return multiply
 

@@ -7,7 +7,7 @@ Where the model computes with its parameters (GPUs), the exchange copies into th
 computes with packed copies that only oneDNN can make; there `prepare` makes new parameters and new packed copies, and
 the exchange is of references: `exchange`. It takes the memory of a second set of weights until the new ones are kept.
 
-oneDNN packs in any thread. It multiplies in the one that steps alone: vLLM gives all its products one scratch memory.
+Packing may be done in any thread. Only the one that steps may multiply: vLLM gives all its products one scratch memory.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _SAMPLE_RUNS, _RUN = 16, 64
 # Of a packed copy, relative to the largest output: rounding of the products alone makes up to about 1e-2 in bfloat16.
 _PACKING_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _PAGE = 4096
-_PRODUCT_ELEMENTS = 1 << 24  # of a weight, in float32 at the same time
+_PRODUCT_ELEMENTS = 1 << 22  # of a weight, in float32 at the same time
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # what a packed layer computes: (input, weight, bias)
 
@@ -184,6 +184,8 @@ class WeightSwap:
     def _make_second_set(self, prepared: _Prepared, checkpoint: Checkpoint) -> None:
         """For exchanges: new parameters of all that changed, and what to pack of them."""
         live = self._parameters()
+        widest = max(self._layouts[parameter][0][-1] for parameter in self._packed.values())
+        room = torch.empty(max(_PRODUCT_ELEMENTS, widest))
         for parameter in sorted({place.parameter for place in self._places if place.name in prepared.names}):
             shape, dtype = self._layouts[parameter]
             served = live[parameter]
@@ -192,7 +194,7 @@ class WeightSwap:
                 if place.parameter == parameter:
                     place.view(new).copy_(place.box(checkpoint[place.name]))
             for name in self._modules_of(parameter):
-                prepared.products.append(_product(name, new))
+                prepared.products.append(_product(name, new, room))
                 prepared.packed[name] = self._pack(self._model.get_submodule(name), new)
             if served.numel():
                 prepared.parameters[parameter] = new
@@ -327,14 +329,15 @@ def _packed(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _product(module: str, weight: Tensor) -> _Product:
-    """By BLAS, in float32, a part of the weight at a time: oneDNN, which multiplies in bfloat16, is for the thread that
-    steps alone."""
+def _product(module: str, weight: Tensor, room: Tensor) -> _Product:
+    """Computed by BLAS in float32, as much of the weight at a time as there is `room` for: only the thread that steps
+    may use oneDNN, which multiplies in bfloat16."""
     probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     wide = probe[0].float()
-    # Large parts: each of them waits for the interpreter twice.
-    parts = torch.split(weight, max(_PRODUCT_ELEMENTS // weight.shape[1], 1))
-    expected = torch.cat([part.float() @ wide for part in parts])[None]
+    # Large parts, since each waits for the interpreter; and always in the same memory, since a first touch costs more
+    # than the product.
+    parts = torch.split(weight, len(room) // weight.shape[1])
+    expected = torch.cat([room[: part.numel()].view(part.shape).copy_(part) @ wide for part in parts])[None]
     return _Product(module, probe, expected)
 
 

@@ -228,6 +228,13 @@ def test_a_batch_is_read_while_its_record_is_synced_and_handed_out_after_that(
     assert len(batch.message.trajectory_ids) == 4
 
 
+def can_be_taken(lock) -> bool:
+    taken = lock.acquire(blocking=False)
+    if taken:
+        lock.release()
+    return taken
+
+
 def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_while_it_is_read(
     serving, trainer, trajectory, monkeypatch
 ):
@@ -243,7 +250,7 @@ def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_whi
 
     def watched(ids):
         with ThreadPoolExecutor(1) as other:
-            read.append(other.submit(serving.server._network.decoding.acquire, blocking=False).result())
+            read.append(other.submit(can_be_taken, serving.server._network.decoding).result())
         return payloads(ids)
 
     monkeypatch.setattr(puts, "flush", slow_flush)

@@ -1,19 +1,20 @@
-"""What swaps on a CPU rest on: oneDNN packs weights in one thread while another one multiplies."""
+"""What swaps on a CPU rest on: a weight may be packed in one thread while another one multiplies."""
 
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-# Products of many sizes, so that scratch memory is needed and grows. Of such ones, beside products in another thread,
-# a tenth is wrong (docs/vllm.md).
-SHAPES = [(4000, 256), (768, 256), (256, 256), (1024, 256), (256, 512), (333, 129)]
+# For oneDNN, which takes what is large or has a number of rows that is no multiple of 16 (others are SGL's on AMX). Of
+# products of so many sizes, beside such products in another thread, some are wrong (docs/vllm.md).
+SHAPES = [(4000, 256), (769, 256), (257, 256), (1025, 256), (255, 512), (333, 129)]
 ROWS = range(1, 60)
-SECONDS = 3.0
+SECONDS = 4.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,34 +23,36 @@ def test_products_beside_packing_are_those_made_alone(dtype):
 
     from tba.searcher.vllm_worker import _pack
 
+    generator, order = torch.Generator().manual_seed(0), random.Random(0)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    keys = [(one, rows) for one in range(len(weights)) for rows in ROWS]
+    inputs = {(one, rows): torch.randn(rows, SHAPES[one][1], generator=generator).to(dtype) for one, rows in keys}
     module = torch.nn.Module()
     module.quant_method = UnquantizedEmbeddingMethod()
-    random_numbers = torch.Generator().manual_seed(0)
-    weights = [torch.randn(shape, generator=random_numbers).to(dtype) for shape in SHAPES]
-    served = [_pack(module, weight) for weight in weights]
-    inputs = {
-        (one, rows): torch.randn(rows, weights[one].shape[1], generator=random_numbers).to(dtype)
-        for one in range(len(weights))
-        for rows in ROWS
-    }
-    alone = {key: served[key[0]](value, weights[key[0]], None) for key, value in inputs.items()}
-    fresh, stop, packed = {}, threading.Event(), 0
+    module.weight = weights[0]
+    served, found, stop, wrong = [_pack(module, weight) for weight in weights], {}, threading.Event(), 0
 
-    def packing():
-        nonlocal packed
+    def product(key):
+        return served[key[0]](inputs[key], weights[key[0]], None)
+
+    def packing() -> int:
+        count = 0
         while not stop.is_set():
-            one = packed % len(weights)
-            fresh[one] = _pack(module, weights[one].clone())
-            packed += 1
+            one = count % len(weights)
+            served[one] = _pack(module, weights[one].clone())
+            count += 1
+        return count
 
-    beside = threading.Thread(target=packing)
-    beside.start()
-    keys, order, wrong, until = list(inputs), random.Random(0), 0, time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        one, _ = key = order.choice(keys)
-        multiply = fresh.pop(one, served[one])
-        wrong += not torch.equal(multiply(inputs[key], weights[one], None), alone[key])
-    stop.set()
-    beside.join()
-    assert packed > len(weights)
+    with ThreadPoolExecutor(1) as beside:
+        packed = beside.submit(packing)
+        try:
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:
+                key = order.choice(keys)
+                result = product(key)  # the first of a size is compiled, beside packing too
+                wrong += not torch.equal(found.setdefault(key, result), result)
+        finally:
+            stop.set()
+        assert packed.result() > len(weights)
+    wrong += sum(not torch.equal(result, product(key)) for key, result in found.items())
     assert not wrong

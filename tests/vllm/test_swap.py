@@ -162,12 +162,18 @@ def test_packed_copies_are_made_beside_the_steps_and_multiply_in_their_thread_al
 
     monkeypatch.setattr(swap, "_pack", watched)
     snapshot = lab.snapshot(old, saved=saved(lab, old, dtype))
+    lab.submit(engine, lab.tokens(1, 12), SamplingSettings(1.0, 1.0, 200))
     with ThreadPoolExecutor(1) as beside:
-        beside.submit(engine.prepare, snapshot).result()
-    assert engine.load_weights(snapshot).way == WAYS[packed]
+        preparing = beside.submit(engine.prepare, snapshot)
+        while engine.in_flight and not preparing.done():
+            engine.step()
+        preparing.result()
     assert bool(packing) == packed
     assert get_ident() not in packing
+    assert not multiplying
+    assert engine.load_weights(snapshot).way == WAYS[packed]
     assert multiplying == ({get_ident()} if packed else set())
+    lab.finish(engine)
 
 
 def test_what_is_prepared_and_then_overtaken_is_not_used(lab, engine, old, dtype):

@@ -133,18 +133,43 @@ def test_an_engine_that_takes_weights_in_no_way_is_faulty(lab, old, near, dtype,
         engine.step()
 
 
-def test_a_tensor_that_is_packed_wrongly_is_found_before_it_serves(lab, engine, old, near, dtype, packed, monkeypatch):
+def test_a_tensor_that_is_packed_wrongly_is_found_before_a_step(lab, engine, old, near, dtype, packed, monkeypatch):
     if not packed:
         pytest.skip("nothing is packed")
     engine.load_weights(snapshot(lab, old, dtype))
     swap = engine._llm.model_executor.driver_worker.worker.tba_swap
     pack, wrong = swap._pack, swap._model.get_submodule("model.layers.0.mlp.down_proj")
+    before = engine.score([lab.tokens(3, 40)])[0].tolist()
     monkeypatch.setattr(swap, "_pack", lambda module, weight: pack(module, weight.roll(int(module is wrong), 0)))
     swap.prepare([*map(str, snapshot(lab, near, dtype).weight_files)], None, 0)
     with pytest.raises(EngineError, match="down_proj multiplies differently from its weight"):
         swap.exchange()
     assert swap.undo()
+    assert engine.score([lab.tokens(3, 40)])[0].tolist() == before
     assert_mended(lab, engine, near, dtype)
+
+
+def test_a_weight_that_cannot_be_packed_leads_to_a_reload(lab, engine, old, near, dtype, packed, monkeypatch):
+    from vllm import _custom_ops
+
+    if not packed:
+        pytest.skip("nothing is packed")
+    engine.load_weights(snapshot(lab, old, dtype))
+    create, failed = _custom_ops.create_onednn_mm, []
+
+    def fails_once(weight, cache):
+        if not failed:
+            failed.append(weight.shape)
+            raise RuntimeError("could not create a memory object")
+        return create(weight, cache)
+
+    monkeypatch.setattr(_custom_ops, "create_onednn_mm", fails_once)
+    engine.prepare(new := snapshot(lab, near, dtype))
+    assert failed
+    # Prepared anew in the pause, when it can be packed again.
+    assert engine.load_weights(new).way == "exchange"
+    ids = lab.tokens(3, 40)
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(near, ids), atol=BOUNDS[dtype])
 
 
 def test_a_model_whose_places_are_not_found_is_reloaded_and_goes_back_too(lab, old, dtype, packed, monkeypatch):

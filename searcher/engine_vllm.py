@@ -12,7 +12,6 @@ What finishes while a canary is being scored waits in `_finished` until the weig
 What happens when weights are refused is in swap_ladder.py. docs/vllm.md says what was run, and what was not (CUDA).
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from tba.searcher.engine import (
 )
 from tba.searcher.snapshot_checks import Mismatch, check_snapshot, prove, tensor_shapes
 from tba.searcher.swap_ladder import NotTaken, SwapLadder, Weights
+from tba.searcher.turns import Turns
 from tba.searcher.vllm_start import for_platform, import_vllm, leave_process_groups, start_vllm
 
 # Places in vLLM's batch that no request gets, so that a full batch does not keep the canary waiting.
@@ -90,7 +90,7 @@ class VllmEngine:
         self._keep_prefix_cache = keep_prefix_cache
         self._version = initial_version
         self._salt = 0
-        self._stepping = threading.Lock()  # held while vLLM's workers are spoken to
+        self._speaking = Turns()  # held while vLLM's workers are spoken to
         self._scorings = 0
         self._flights: dict[int, _Flight] = {}  # what was submitted and not yet returned
         self._queue: deque[int] = deque()  # those that vLLM does not have yet
@@ -253,7 +253,7 @@ class VllmEngine:
         """One step of vLLM. Finished responses go to `_finished`; finished scorings are returned by name."""
         self._feed()
         try:
-            with self._stepping:
+            with self._speaking:
                 outputs = self._llm.step()
         except Exception as error:
             self._broken = f"vLLM failed in a step and has to be started again: {error}"
@@ -272,7 +272,7 @@ class VllmEngine:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker, between two steps. Raises NotTaken if one fails."""
         try:
-            with self._stepping:
+            with self._speaking:
                 results: list[Any] = self._llm.collective_rpc(method, args=arguments)
         except Exception as error:
             raise NotTaken(f"vLLM could not do {method}: {error}") from error

@@ -6,23 +6,21 @@ import time
 from tba.searcher.turns import Turns
 
 
-def test_a_thread_that_takes_the_lock_again_at_once_keeps_nobody_waiting():
-    turns, stop, taken, waited = Turns(), threading.Event(), 0, []
+def test_who_takes_the_lock_again_at_once_comes_after_who_waited():
+    turns, order = Turns(), []
 
-    def step() -> None:
-        nonlocal taken
-        while not stop.is_set():
-            with turns:
-                taken += 1
-                time.sleep(0.002)
-
-    stepping = threading.Thread(target=step)
-    stepping.start()
-    for _ in range(50):
-        before = taken
+    def wait() -> None:
         with turns:
-            waited.append(taken - before)
-        time.sleep(0.003)
-    stop.set()
-    stepping.join()
-    assert max(waited) <= 2, "the turn under way, and one that was about to begin"
+            order.append("waited")
+
+    waiting = threading.Thread(target=wait)
+    with turns:
+        waiting.start()
+        deadline = time.monotonic() + 10
+        while not turns._next.locked():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    with turns:
+        order.append("again")
+    waiting.join()
+    assert order == ["waited", "again"]

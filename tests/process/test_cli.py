@@ -235,7 +235,7 @@ def test_doctor_tells_who_has_the_address_of_the_buffer(tba, start_tba, run_conf
     address = run_config.address
     with socket.create_server(("127.0.0.1", 0)) as other:
         result, detail = found(f"buffer.address=tcp://127.0.0.1:{other.getsockname()[1]}")
-    assert (result, "answers as no buffer does" in detail) == ("fail", True)
+    assert (result, "does not answer as a buffer does" in detail) == ("fail", True)
     assert found() == ("ok", f"{address}: nothing listens there")
     start_tba("buffer", "serve", "--config", run_config.file)
     with closing(BufferClient(address, role="monitor", name="test")) as client:

@@ -149,7 +149,7 @@ def test_a_tensor_that_is_packed_wrongly_is_found_before_a_step(lab, engine, old
     assert_mended(lab, engine, near, dtype)
 
 
-def test_a_weight_that_cannot_be_packed_leads_to_a_reload(lab, engine, old, near, dtype, packed, monkeypatch):
+def test_a_weight_that_could_not_be_packed_is_packed_in_the_pause(lab, engine, old, near, dtype, packed, monkeypatch):
     from vllm import _custom_ops
 
     if not packed:

@@ -7,106 +7,120 @@ received the rows from other processes, decoded and checked them, hashed the res
 sampling index; and it acknowledges them after the commit and its sync.
 
 Producers stand for searchers on other machines but share this one's cores with the server. So they take as little of
-them as they can: what they put lies ready as bytes, as in a searcher's spool, and few processes hold all of them,
-since a process that wakes up for one acknowledgement finds cold caches and costs twice as much.
+them as they can: what they put lies ready as bytes, as in a searcher's spool, and few processes hold all of them, each
+in one thread, since one that wakes up for one acknowledgement finds cold caches and costs twice as much.
+
+The two take turns in being first, and each has its files deleted at once: pages that somebody has just given back are
+found faster than pages that nobody has had, on a virtual machine many times.
 """
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import random
 import sqlite3
 import statistics
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import numpy as np
+import zmq
 
 from benchmarks import serving
 from benchmarks.table import print_table
 from tba.buffer.mailbox import GROUP_BYTES, GROUP_ROWS
 from tba.buffer.store import Store
 from tba.common import wire
-from tba.common.client import BufferClient
+from tba.common.codec import Frames, encode_request
 from tba.common.trajectory import Trajectory, pack
 
 GROUP = 16  # trajectories in one put: S samples of a prompt
-IN_FLIGHT = 128  # puts under way, of all producers together; at most 32 and at least 2 of each
+IN_FLIGHT = 128  # puts under way, of all producers together, the window of one searcher; at least 2 of each
 PROMPTS = 1024
 DISTINCT = 1024  # payloads of the bare loop, and of each process of producers
 PROCESSES = 2  # at most; more producers than that share processes
-ROUNDS = 3  # bare loop and server take turns, so that both see the same weather
+ROUNDS = 4  # bare loop and server take turns, so that both see the same weather
 
 
 def main() -> None:
     rows = []
     for kib, count in ((4, 98_304), (64, 6_144)):
         for producers in (1, 8, 64):
-            rates = [measure(kib << 10, producers, count) for _ in range(ROUNDS)]
-            bare, served = (statistics.median(column) for column in zip(*rates, strict=True))
+            rates = [measure(kib << 10, producers, count, bare_first=n % 2 == 0) for n in range(ROUNDS)]
+            bare, acknowledged = (statistics.median(column) for column in zip(*rates, strict=True))
             ratio = statistics.median(s / b for b, s in rates)
-            rows.append([f"{kib} KB", producers, f"{bare:,.0f}", f"{served:,.0f}", f"{ratio:.2f}"])
+            rows.append([f"{kib} KB", producers, f"{bare:,.0f}", f"{acknowledged:,.0f}", f"{ratio:.2f}"])
     print_table(
         f"ingest, power-durable, median of {ROUNDS} rounds", ["row", "producers", "bare/s", "tba/s", "ratio"], rows
     )
 
 
-def measure(row_bytes: int, producers: int, count: int) -> tuple[float, float]:
-    """Rows per second of the bare loop and, right after it, of the server."""
-    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
-        bare = bare_loop(Path(folder) / "bare.sqlite", row_bytes, count)
-        with Server(Path(folder) / "run") as server:
-            return bare, server.ingest(producers, count, row_bytes)
+def measure(row_bytes: int, producers: int, count: int, *, bare_first: bool) -> tuple[float, float]:
+    """Rows per second of the bare loop and of the server, one right after the other."""
+    if bare_first:
+        return bare_loop(row_bytes, producers, count), served(row_bytes, producers, count)
+    rate = served(row_bytes, producers, count)
+    return bare_loop(row_bytes, producers, count), rate
+
+
+def served(row_bytes: int, producers: int, count: int) -> float:
+    """Rows per second that a new server acknowledges."""
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, Server(Path(folder) / "run") as server:
+        return server.ingest(producers, count, row_bytes)
 
 
 # ---------------------------------------------------------------- the bare loop
 
 
-def bare_loop(path: Path, row_bytes: int, count: int) -> float:
+def bare_loop(row_bytes: int, producers: int, count: int) -> float:
     """Rows per second of nothing but INSERT and COMMIT."""
-    store = Store(path, durability="power")  # makes the same tables with the same pragmas
-    connection = store.database._connection
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA wal_autocheckpoint = 1000")  # SQLite's own default
-    rows, payloads = bare_rows(row_bytes, count)
-    batch = min(GROUP_ROWS, GROUP_BYTES // row_bytes)
-    started = time.perf_counter()
-    for first in range(0, count, batch):
-        connection.execute("BEGIN IMMEDIATE")
-        connection.executemany(insert_into(connection, "trajectory_rows"), rows[first : first + batch])
-        connection.executemany(insert_into(connection, "payloads"), payloads[first : first + batch])
-        connection.execute("COMMIT")
-    seconds = time.perf_counter() - started
-    store.close()
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+        store = Store(Path(folder) / "bare.sqlite", durability="power")  # makes the same tables with the same pragmas
+        connection = store.database._connection
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA wal_autocheckpoint = 1000")  # SQLite's own default
+        add_row, add_payload = insert_into(connection, "trajectory_rows"), insert_into(connection, "payloads")
+        rows, payloads = bare_rows(row_bytes, producers, count)
+        batch = min(GROUP_ROWS, GROUP_BYTES // row_bytes)
+        started = time.perf_counter()
+        for first in range(0, count, batch):
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(add_row, rows[first : first + batch])
+            connection.executemany(add_payload, payloads[first : first + batch])
+            connection.execute("COMMIT")
+        seconds = time.perf_counter() - started
+        store.close()
     return count / seconds
 
 
 def insert_into(connection: sqlite3.Connection, table: str) -> str:
-    """An INSERT with all columns of a table."""
+    """An INSERT with all columns of a table, in their order."""
     columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
-    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
-def bare_rows(row_bytes: int, count: int) -> tuple[list[dict], list[dict]]:
-    """Rows with the values that the server would store."""
+def bare_rows(row_bytes: int, producers: int, count: int) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Rows of `trajectory_rows` and of `payloads`, with the values that the server would store."""
     sample = trajectory(row_bytes, 0)
     tokens = len(sample.response_ids)
     rng = random.Random(0)
-    rows = [
-        {
+    rows: list[dict[str, Any]] = [
+        {  # in the order of the table
             "id": n + 1,
             "run": 1,
             "prompt": 1 + n // GROUP % PROMPTS,
             "visit": 0,
-            "sender": 1 + n % 8,
-            "sequence": n // 8,
+            "sender": 1 + n // GROUP % producers,
+            "sequence": n // GROUP // producers * GROUP + n % GROUP,
             "policy_version": 0,
             "reward": rng.random(),
             "reward_parts": '{"correct": 1.0}',
@@ -126,8 +140,8 @@ def bare_rows(row_bytes: int, count: int) -> tuple[list[dict], list[dict]]:
         }
         for n in range(count)
     ]
-    payloads = [{kind: getattr(trajectory(row_bytes, n), kind).tobytes() for kind in PAYLOAD} for n in range(DISTINCT)]
-    return rows, [{"trajectory": n + 1, **payloads[n % DISTINCT]} for n in range(count)]
+    payloads = [[getattr(trajectory(row_bytes, n), kind).tobytes() for kind in PAYLOAD] for n in range(DISTINCT)]
+    return [tuple(row.values()) for row in rows], [(n + 1, *payloads[n % DISTINCT]) for n in range(count)]
 
 
 PAYLOAD = ("prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
@@ -238,19 +252,18 @@ def produce(
     barrier: Barrier,
     taken: "SimpleQueue[list[list[Acknowledged]]]",
 ) -> None:
-    """Several clients, a thread each, that put groups, a few at a time, until `rows` of each are acknowledged.
+    """Several senders that put groups, a few at a time, until `rows` of each are acknowledged.
 
     There are `producers` in all processes. `rate` is rows per second of this process, 0 for as fast as it goes.
     """
     groups = [packed(row_bytes, number * PROMPTS // PROCESSES + n) for n in range(DISTINCT // GROUP)]
-    window = min(32, max(2, IN_FLIGHT // producers))
-    mine = [Producer(address, f"producer{number}-{n}", groups, rows, window) for n in range(clients)]
-    threads = [threading.Thread(target=producer.run, args=(rate / clients,)) for producer in mine]
-    barrier.wait()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    window = max(2, IN_FLIGHT // producers)
+    interval = GROUP * clients / rate if rate else 0.0
+    with zmq.Context() as context:
+        names = [f"producer{number}-{n}-{os.getpid()}" for n in range(clients)]
+        mine = [Producer(context.socket(zmq.DEALER), address, name, groups, rows, window, interval) for name in names]
+        barrier.wait()
+        run(mine)
     taken.put([producer.acknowledged for producer in mine])
 
 
@@ -260,45 +273,89 @@ def packed(row_bytes: int, number: int) -> tuple[wire.Rows, list[bytes]]:
     return wire.Rows.model_validate(columns), frames
 
 
+def run(producers: "Sequence[Producer]") -> None:
+    """Put everything, and wait until all is acknowledged."""
+    by_socket = {producer.socket: producer for producer in producers}
+    poller = zmq.Poller()
+    for socket in by_socket:
+        poller.register(socket, zmq.POLLIN)
+    while by_socket:
+        due = min(producer.put_due() for producer in by_socket.values())
+        pause = min(1.0, max(0.0, due - time.perf_counter()))
+        for socket, _ in poller.poll(round(1000 * pause)):
+            producer = by_socket[socket]
+            producer.take()
+            if producer.is_through:
+                poller.unregister(socket)
+                del by_socket[socket]
+                socket.close()
+
+
 class Producer:
-    """One sender. What it will put is encoded when it is made; `window` puts are under way at once."""
+    """One sender. What it will put is encoded when it is made; `window` puts are under way at once.
+
+    `interval` is the seconds from one put to the next, 0 for as fast as it goes.
+    """
 
     def __init__(
-        self, address: str, name: str, groups: Sequence[tuple[wire.Rows, list[bytes]]], rows: int, window: int
+        self,
+        socket: "zmq.Socket[bytes]",
+        address: str,
+        name: str,
+        groups: Sequence[tuple[wire.Rows, list[bytes]]],
+        rows: int,
+        window: int,
+        interval: float,
     ) -> None:
-        self._client = BufferClient(address, role="searcher", name=f"{name}-{os.getpid()}")
-        hello = wire.Hello(host="bench", pid=os.getpid(), software="bench")
-        self._client.call(hello, wire.Welcome, deadline_seconds=20)
-        self._puts = deque(
-            self._client.encode(wire.PutTrajectories(first_sequence=first, rows=columns), frames)
-            for first, (columns, frames) in zip(range(0, rows, GROUP), itertools.cycle(groups), strict=False)
-        )
+        self.socket = socket
+        self._name = name
         self._window = window
+        self._interval = interval
+        self._due = 0.0
         self._sent_at: dict[int, float] = {}
         self.acknowledged: list[Acknowledged] = []
+        socket.connect(address)
+        socket.send_multipart(self._encoded(0, wire.Hello(host="bench", pid=os.getpid(), software="bench")))
+        assert header(socket)["type"] == wire.Welcome.TYPE
+        self._puts = deque(
+            (id_, self._encoded(id_, wire.PutTrajectories(first_sequence=GROUP * (id_ - 1), rows=columns), frames))
+            for id_, (columns, frames) in zip(range(1, 1 + rows // GROUP), itertools.cycle(groups), strict=False)
+        )
 
-    def run(self, rate: float) -> None:
-        """Put everything, at `rate` rows per second unless that is 0, and wait until all is acknowledged."""
-        due = time.perf_counter()
-        while self._puts or self._sent_at:
+    @property
+    def is_through(self) -> bool:
+        """Whether all that it had is acknowledged."""
+        return not (self._puts or self._sent_at)
+
+    def put_due(self) -> float:
+        """Put what is due and has room. Returns when the next one is due: never, if an answer has to come first."""
+        while self._puts and len(self._sent_at) < self._window:
             now = time.perf_counter()
-            if self._puts and len(self._sent_at) < self._window and now >= due:
-                self._put()
-                due += GROUP / rate if rate else 0.0
-            else:
-                self._take(min(1.0, due - now) if rate and self._puts and due > now else 1.0)
-        self._client.close()
+            self._due = self._due or now
+            if now < self._due:
+                return self._due
+            id_, frames = self._puts.popleft()
+            self._sent_at[id_] = now
+            self.socket.send_multipart(frames, copy=False)
+            self._due += self._interval
+        return math.inf
 
-    def _put(self) -> None:
-        id_, encoded = self._puts.popleft()
-        self._sent_at[id_] = time.perf_counter()
-        self._client.post_encoded(id_, encoded)
-
-    def _take(self, timeout_seconds: float) -> None:
-        for reply in self._client.poll(timeout_seconds):
-            assert isinstance(reply.message, wire.PutAck), reply.message
+    def take(self) -> None:
+        """Take the acknowledgements that have come."""
+        while self.socket.get(zmq.EVENTS) & zmq.POLLIN:
+            reply = header(self.socket)
+            assert reply["type"] == wire.PutAck.TYPE, reply
             now = time.perf_counter()
-            self.acknowledged.append((now, now - self._sent_at.pop(reply.header.id)))
+            self.acknowledged.append((now, now - self._sent_at.pop(reply["id"])))
+
+    def _encoded(self, id_: int, message: wire.Message, frames: Sequence[bytes] = ()) -> Frames:
+        return encode_request(message, id=id_, role="searcher", sender=self._name, run="", frames=frames)
+
+
+def header(socket: "zmq.Socket[bytes]") -> dict[str, Any]:
+    """Of the next reply: a full check would cost the cores that the server shares."""
+    fields: dict[str, Any] = msgpack.unpackb(socket.recv_multipart()[0])
+    return fields
 
 
 if __name__ == "__main__":

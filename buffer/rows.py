@@ -53,7 +53,7 @@ def put_columns(message: PutTrajectories, frames: Sequence[memoryview]) -> PutCo
         rows=rows,
         versions=_versions(rows.version_runs_count, frames[3]),
         reward_parts=[to_json(parts).decode() for parts in rows.reward_parts],
-        sampling=[_sampling_json(settings.temperature, settings.top_p) for settings in rows.sampling],
+        sampling=[_sampling_json(settings["temperature"], settings["top_p"]) for settings in rows.sampling],
         metadata=list(map(_metadata_json, rows.metadata)),
         dedup_hash=list(map(_hash, views[1])),
         payload=list(zip(*views, strict=True)),
@@ -76,7 +76,7 @@ def _hash(response: memoryview) -> int:
 
 @functools.lru_cache
 def _sampling_json(temperature: float, top_p: float) -> str:
-    return Sampling(temperature=temperature, top_p=top_p).model_dump_json()
+    return to_json(Sampling(temperature=temperature, top_p=top_p)).decode()
 
 
 def _metadata_json(metadata: dict[str, Any]) -> str:

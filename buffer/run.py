@@ -16,7 +16,7 @@ from tba.common.channels import ServerChannel
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.log import get_logger
-from tba.common.process import notify_systemd
+from tba.common.process import keep_freed_memory, notify_systemd
 
 log = get_logger(__name__)
 
@@ -50,6 +50,7 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
             if not channel.is_local:
                 log.warning("the address is reachable from other machines, unencrypted: use a trusted network")
             notify_systemd("READY=1")
+            keep_freed_memory()
             _tune_interpreter()
             BufferServer(channel, store, service, clock, queue_bytes=config.buffer.queue_mib << 20).run(stop)
         finally:

@@ -94,10 +94,21 @@ class ServerChannel:
         while _readable(self._woken):
             self._woken.recv(zmq.NOBLOCK)
         while len(received) < limit and size < _READ_BYTES and _readable(self._socket):
-            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            received.append((peer.bytes, [frame.buffer for frame in frames]))
-            size += sum(map(len, frames))
+            peer, frames = self._receive_one()
+            received.append((peer, frames))
+            size += sum(frame.nbytes for frame in frames)
         return received
+
+    def _receive_one(self) -> tuple[Peer, list[memoryview]]:
+        """`recv_multipart` asks the socket after each frame whether there are more; the frame itself knows."""
+        peer = self._socket.recv(zmq.NOBLOCK)
+        frames: list[memoryview] = []
+        more = True
+        while more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frames.append(frame.buffer)
+            more = frame.more
+        return peer, frames
 
     def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
         """Answer a peer. False if it has gone or does not read: the answer is lost, and it will ask again."""

@@ -13,7 +13,8 @@ version, leases by the list of those already held. The envelope and its checks a
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
+from typing_extensions import TypedDict  # of the standard library's, before Python 3.12, pydantic knows too little
 
 from tba.common.quantity import quantity
 
@@ -82,8 +83,9 @@ class Visit(Message):
     prompt_key: Name
 
 
-class Sampling(Message):
-    """The settings that a response was sampled with."""
+@with_config(Message.model_config)
+class Sampling(TypedDict):
+    """The settings that a response was sampled with. A map, not an object: each trajectory has one."""
 
     temperature: Annotated[float, Field(ge=0)]
     top_p: Annotated[float, Field(gt=0, le=1)]

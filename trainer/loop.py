@@ -25,6 +25,7 @@ from tba.common.errors import (
 )
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
+from tba.common.process import keep_freed_memory
 from tba.common.quantity import quantity
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch
@@ -66,6 +67,7 @@ def train(
     another process of this trainer ends.
     """
     prepare(config, device)
+    keep_freed_memory()
     with until_lost():
         ranks = join(torch.device(device))
         if ranks.rank == 0:

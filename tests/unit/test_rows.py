@@ -1,0 +1,18 @@
+"""From a put to rows of the database."""
+
+import sqlite3
+
+from tba.buffer.rows import RunColumns, database_rows, put_columns
+from tba.common import wire
+from tba.common.trajectory import pack
+
+
+def test_python_asks_no_value_of_a_trajectory_how_it_wants_to_be_stored(trajectory):
+    """It would, at half a microsecond each, with every value that is neither a number nor text nor registered."""
+    columns, frames = pack([trajectory()])
+    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    put = put_columns(message, [memoryview(frame) for frame in frames])
+    (row,) = database_rows(put, RunColumns(1, 1, 0.0, [1], [1], [0]))
+    types = {type(value) for value in (*row, *put.payload[0])}
+    assert types == {int, float, str, type(None), memoryview}
+    assert types - {int, float, str} <= {kind for kind, _ in sqlite3.adapters}

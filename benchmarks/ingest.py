@@ -39,15 +39,17 @@ from benchmarks import serving
 from benchmarks.table import print_table
 from tba.buffer.mailbox import GROUP_BYTES, GROUP_ROWS
 from tba.buffer.store import Store
+from tba.buffer.tables.trajectories import TRAJECTORY_COLUMNS
 from tba.common import wire
 from tba.common.codec import Frames, encode_request
 from tba.common.trajectory import Trajectory, pack
 
 GROUP = 16  # trajectories in one put: S samples of a prompt
-IN_FLIGHT = 128  # puts under way, of all producers together, the window of one searcher; at least 2 of each
+IN_FLIGHT = 128  # puts under way, of all producers together; at most 64, a searcher's window, and at least 2 of each
 PROMPTS = 1024
 DISTINCT = 1024  # payloads of the bare loop, and of each process of producers
 PROCESSES = 2  # at most; more producers than that share processes
+PATIENCE_SECONDS = 60
 ROUNDS = 4  # bare loop and server take turns, so that both see the same weather
 
 
@@ -141,6 +143,7 @@ def bare_rows(row_bytes: int, producers: int, count: int) -> tuple[list[tuple[An
         for n in range(count)
     ]
     payloads = [[getattr(trajectory(row_bytes, n), kind).tobytes() for kind in PAYLOAD] for n in range(DISTINCT)]
+    assert tuple(rows[0])[:-1] == TRAJECTORY_COLUMNS
     return [tuple(row.values()) for row in rows], [(n + 1, *payloads[n % DISTINCT]) for n in range(count)]
 
 
@@ -203,11 +206,14 @@ class Load:
         """Start, and wait until all are ready. Returns the time of the first put."""
         for process in self.processes:
             process.start()
-        self._barrier.wait()
+        self._barrier.wait(PATIENCE_SECONDS)
         return time.perf_counter()
 
     def wait(self) -> list[list[Acknowledged]]:
         """Wait until all is acknowledged. Returns what each producer has seen of that."""
+        while self._taken.empty():
+            assert not any(process.exitcode for process in self.processes), "a producer failed: see above"
+            time.sleep(0.01)
         taken = [producer for _ in self.processes for producer in self._taken.get()]
         for process in self.processes:
             process.join()
@@ -257,7 +263,7 @@ def produce(
     There are `producers` in all processes. `rate` is rows per second of this process, 0 for as fast as it goes.
     """
     groups = [packed(row_bytes, number * PROMPTS // PROCESSES + n) for n in range(DISTINCT // GROUP)]
-    window = max(2, IN_FLIGHT // producers)
+    window = min(64, max(2, IN_FLIGHT // producers))
     interval = GROUP * clients / rate if rate else 0.0
     with zmq.Context() as context:
         names = [f"producer{number}-{n}-{os.getpid()}" for n in range(clients)]
@@ -314,6 +320,7 @@ class Producer:
         self._due = 0.0
         self._sent_at: dict[int, float] = {}
         self.acknowledged: list[Acknowledged] = []
+        socket.setsockopt(zmq.RCVTIMEO, 1000 * PATIENCE_SECONDS)
         socket.connect(address)
         socket.send_multipart(self._encoded(0, wire.Hello(host="bench", pid=os.getpid(), software="bench")))
         assert header(socket)["type"] == wire.Welcome.TYPE
@@ -335,7 +342,7 @@ class Producer:
             if now < self._due:
                 return self._due
             id_, frames = self._puts.popleft()
-            self._sent_at[id_] = now
+            self._sent_at[id_] = self._due if self._interval else now
             self.socket.send_multipart(frames, copy=False)
             self._due += self._interval
         return math.inf

@@ -25,8 +25,8 @@ _CHECKED_BYTES = 1 << 30  # two or three seconds
 # Rows in one INSERT: Python hands the interpreter lock to SQLite once for all of them, not once for each. Few
 # sizes, so that the prepared statements stay in the cache.
 _INSERT_SIZES = (256, 64, 16, 4, 1)
-# Python looks for a way to convert each value that is no number and no text. With none registered it asks the type and
-# the value for one, and drops the two errors that say that there is none: 0.6 us, for seven values of a trajectory.
+# For the whole process. Python looks for a way to convert each value that is no number and no text; with none
+# registered it asks the protocol and the value for one, in vain: 0.2 us, for the seven such values of a trajectory.
 sqlite3.register_adapter(memoryview, memoryview.toreadonly)
 sqlite3.register_adapter(bytes, bytes)
 sqlite3.register_adapter(type(None), lambda none: none)

@@ -19,11 +19,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tba.common.codec import MAX_FRAME_BYTES
 from tba.common.errors import AddressInUse, ConfigError, TbaError
+from tba.common.trajectory import ARRAY_KINDS
 
 # Messages, not bytes. Replies are small, and what waits in a client is held there anyway until it is answered; but of
 # requests the server takes few from each peer: those that it does not read have to wait in the senders.
 _HIGH_WATER_MARK = 1024
 _UNREAD_REQUESTS = 16
+_MOST_FRAMES = 1 + len(ARRAY_KINDS)  # that mean anything
 _READ_BYTES = 4 << 20  # read at once, and one multipart more
 # A frame over the codec's limit gets an error reply; one over this is not even read: the peer is cut off.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
@@ -100,13 +102,17 @@ class ServerChannel:
         return received
 
     def _receive_one(self) -> tuple[Peer, list[memoryview]]:
-        """`recv_multipart` asks the socket after each frame whether there are more; the frame itself knows."""
+        """A multipart, which ZeroMQ hands over whole. Of too many frames the first are kept, to be refused.
+
+        `recv_multipart` asks the socket after each frame whether there are more, which each frame has asked already.
+        """
         peer = self._socket.recv(zmq.NOBLOCK)
         frames: list[memoryview] = []
         more = True
         while more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            frames.append(frame.buffer)
+            if len(frames) <= _MOST_FRAMES:
+                frames.append(frame.buffer)
             more = frame.more
         return peer, frames
 

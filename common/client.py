@@ -38,6 +38,7 @@ class _Pending:
     patience: float  # seconds until the request is sent again
     posted_at: float
     sent_at: float | None = None
+    turn_at: float = -math.inf  # when one that was posted before it was last answered
 
 
 class BufferClient:
@@ -194,7 +195,7 @@ class BufferClient:
             return True
         due_at = math.inf
         for pending in self._pending.values():
-            if pending.sent_at is None or now - pending.sent_at >= pending.patience:
+            if pending.sent_at is None or now - max(pending.sent_at, pending.turn_at) >= pending.patience:
                 if not self._channel.send(pending.frames):
                     return False
                 if pending.sent_at is not None:  # it may wait behind others: asking ever more often does not help
@@ -226,7 +227,16 @@ class BufferClient:
             self.trouble = reply.message.message
             return None
         self.trouble = ""
-        return reply if self._pending.pop(reply.header.id, None) is not None else None
+        if self._pending.pop(reply.header.id, None) is None:
+            return None
+        self._note_progress(reply.header.id)
+        return reply
+
+    def _note_progress(self, answered: int) -> None:
+        """What was posted after this waits its turn at a busy server: to send it again would only add to that."""
+        for id_, pending in self._pending.items():
+            if id_ > answered:
+                pending.turn_at = self._heard_at
 
 
 def _expected(reply: Reply, expect: type[M]) -> M:

@@ -22,7 +22,10 @@ def model_directory(path: str, *, setting: str = "model.path") -> Path:
 def local_model(path: str, *, setting: str = "model.path") -> Path | None:
     """The directory of a model that is on this machine, None for one of the hub. Raises ConfigError if it is none."""
     if not path:
-        raise ConfigError(f"{setting} is not set: name a Hugging Face model directory or a hub id")
+        raise ConfigError(
+            f"{setting} is not set: name a Hugging Face model directory or a hub id in ./tba.toml, or in the file that "
+            "--config names"
+        )
     local = Path(path).expanduser()
     if os.path.isdir(local):  # False where this user may not look; Path's raises
         if not os.path.isfile(local / "config.json"):

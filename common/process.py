@@ -26,11 +26,11 @@ RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
 
 
 def keep_freed_memory() -> None:
-    """Up to 256 MiB of what this process frees stay its own, for what it takes next.
+    """Ask glibc to keep blocks of up to 32 MiB that are freed at the end of a heap, 256 MiB there, for what comes next.
 
-    Else glibc gives every large block back at once, and the next batch of a trainer, or answer of the buffer, begins
-    with a page fault for each 4 KiB. On virtual machines that give pages back to their host these take most of the
-    time of some batches. Where there is no glibc, nothing is done.
+    It gives a block back that is larger than all that were freed before, and the next batch of a trainer, or answer of
+    the buffer, begins with a page fault for each 4 KiB: on a virtual machine that returns pages to its host, most of
+    the time of some batches. Where there is no glibc, or it refuses, all stays as it is.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -14,7 +14,7 @@ version, leases by the list of those already held. The envelope and its checks a
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
-from typing_extensions import TypedDict  # of the standard library's, before Python 3.12, pydantic knows too little
+from typing_extensions import TypedDict  # pydantic refuses typing.TypedDict before Python 3.12
 
 from tba.common.quantity import quantity
 
@@ -85,7 +85,7 @@ class Visit(Message):
 
 @with_config(Message.model_config)
 class Sampling(TypedDict):
-    """The settings that a response was sampled with. A map, not an object: each trajectory has one."""
+    """The settings that a response was sampled with. A map, checked where it is a part of a message: many come in."""
 
     temperature: Annotated[float, Field(ge=0)]
     top_p: Annotated[float, Field(gt=0, le=1)]

@@ -30,7 +30,7 @@ AWAY_SECONDS = 5.0
 # Longer than a disk over the network is away for a moment; then a new start, which delivers all, is the better try.
 _UNREAD_SECONDS = 60.0
 # One searcher that delivers what it has gathered while the buffer was away keeps all stages of the buffer at work.
-_WINDOW_PUTS = 128
+_WINDOW_PUTS = 64
 _WINDOW_BYTES = 32 << 20
 
 

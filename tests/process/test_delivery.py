@@ -14,6 +14,7 @@ from tba.common import wire
 from tba.common.client import BufferClient
 from tba.common.clock import ManualClock
 from tba.common.errors import StorageError
+from tba.searcher import delivery as delivery_module
 from tba.searcher.delivery import Delivery
 from tba.searcher.spool_records import scan
 
@@ -22,6 +23,12 @@ from .fault_lab import prepare, row
 from .proxy import Proxy
 
 ROWS = 4
+
+
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch):
+    """So that little has to be put to be beyond it."""
+    monkeypatch.setattr(delivery_module, "_WINDOW_PUTS", 32)
 
 
 @pytest.fixture
@@ -109,7 +116,7 @@ def test_what_is_put_during_a_cut_waits_on_disk_and_comes_in_order_and_once(cour
     getattr(network, how)()
     one.put(500)
     one.turn_until(lambda: one.delivery.away)
-    assert len(one.client._pending) < 150, "memory holds the window only"
+    assert len(one.client._pending) < 50, "memory holds the window only"
     network.heal()
     one.turn_until(lambda: one.delivery.is_done)
     assert in_order(run_config) == {one.client.sender: list(range(503 * ROWS))}

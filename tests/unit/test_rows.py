@@ -8,7 +8,7 @@ from tba.common.trajectory import pack
 
 
 def test_python_asks_no_value_of_a_trajectory_how_it_wants_to_be_stored(trajectory):
-    """It would, at half a microsecond each, with every value that is neither a number nor text nor registered."""
+    """It would, in vain, with every value that is neither a number nor text nor registered."""
     columns, frames = pack([trajectory()])
     message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
     put = put_columns(message, [memoryview(frame) for frame in frames])

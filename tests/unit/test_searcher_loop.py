@@ -179,7 +179,8 @@ def responses(client: SlowClient) -> dict[tuple[str, int], list[tuple]]:
         rows = message.rows
         arrays = unpack_arrays(rows.model_dump(), [memoryview(frame) for frame in frames])
         found[rows.prompt_key[0], rows.lease[0]] = sorted(
-            (tuple(ids), s.temperature, s.top_p) for ids, s in zip(arrays["response_ids"], rows.sampling, strict=True)
+            (tuple(ids), s["temperature"], s["top_p"])
+            for ids, s in zip(arrays["response_ids"], rows.sampling, strict=True)
         )
     return found
 
@@ -237,8 +238,8 @@ def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
         ):
             ids = torch.tensor([[*prompt, *response]])
             with torch.no_grad():
-                logits = reference(ids).logits[0, len(prompt) - 1 : -1] / sampling.temperature
+                logits = reference(ids).logits[0, len(prompt) - 1 : -1] / sampling["temperature"]
             expected = logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(prompt) :]]
             np.testing.assert_allclose(logprobs, expected, atol=1e-4)
-            seen.add(sampling.temperature)
+            seen.add(sampling["temperature"])
     assert seen == {0.5, 1.0, 2.0}

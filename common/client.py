@@ -40,6 +40,12 @@ class _Pending:
     sent_at: float | None = None
     turn_at: float = -math.inf  # when one that was posted before it was last answered
 
+    @property
+    def due_at(self) -> float:
+        """When to send it again, once it was sent."""
+        assert self.sent_at is not None
+        return max(self.sent_at, self.turn_at) + self.patience
+
 
 class BufferClient:
     """One connection to the buffer. `sender` names this start of this process, unless it speaks for another."""
@@ -195,13 +201,13 @@ class BufferClient:
             return True
         due_at = math.inf
         for pending in self._pending.values():
-            if pending.sent_at is None or now - max(pending.sent_at, pending.turn_at) >= pending.patience:
+            if pending.sent_at is None or now >= pending.due_at:
                 if not self._channel.send(pending.frames):
                     return False
                 if pending.sent_at is not None:  # it may wait behind others: asking ever more often does not help
                     pending.patience = min(2 * pending.patience, _LONGEST_PATIENCE_SECONDS)
                 pending.sent_at = now
-            due_at = min(due_at, pending.sent_at + pending.patience)
+            due_at = min(due_at, pending.due_at)
         self._due_at = due_at
         return True
 

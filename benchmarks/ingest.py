@@ -211,10 +211,12 @@ class Load:
 
     def wait(self) -> list[list[Acknowledged]]:
         """Wait until all is acknowledged. Returns what each producer has seen of that."""
-        while self._taken.empty():
-            assert not any(process.exitcode for process in self.processes), "a producer failed: see above"
-            time.sleep(0.01)
-        taken = [producer for _ in self.processes for producer in self._taken.get()]
+        taken: list[list[Acknowledged]] = []
+        for _ in self.processes:
+            while self._taken.empty():
+                assert not any(process.exitcode for process in self.processes), "a producer failed: see above"
+                time.sleep(0.1)
+            taken += self._taken.get()
         for process in self.processes:
             process.join()
         return taken

@@ -7,7 +7,6 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +104,19 @@ class DatabaseFile:
         """Run one statement for each of these values."""
         self._connection.executemany(statement, rows)
 
-    def insert(self, conflict: str, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Insert many rows at once.
+    def insert(self, conflict: str, table: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
+        """Insert many rows at once: of each column its name and its values.
 
         What SQLite does by itself in a conflict, ABORT, undoes one statement: for that it would copy every page that
         the statement touches, as many bytes as it writes. A transaction here holds whole or not at all anyway.
         """
-        start = 0
+        rows, width, start = len(columns[0]), len(columns), 0
         for size in _INSERT_SIZES:
-            while len(rows) - start >= size:
-                statement = _insert_statement(table, tuple(columns), size, conflict)
-                self._connection.execute(statement, list(chain.from_iterable(rows[start : start + size])))
+            while rows - start >= size:
+                values: list[Any] = [None] * (size * width)  # row after row
+                for place, column in enumerate(columns):
+                    values[place::width] = column[start : start + size]
+                self._connection.execute(_insert_statement(table, tuple(names), size, conflict), values)
                 start += size
 
     def one(self, query: str, *values: Any) -> tuple[Any, ...]:

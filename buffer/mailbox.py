@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tba.buffer.rows import PutColumns
 from tba.common import wire
 from tba.common.channels import Peer
-from tba.common.codec import Request
+from tba.common.codec import RequestHeader
 
 # One transaction: large enough that the sync is shared by many, small enough that nobody waits long for it.
 GROUP_ROWS = 256
@@ -23,14 +23,14 @@ _LONGEST_TRANSACTION_SECONDS = 1.0  # that a hold waits for
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that passed all checks. Times are monotonic; `deadline` is until when it may wait for an answer.
+    """A message that passed all checks. Times are monotonic; `deadline` is until when it may wait for an answer.
 
     `bytes` is what it costs in memory, roughly: a small put is mostly objects.
     """
 
     peer: Peer
-    request: Request
-    put: PutColumns | None
+    header: RequestHeader
+    message: wire.Message | PutColumns
     bytes: int
     at: float
     deadline: float
@@ -38,9 +38,9 @@ class Arrival:
     @property
     def is_urgent(self) -> bool:
         """It overtakes puts: somebody waits for the answer. Of a searcher's requests only the sign of life does."""
-        if isinstance(self.request.message, wire.PutTrajectories):
+        if isinstance(self.message, PutColumns):
             return False
-        return self.request.header.role != "searcher" or isinstance(self.request.message, wire.Heartbeat)
+        return self.header.role != "searcher" or isinstance(self.message, wire.Heartbeat)
 
 
 class Mailbox:
@@ -122,7 +122,7 @@ class Mailbox:
             self._taking = False
             taken = list(self._urgent)
             self._urgent.clear()
-            asks_batch = any(isinstance(arrival.request.message, wire.SampleBatch) for arrival in taken)
+            asks_batch = any(isinstance(arrival.message, wire.SampleBatch) for arrival in taken)
             if not (asks_batch or self._holds):
                 taken += self._take_group()
             self._bytes -= sum(arrival.bytes for arrival in taken)
@@ -134,6 +134,9 @@ class Mailbox:
         while self._others and rows < GROUP_ROWS and size < GROUP_BYTES:
             arrival = self._others.popleft()
             group.append(arrival)
-            rows += len(arrival.put) if arrival.put else 1
-            size += sum(arrival.put.payload_bytes) if arrival.put else 0
+            if isinstance(arrival.message, PutColumns):
+                rows += len(arrival.message)
+                size += sum(arrival.message.payload_bytes)
+            else:
+                rows += 1
         return group

@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tba.buffer.mailbox import Arrival, Mailbox
-from tba.buffer.rows import put_columns
+from tba.buffer.rows import PutColumns, checked
 from tba.common.channels import Peer, ServerChannel
 from tba.common.clock import Clock
 from tba.common.codec import Frames, decode_request, request_id_of
 from tba.common.errors import WireError
 from tba.common.log import get_logger
-from tba.common.wire import PutTrajectories
 
 log = get_logger(__name__)
 
@@ -116,12 +115,12 @@ class Network:
 
     def _arrival(self, peer: Peer, frames: list[memoryview]) -> Arrival:
         request = decode_request(frames)
-        message = request.message
-        put = put_columns(message, request.frames) if isinstance(message, PutTrajectories) else None
+        message = checked(request)
         now = self._clock.monotonic()
         deadline = now + getattr(message, "wait_seconds", 0.0)
-        size = sum(frame.nbytes for frame in frames) + _OBJECT_BYTES * (1 + len(put or ()))
-        return Arrival(peer, request, put, size, now, deadline)
+        objects = 1 + len(message) if isinstance(message, PutColumns) else 1
+        size = sum(frame.nbytes for frame in frames) + _OBJECT_BYTES * objects
+        return Arrival(peer, request.header, message, size, now, deadline)
 
     def _send_outbox(self) -> None:
         with contextlib.suppress(IndexError):

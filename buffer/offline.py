@@ -23,7 +23,7 @@ from tba.buffer.tables import past as past_tables
 from tba.buffer.tables.runs import Run
 from tba.common import wire
 from tba.common.clock import SystemClock
-from tba.common.codec import MAX_FRAME_BYTES, Request, RequestHeader
+from tba.common.codec import MAX_FRAME_BYTES, RequestHeader
 from tba.common.config import Config
 from tba.common.errors import ConfigError, StorageError, UsageError
 from tba.common.log import get_logger
@@ -264,15 +264,15 @@ class OfflineBuffer:
         """A stand-in for the client of a server."""
         return OfflineClient(self, role, name)
 
-    def handle(self, request: Request) -> tuple[wire.Message, list[bytes]]:
+    def handle(self, header: RequestHeader, message: wire.Message) -> tuple[wire.Message, list[bytes]]:
         """Answer a request, durably. Raises Refused, ConfigError if there is no such batch."""
         with self._lock:
-            self._service.hear(request.header)
-            if isinstance(request.message, WRITE_NOTHING):
-                answer = self._service.handle(request)
+            self._service.hear(header)
+            if isinstance(message, WRITE_NOTHING):
+                answer = self._service.handle(header, message)
             else:
                 with self._store.transaction():
-                    answer = self._service.handle(request)
+                    answer = self._service.handle(header, message)
                 self._store.log.sync()
                 self._store.log.copy()
         assert answer is not None, "nothing waits offline"
@@ -310,10 +310,9 @@ class OfflineClient:
     ) -> tuple[M, list[memoryview]]:
         """Ask. Raises Refused."""
         header = RequestHeader(
-            v=wire.PROTOCOL_VERSION, type=message.TYPE, id=0, run="", body={}, role=self._role, sender=self._name
+            v=wire.PROTOCOL_VERSION, type=message.TYPE, id=0, run="", role=self._role, sender=self._name
         )
-        request = Request(header, message, [])
-        answer, frames = self._buffer.handle(request)
+        answer, frames = self._buffer.handle(header, message)
         assert isinstance(answer, expect)
         assert all(len(frame) <= MAX_FRAME_BYTES for frame in frames)
         return answer, [memoryview(frame) for frame in frames]

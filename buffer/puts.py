@@ -1,11 +1,13 @@
 """Trajectories come in, from searchers and from imports: each once, however often it is sent."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 from tba.buffer.answer import Answer
-from tba.buffer.index import Entry
-from tba.buffer.rows import PutColumns, RunColumns, database_rows
+from tba.buffer.index import Block
+from tba.buffer.rows import PutColumns, RunColumns, database_columns
 from tba.buffer.served_run import ServedRun
 from tba.common import wire
 from tba.common.errors import Refused
@@ -31,43 +33,60 @@ class Puts:
         if self._clients[sender].role == "importer":
             prompts, versions = self._imported_prompts(put), self._imported_versions(put)
         else:
-            prompts, versions = self._prompts_of(put), [self._oldest(versions) for versions in put.versions]
+            prompts, versions = self._prompts_of(put), self._oldest_versions(put)
         number, received = self._served.sender_id(sender), self._served.ranges_of(sender)
         missing = received.missing(put.first_sequence, len(put))
         if missing:
-            ids = self._store.trajectories.new_ids(len(missing))
             places = [sequence - put.first_sequence for sequence in missing]
-            every = ids if len(ids) == len(put) else range(len(put))
-            known = RunColumns(self._run.id, number, self._clock.wall(), every, prompts, versions)
-            self._add(put, known, ids, places)
+            known = RunColumns(self._run.id, number, self._clock.wall(), prompts, versions)
+            self._add(put, known, places)
             received.add(put.first_sequence, len(put))
-            self._close_visits({(put.rows.lease[place], prompts[place]) for place in places}, sender)
+            self._close_visits({(put.visit[place], prompts[place]) for place in places}, sender)
         ack = wire.PutAck(first_sequence=put.first_sequence, stored=len(missing), duplicates=len(put) - len(missing))
         return Answer(ack)
 
-    def _add(self, put: PutColumns, known: RunColumns, ids: Sequence[int], places: Sequence[int]) -> None:
-        """Write the rows at `places` of a put, under these ids, and have them sampled."""
-        rows, payloads = database_rows(put, known), put.payload
+    def _add(self, put: PutColumns, known: RunColumns, places: Sequence[int]) -> None:
+        """Write the rows at `places` of a put, and have them sampled."""
+        ids = self._store.trajectories.new_ids(len(places))
+        columns: Mapping[str, Sequence[Any]] = database_columns(put, known)
+        payload: Sequence[Sequence[memoryview]] = put.payload
+        references = put.reference_logprob or []
         if len(places) < len(put):  # some of them are there already
-            rows = [(id_, *rows[place][1:]) for id_, place in zip(ids, places, strict=True)]
-            payloads = [payloads[place] for place in places]
-        self._store.trajectories.add(rows, payloads)
-        if (references := put.rows.reference_logprob) is not None:
-            known_logprobs = ((id_, references[place]) for id_, place in zip(ids, places, strict=True))
-            self._store.trajectories.add_references(
-                [(id_, wire.INITIAL_REFERENCE, logprob) for id_, logprob in known_logprobs if logprob is not None]
-            )
+            columns = {name: [column[place] for place in places] for name, column in columns.items()}
+            payload = [[views[place] for place in places] for views in payload]
+            references = [references[place] for place in places] if references else []
+        self._store.trajectories.add({"id": ids, **columns}, payload)
+        if references:
+            every = zip(ids, references, strict=True)
+            known_ones = [(id_, wire.INITIAL_REFERENCE, logprob) for id_, logprob in every if logprob is not None]
+            self._store.trajectories.add_references(known_ones)
         self._served.trajectories += len(places)
-        columns = (put.rows.error, known.versions, known.prompts, put.rows.reward, put.dedup_hash, put.payload_bytes)
-        values = list(zip(*columns, strict=True))
-        index, known_versions = self._served.index, self._served.versions
-        for id_, place in zip(ids, places, strict=True):
-            error, version, prompt, reward, dedup_hash, size = values[place]
-            if error is not None:
-                self._served.errors += 1
-                continue
-            step = known_versions[version].step if version != wire.NO_POLICY else 0
-            index.add(Entry(id_, prompt, step, reward, dedup_hash, False, size))
+        self._have_sampled(ids, columns)
+
+    def _have_sampled(self, ids: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Enter what is no error into the index."""
+        steps = {version: self._step_of(version) for version in set(columns["policy_version"])}
+        made_at = [steps[version] for version in columns["policy_version"]]
+        taken = [False] * len(ids)
+        rest: tuple[Sequence[Any], ...] = (
+            ids,
+            made_at,
+            columns["reward"],
+            columns["dedup_hash"],
+            taken,
+            columns["payload_bytes"],
+        )
+        start = 0
+        for (prompt, error), rows in groupby(zip(columns["prompt"], columns["error"], strict=True)):
+            stop = start + len(list(rows))
+            if error is None:
+                self._served.index.extend(Block(prompt, *(column[start:stop] for column in rest)))
+            else:
+                self._served.errors += stop - start
+            start = stop
+
+    def _step_of(self, version: int) -> int:
+        return self._served.versions[version].step if version != wire.NO_POLICY else 0
 
     def _refuse_without_space(self) -> None:
         """A full disk is a state to come out of: what is on it must stay readable, and the log needs room."""
@@ -87,13 +106,17 @@ class Puts:
 
     def _prompts_of(self, put: PutColumns) -> list[int]:
         try:
-            return [self._served.prompt_ids[key] for key in put.rows.prompt_key]
+            return [self._served.prompt_ids[key] for key in put.prompt_key]
         except KeyError as error:
             raise Refused(
                 "unknown_prompt", f"prompt {error.args[0]!r} is not registered in run {self._run.name}"
             ) from error
 
-    def _oldest(self, versions: list[int]) -> int:
+    def _oldest_versions(self, put: PutColumns) -> list[int]:
+        oldest = {versions: self._oldest(versions) for versions in set(put.versions)}
+        return [oldest[versions] for versions in put.versions]
+
+    def _oldest(self, versions: tuple[int, ...]) -> int:
         """The version of the earliest step: after a resume that need not be the smallest."""
         try:
             if len(versions) == 1:
@@ -103,16 +126,16 @@ class Puts:
             raise Refused("unknown_version", f"policy version {error.args[0]} was never announced") from error
 
     def _imported_prompts(self, put: PutColumns) -> list[int]:
-        ids = self._store.prompts.add_imported(self._run, sorted(set(put.rows.prompt_key)))
-        return [ids[key] for key in put.rows.prompt_key]
+        ids = self._store.prompts.add_imported(self._run, sorted(set(put.prompt_key)))
+        return [ids[key] for key in put.prompt_key]
 
     def _imported_versions(self, put: PutColumns) -> list[int]:
         """A version number of another run names another policy, even if this run has that number too."""
         return [
             wire.NO_POLICY
-            if "imported_version" in metadata or not self._served.versions.keys() >= set(versions)
+            if is_foreign or not self._served.versions.keys() >= set(versions)
             else self._oldest(versions)
-            for metadata, versions in zip(put.rows.metadata, put.versions, strict=True)
+            for is_foreign, versions in zip(put.is_foreign, put.versions, strict=True)
         ]
 
     def _close_visits(self, answered: set[tuple[int, int]], sender: str) -> None:

@@ -66,8 +66,8 @@ class ServedRun:
 
     def _rebuild_index(self) -> None:
         self.index = SamplingIndex(self._limits)
-        for entry in self.store.trajectories.entries(self.run, self.history.policy_steps(self.versions)):
-            self.index.add(entry)
+        for block in self.store.trajectories.blocks(self.run, self.history.policy_steps(self.versions)):
+            self.index.extend(block)
         now, samples = self.history.step(self.steps_done), self.config.train.samples_per_prompt
         warm_up(self.index, self.rules, step=now, samples=samples)
 

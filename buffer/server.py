@@ -89,13 +89,13 @@ class BufferServer:
             self._network.resume()
         self._service.queued_bytes = self._mailbox.bytes
         for arrival in arrived:
-            self._service.hear(arrival.request.header, arrival.at)
+            self._service.hear(arrival.header, arrival.at)
         if self._mailbox.empty:  # else a sign of life may be among what waits
             self._service.expire_leases()
         self._forget_repeated(arrived)
         due = self._due(arrived)
         # A request that waits for data is tried again with every group; decoding does not pause for that.
-        asks_batch = any(isinstance(item.request.message, SampleBatch) for item in arrived)
+        asks_batch = any(isinstance(item.message, SampleBatch) for item in arrived)
         with self._network.decoding if asks_batch else contextlib.nullcontext():
             self._pass_on([*self._rejections(), *self._answer(due)])
 
@@ -126,10 +126,8 @@ class BufferServer:
 
     def _forget_repeated(self, arrived: Sequence[Arrival]) -> None:
         """A sender waits for one answer of a kind: a newer request replaces the one that waits."""
-        again = {(new.request.header.sender, new.request.header.type) for new in arrived}
-        self._parked = [
-            old for old in self._parked if (old.request.header.sender, old.request.header.type) not in again
-        ]
+        again = {(new.header.sender, new.header.type) for new in arrived}
+        self._parked = [old for old in self._parked if (old.header.sender, old.header.type) not in again]
 
     def _answer(self, group: list[Arrival]) -> list[_Reply]:
         """Commit a group; the replies to it. If one request breaks it, the others are done one by one."""
@@ -152,13 +150,13 @@ class BufferServer:
 
     def _answer_without_space(self, group: list[Arrival], error: StorageError) -> list[_Reply]:
         """Refuse what writes; the rest of the group failed only with it."""
-        rest = [item for item in group if isinstance(item.request.message, WRITE_NOTHING)]
-        refused = [item for item in group if not isinstance(item.request.message, WRITE_NOTHING)] or group
-        replies = [self._rejection(item.peer, item.request.header.id, error.code, str(error)) for item in refused]
+        rest = [item for item in group if isinstance(item.message, WRITE_NOTHING)]
+        refused = [item for item in group if not isinstance(item.message, WRITE_NOTHING)] or group
+        replies = [self._rejection(item.peer, item.header.id, error.code, str(error)) for item in refused]
         return replies if refused is group else [*replies, *self._answer(rest)]
 
     def _commit(self, group: list[Arrival]) -> list[_Outcome]:
-        if all(isinstance(item.request.message, WRITE_NOTHING) for item in group):
+        if all(isinstance(item.message, WRITE_NOTHING) for item in group):
             return [self._outcome(item) for item in group]
         started = time.perf_counter()
         with self._store.transaction():
@@ -166,7 +164,7 @@ class BufferServer:
         self._service.note_commit(time.perf_counter() - started)
         for item, outcome in zip(group, outcomes, strict=True):
             if isinstance(outcome, Answer) and isinstance(outcome.message, PutAck):
-                self._service.note_put(item.request.header.sender, outcome.message)
+                self._service.note_put(item.header.sender, outcome.message)
         return outcomes
 
     def _answer_one_by_one(self, group: list[Arrival]) -> list[_Reply]:
@@ -177,21 +175,22 @@ class BufferServer:
     def _outcome(self, item: Arrival) -> _Outcome:
         answer: _Outcome
         try:
-            if isinstance(item.request.message, SampleBatch):
-                answer = _Recorded() if self._service.record_batch(item.request) else None
+            if isinstance(item.message, SampleBatch):
+                answer = _Recorded() if self._service.record_batch(item.header, item.message) else None
             else:
-                answer = self._service.handle(item.request, item.put)
+                answer = self._service.handle(item.header, item.message)
         except Refused as refusal:
             return refusal
         if answer is None and item.deadline <= self._clock.monotonic():
-            return self._service.waiting_answer(item.request)
+            return self._service.waiting_answer(item.header, item.message)
         return answer
 
     def _read(self, item: Arrival) -> _Reply:
         """The batch that was recorded for this request."""
-        header = item.request.header
+        header = item.header
+        assert isinstance(item.message, SampleBatch)
         try:
-            return _Reply(item.peer, header.id, self._service.read_batch(item.request))
+            return _Reply(item.peer, header.id, self._service.read_batch(item.message))
         except Refused as refusal:
             return self._rejection(item.peer, header.id, refusal.code, str(refusal))
         except StorageError as error:
@@ -208,7 +207,7 @@ class BufferServer:
         if isinstance(outcome, _Recorded):
             self._recorded.append(item)
             return None
-        id_ = item.request.header.id
+        id_ = item.header.id
         if isinstance(outcome, Refused):
             return self._rejection(item.peer, id_, outcome.code, str(outcome))
         return _Reply(item.peer, id_, outcome)
@@ -221,7 +220,7 @@ class BufferServer:
         return [self._rejection(*refused.popleft()) for _ in range(len(refused))]
 
     def _internal(self, item: Arrival) -> _Reply:
-        header = item.request.header
+        header = item.header
         sentence = f"the buffer failed on {header.type}: its log has the details"
         return self._rejection(item.peer, header.id, "internal", sentence)
 

@@ -15,14 +15,14 @@ from tba.buffer.clients import GONE
 from tba.buffer.history import History
 from tba.buffer.leasing import Leasing
 from tba.buffer.puts import Puts
-from tba.buffer.rows import PutColumns, put_columns
+from tba.buffer.rows import PutColumns
 from tba.buffer.served_run import ServedRun
 from tba.buffer.store import Store
 from tba.buffer.tables.runs import Run
 from tba.buffer.training import Training
 from tba.common import wire
 from tba.common.clock import Clock
-from tba.common.codec import Request, RequestHeader
+from tba.common.codec import RequestHeader
 from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
@@ -55,7 +55,8 @@ class BufferService:
         self._put_times: deque[tuple[float, int]] = deque()  # (monotonic, rows) of the last seconds
         self.queued_bytes = 0  # told by the server, for the status
         self._commit_seconds: deque[float] = deque(maxlen=_COMMITS)
-        self._handlers: dict[type[wire.Message], Callable[[Any, str], Answer | None]] = {
+        self._handlers: dict[type[wire.Message | PutColumns], Callable[[Any, str], Answer | None]] = {
+            PutColumns: self._puts.put,
             wire.Hello: self._hello,
             wire.RegisterPrompts: self._leasing.register_prompts,
             wire.LeasePrompts: self._leasing.lease_prompts,
@@ -88,28 +89,24 @@ class BufferService:
         """A sender was alive at this monotonic time. Said once for each message, not when a waiting one is retried."""
         self._clients.hear(header.sender, header.role, self._clock.monotonic() if at is None else at)
 
-    def handle(self, request: Request, put: PutColumns | None = None) -> Answer | None:
-        """Answer a request, or None if it should be asked again when something has changed.
+    def handle(self, header: RequestHeader, message: wire.Message | PutColumns) -> Answer | None:
+        """Answer a request (see `rows.checked`), or None if it should be asked again when something has changed.
 
-        `put` are the columns of a put, if they are made already. Raises Refused with a code and a sentence.
+        Raises Refused with a code and a sentence.
         """
-        self._refuse_stranger(request.header)
-        if isinstance(request.message, wire.GetStatus):
+        self._refuse_stranger(header)
+        if isinstance(message, wire.GetStatus):
             return Answer(self.status())
-        if isinstance(request.message, wire.PutTrajectories):
-            return self._puts.put(put or put_columns(request.message, request.frames), request.header.sender)
-        return self._handlers[type(request.message)](request.message, request.header.sender)
+        return self._handlers[type(message)](message, header.sender)
 
-    def record_batch(self, request: Request) -> bool:
+    def record_batch(self, header: RequestHeader, message: wire.SampleBatch) -> bool:
         """The first half of `handle` for a batch: False if there is too little data for it. Raises Refused."""
-        assert isinstance(request.message, wire.SampleBatch)
-        self._refuse_stranger(request.header)
-        return self._training.record_batch(request.message)
+        self._refuse_stranger(header)
+        return self._training.record_batch(message)
 
-    def read_batch(self, request: Request) -> Answer:
+    def read_batch(self, message: wire.SampleBatch) -> Answer:
         """The other half, which takes longer, and no transaction: the record is committed. Raises Refused."""
-        assert isinstance(request.message, wire.SampleBatch)
-        return self._training.read_batch(request.message)
+        return self._training.read_batch(message)
 
     def _refuse_stranger(self, header: RequestHeader) -> None:
         if header.run not in ("", self._run.uuid):
@@ -183,11 +180,11 @@ class BufferService:
         """Ids of the trajectories that can be sampled."""
         return {entry.id for prompt in self._served.index.prompts() for entry in self._served.index.entries(prompt)}
 
-    def waiting_answer(self, request: Request) -> Answer:
+    def waiting_answer(self, header: RequestHeader, message: wire.Message | PutColumns) -> Answer:
         """What a request hears whose time to wait is over."""
-        if isinstance(request.message, wire.SampleBatch):
+        if isinstance(message, wire.SampleBatch):
             return Answer(wire.NotReady(reason=self._training.waits_for))
-        return Answer(wire.Leases(visits=[], reason=self._clients[request.header.sender].held_back))
+        return Answer(wire.Leases(visits=[], reason=self._clients[header.sender].held_back))
 
     def status(self) -> wire.Status:
         """Counts and clients."""

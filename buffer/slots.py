@@ -6,6 +6,7 @@ is the first slot that is not gone. An object per entry would cost 200 bytes and
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ NONE = -1
 GONE, LIVE, TAKEN = range(3)  # states: out of sampling, never taken for a batch, taken
 _COLUMNS = ("id", "place", "step", "reward", "dedup", "size", "state", "next")
 _GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
 
 class Slots:
@@ -36,34 +36,46 @@ class Slots:
     def __len__(self) -> int:
         return len(self.id)
 
-    def append(self, id_: int, place: int, step: int, reward: float, dedup: int, size: int, bit: int) -> int:
-        """Add a live entry; `bit` is `filter_bit(place, dedup)`. Returns its slot."""
-        slot = len(self.id)
-        self.id.append(id_)
-        self.place.append(place)
-        self.step.append(step)
-        self.reward.append(reward)
-        self.dedup.append(dedup)
-        self.size.append(size)
-        self.state.append(LIVE)
+    def extend(
+        self,
+        place: int,
+        ids: Sequence[int],
+        steps: Sequence[int],
+        rewards: Sequence[float],
+        hashes: Sequence[int],
+        taken: Sequence[bool],
+        sizes: Sequence[int],
+    ) -> int:
+        """Add entries of one prompt, each linked to the next. Returns the slot of the first."""
+        first, count = len(self.id), len(ids)
+        self.id.extend(ids)
+        self.place.extend(array("i", [place]) * count)
+        self.step.extend(steps)
+        self.reward.extend(rewards)
+        self.dedup.extend(hashes)
+        self.size.extend(sizes)
+        self.state.extend([TAKEN if is_taken else LIVE for is_taken in taken])
+        self.next.extend(range(first + 1, first + count))
         self.next.append(NONE)
-        if slot >= len(self._filter):
+        if len(self.id) > len(self._filter):
             self._refill_filter()
         else:
-            self._filter[bit >> 3] |= 1 << (bit & 7)
-        return slot
+            for bit in self._filter_bits(place, hashes):
+                self._filter[bit >> 3] |= 1 << (bit & 7)
+        return first
 
     def find(self, id_: int) -> int:
         """The slot of an id, NONE if it is not there."""
         slot = bisect_left(self.id, id_)
         return slot if slot < len(self.id) and self.id[slot] == id_ else NONE
 
-    def may_hold(self, bit: int) -> bool:
-        """False if no entry of a prompt has a hash, by their `filter_bit`; True is a perhaps, wrong for one in eight.
+    def perhaps_held(self, place: int, hashes: Sequence[int]) -> bool:
+        """Whether an entry of a prompt may have one of these hashes: for each at most one time in eight it has not.
 
-        It spares `add` the walk through a full prompt, which is 100 entries long by default.
+        It spares the walk through a full prompt, which is 100 entries long by default.
         """
-        return bool(self._filter[bit >> 3] & (1 << (bit & 7)))
+        bits = self._filter
+        return any(bits[bit >> 3] & (1 << (bit & 7)) for bit in self._filter_bits(place, hashes))
 
     def wants_squeeze(self, live: int) -> bool:
         """A quarter of the slots is gone: squeezing costs each `add` then the copying of three rows."""
@@ -87,17 +99,16 @@ class Slots:
         columns: list[array[Any]] = [getattr(self, name) for name in names]
         return sum(column.__sizeof__() for column in columns) + self._filter.__sizeof__()
 
-    def filter_bit(self, place: int, dedup: int) -> int:
-        """Where a prompt and a hash stand in the filter, until the next `append` or `squeeze`."""
-        # The filter has 2^n bytes, 2^(n + 3) bits; the high bits of a product with an odd number are mixed best.
-        return (((place * _GOLDEN) ^ dedup) * _GOLDEN & _MASK) >> (62 - len(self._filter).bit_length())
+    def _filter_bits(self, place: int, hashes: Sequence[int]) -> list[int]:
+        """Where a prompt's hashes, whose bits are mixed well, stand in the filter: its length is a power of two."""
+        salt, mask = place * _GOLDEN, 8 * len(self._filter) - 1
+        return [(dedup ^ salt) & mask for dedup in hashes]
 
     def _refill_filter(self) -> None:
         size = max(1 << 7, 1 << len(self.id).bit_length())
         with np.errstate(over="ignore"):
-            places = np.frombuffer(self.place, np.int32).astype(np.uint64) * np.uint64(_GOLDEN)
-            mixed = (places ^ np.frombuffer(self.dedup, np.int64).view(np.uint64)) * np.uint64(_GOLDEN)
-        bits = mixed >> np.uint64(62 - size.bit_length())
+            salts = np.frombuffer(self.place, np.int32).astype(np.uint64) * np.uint64(_GOLDEN)
+        bits = (salts ^ np.frombuffer(self.dedup, np.int64).view(np.uint64)) & np.uint64(8 * size - 1)
         flags = np.zeros(size * 8, np.bool_)
         flags[bits.astype(np.intp)] = True
         self._filter = bytearray(np.packbits(flags, bitorder="little").tobytes())

@@ -39,7 +39,6 @@ class _Envelope(BaseModel):
     type: str
     id: Id
     run: Annotated[str, Field(max_length=200)]  # empty before Welcome
-    body: dict[str, Any]
 
 
 class RequestHeader(_Envelope):
@@ -161,11 +160,14 @@ def _decode(
             f"protocol version {version} where this side speaks {PROTOCOL_VERSION}: run the same tba release everywhere"
         )
     try:
+        body = fields.pop("body", None)
         header = header_type.model_validate(fields)
         message_type = types.get(header.type)
         if message_type is None:
             raise WireError(f"unknown message type {header.type!r:.60}")
-        message = message_type.model_validate(header.body)
+        if not isinstance(body, dict):
+            raise WireError("the header has no body that is a map")
+        message = message_type.model_validate(body)
     except ValidationError as error:
         raise WireError(_sentence(error)) from error
     _check_arrays(message, frames[1:])

@@ -97,8 +97,7 @@ ARRAY_KINDS = (
     ArrayKind("loss_mask", "|u1", 1),
 )
 
-
-_PROMPT_IDS, _RESPONSE_IDS, _LOGPROBS, _VERSION_RUNS, _ = range(len(ARRAY_KINDS))
+PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, _ = range(len(ARRAY_KINDS))  # their places
 
 
 def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
@@ -149,7 +148,7 @@ def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -
     """Every response token has one version: the lengths of the runs add up to the response."""
     if not columns["version_runs_count"]:
         return
-    runs = np.frombuffer(frames[_VERSION_RUNS], "<i4").reshape(-1, 2)
+    runs = np.frombuffer(frames[VERSION_RUNS], "<i4").reshape(-1, 2)
     if len(runs) == len(columns["version_runs_count"]):  # no response spans a hot reload: what most puts are
         covered = runs[:, 1].tolist()
     else:
@@ -169,13 +168,13 @@ def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -
 
 def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, failed: Sequence[bool]) -> None:
     """Raise WireError for what no model can have produced; rows of failed rollouts may be empty."""
-    for name, place in (("prompt_ids", _PROMPT_IDS), ("response_ids", _RESPONSE_IDS)):
+    for name, place in (("prompt_ids", PROMPT_IDS), ("response_ids", RESPONSE_IDS)):
         if np.frombuffer(frames[place], "<i4").min(initial=0) < 0:
             raise WireError(f"negative token id in {name}")
         counts = columns[f"{name}_count"]
         if 0 in counts and any(not count and not bad for count, bad in zip(counts, failed, strict=True)):
             raise WireError(f"a trajectory without an error has empty {name}")
-    logprobs = np.frombuffer(frames[_LOGPROBS], "<f4")
+    logprobs = np.frombuffer(frames[LOGPROBS], "<f4")
     # A sum is finite only if all of it is, and is had in a quarter of the time; one that is not may be an overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         total = logprobs.sum()
@@ -185,7 +184,7 @@ def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, faile
 
 def version_runs_of(columns: dict[str, Any], frames: Sequence[memoryview]) -> list[npt.NDArray[Any]]:
     """The version runs of each trajectory, [V, 2]."""
-    return arrays_of(columns["version_runs_count"], ARRAY_KINDS[_VERSION_RUNS], frames[_VERSION_RUNS])
+    return arrays_of(columns["version_runs_count"], ARRAY_KINDS[VERSION_RUNS], frames[VERSION_RUNS])
 
 
 def arrays_of(counts: Sequence[int], kind: ArrayKind, frame: memoryview) -> list[npt.NDArray[Any]]:

@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 
+from tba.buffer.rows import checked
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
 from tba.common import wire
@@ -78,12 +79,11 @@ class ServiceHarness:
         self, message: wire.Message, frames: list[bytes] | None = None, sender: str = "s.1", role: str = "searcher"
     ):
         """Handle one request in a transaction of its own."""
-        header = RequestHeader(v=1, type=message.TYPE, id=1, run=self.run.uuid, body={}, role=role, sender=sender)
+        header = RequestHeader(v=1, type=message.TYPE, id=1, run=self.run.uuid, role=role, sender=sender)
         views = [memoryview(frame) for frame in frames or []]
-        request = Request(header, message, views)
         self.service.hear(header)
         with self.store.transaction():
-            return self.service.handle(request)
+            return self.service.handle(header, checked(Request(header, message, views)))
 
     def register(self, count: int) -> None:
         """Register prompts p0, p1, ..."""

@@ -55,8 +55,10 @@ class Batches:
             (run.id, step, len(groups), len(groups[0]), now),
         )
         slots = [entry for group in groups for entry in group]
-        rows = [(run.id, step, slot, entry.id, stale_from - entry.step) for slot, entry in enumerate(slots)]
-        self._database.insert("OR ROLLBACK", "consumption_rows", _CONSUMPTION_COLUMNS, rows)
+        count, ids = len(slots), [entry.id for entry in slots]
+        staleness = [stale_from - entry.step for entry in slots]
+        columns = ([run.id] * count, [step] * count, range(count), ids, staleness)
+        self._database.insert("OR ROLLBACK", "consumption_rows", _CONSUMPTION_COLUMNS, columns)
 
     def rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
         """The recorded batch of a step as columns, in slot order."""

@@ -4,11 +4,13 @@ What a transaction adds is gathered, and written at its end in statements of man
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from tba.buffer.database import DatabaseFile
-from tba.buffer.index import Entry
+from tba.buffer.index import Block
 from tba.buffer.tables.runs import Run
 from tba.common.errors import Refused
 from tba.common.quantity import quantity
@@ -51,11 +53,16 @@ class Trajectories:
 
     def __init__(self, database: DatabaseFile) -> None:
         self._database = database
-        self._new_rows: list[Sequence[Any]] = []  # of this transaction, not yet written
-        self._new_payloads: list[Sequence[Any]] = []
-        self._new_references: list[tuple[int, str, float]] = []
         self._unlogged = 0  # bytes that this transaction will have put into the log, roughly
         self._next_id: int | None = None
+        self._forget_new()
+
+    def _forget_new(self) -> None:
+        # Of this transaction, not yet written. Columns, each longer with every put: a row of its own for each
+        # trajectory would be made and freed for nothing.
+        self._new_rows: dict[str, list[Any]] = {name: [] for name in TRAJECTORY_COLUMNS}
+        self._new_payloads: list[list[memoryview]] = [[] for _ in ARRAY_KINDS]
+        self._new_references: list[tuple[int, str, float]] = []
 
     def new_ids(self, count: int) -> range:
         """Ids for so many new trajectories. They only grow: nothing is ever deleted."""
@@ -64,10 +71,15 @@ class Trajectories:
         first, self._next_id = self._next_id, self._next_id + count
         return range(first, self._next_id)
 
-    def add(self, rows: Sequence[Sequence[Any]], payloads: Sequence[Sequence[memoryview]]) -> None:
-        """Add rows (see `TRAJECTORY_COLUMNS`) with their payloads; they are written with the transaction's end."""
-        self._new_rows.extend(rows)
-        self._new_payloads.extend((row[0], *payload) for row, payload in zip(rows, payloads, strict=True))
+    def add(self, rows: Mapping[str, Sequence[Any]], payload: Sequence[Sequence[memoryview]]) -> None:
+        """Add rows, as `TRAJECTORY_COLUMNS` and a column of each kind of array.
+
+        They are written at the transaction's end.
+        """
+        for name, column in self._new_rows.items():
+            column.extend(rows[name])
+        for views, more in zip(self._new_payloads, payload, strict=True):
+            views.extend(more)
 
     def add_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Add (trajectory, reference, log-probability); they are written after the trajectories."""
@@ -75,15 +87,18 @@ class Trajectories:
 
     def flush(self) -> None:
         """Write what was added, so that queries of this transaction see it."""
-        self._database.insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, self._new_rows)
-        self._database.insert("OR ROLLBACK", "payloads", _PAYLOAD_COLUMNS, self._new_payloads)
-        self._unlogged += sum(row[-1] + _ROW_BYTES for row in self._new_rows)
+        rows = self._new_rows
+        self._database.insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, list(rows.values()))
+        self._database.insert("OR ROLLBACK", "payloads", _PAYLOAD_COLUMNS, [rows["id"], *self._new_payloads])
+        self._unlogged += sum(rows["payload_bytes"]) + _ROW_BYTES * len(rows["id"])
         self.insert_references(self._new_references)
-        self._new_rows, self._new_payloads, self._new_references = [], [], []
+        self._forget_new()
 
     def insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Write (trajectory, reference, log-probability) now, each that is not there."""
-        self._database.insert("OR IGNORE", "reference_logprobs", ("trajectory", "reference", "logprob"), rows)
+        if rows:
+            names, columns = ("trajectory", "reference", "logprob"), list(zip(*rows, strict=True))
+            self._database.insert("OR IGNORE", "reference_logprobs", names, columns)
 
     def sequence_ranges(self, sender: int) -> list[tuple[int, int]]:
         """The half-open ranges of sequence numbers that are there from a sender."""
@@ -94,15 +109,16 @@ class Trajectories:
         GROUP BY island"""
         return self._database.all(query, sender)
 
-    def entries(self, run: Run, steps: dict[int, int]) -> Iterator[Entry]:
+    def blocks(self, run: Run, steps: dict[int, int]) -> Iterator[Block]:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
         query = (
-            "SELECT t.id, t.prompt, t.policy_version, t.reward, t.dedup_hash, COALESCE(t.payload_bytes, 0), "
-            "EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id) "
+            "SELECT t.prompt, t.id, t.policy_version, t.reward, t.dedup_hash, "
+            "EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), COALESCE(t.payload_bytes, 0) "
             "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"
         )
-        for id_, prompt, version, reward, dedup_hash, size, taken in self._database.each(query, run.id):
-            yield Entry(id_, prompt, steps.get(version, 0), reward, dedup_hash, bool(taken), size)
+        for prompt, rows in groupby(self._database.each(query, run.id), itemgetter(0)):
+            _, ids, versions, *rest = zip(*rows, strict=True)
+            yield Block(prompt, ids, [steps.get(version, 0) for version in versions], *rest)
 
     def counts(self, run: Run) -> tuple[int, int]:
         """(trajectories, of these with an error)."""
@@ -151,5 +167,5 @@ class Trajectories:
 
     def rolled_back(self) -> None:
         """Forget what the transaction added."""
-        self._new_rows, self._new_payloads, self._new_references, self._next_id = [], [], [], None
-        self._unlogged = 0
+        self._forget_new()
+        self._next_id, self._unlogged = None, 0

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba.buffer.answer import Answer
-from tba.buffer.rows import put_columns
+from tba.buffer.rows import checked
 from tba.common import wire
 from tba.common.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
 from tba.common.config import Config
@@ -44,23 +44,22 @@ class Victim:
         views = [memoryview(frame) for frame in frames]
         try:
             request = decode_request(views)
-            message = request.message
-            return request, put_columns(message, request.frames) if isinstance(message, wire.PutTrajectories) else None
+            return request.header, checked(request)
         except WireError as error:
             self.counts["malformed"] += 1
             failure = Answer(wire.Failure(code=error.code, message=str(error)[:4000]))
             deliver(failure, request_id_of(views), self.harness.service.state())
             return None
 
-    def _outcome(self, request, put) -> Answer | None:
-        self.harness.service.hear(request.header)
+    def _outcome(self, header, message) -> Answer | None:
+        self.harness.service.hear(header)
         try:
-            answer = self.harness.service.handle(request, put)
+            answer = self.harness.service.handle(header, message)
         except Refused as refusal:
             self.counts[refusal.code] += 1
             return None
-        self.counts[request.header.type] += 1
-        return answer or self.harness.service.waiting_answer(request)
+        self.counts[header.type] += 1
+        return answer or self.harness.service.waiting_answer(header, message)
 
 
 def deliver(answer: Answer, id_: int, state: wire.RunState) -> None:

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tba.buffer.store import Store
+from tba.buffer.tables.trajectories import TRAJECTORY_COLUMNS
 from tba.common import wire
 from tba.common.codec import decode_reply
 
@@ -187,8 +188,9 @@ def write_five_mib(store: Store, run) -> float:
     started = time.monotonic()
     with store.transaction():
         for id_ in store.trajectories.new_ids(5):
-            columns = (id_, run.id, 1, 0, 1, id_, 0, 0.0, "{}", "eos", 0, 0, id_, "{}", 0.0, 0.0, 0.0, None, None, "{}")
-            store.trajectories.add([(*columns, 1 << 20)], [(bytes(1 << 20), b"", b"", b"", b"")])
+            row = (id_, run.id, 1, 0, 1, id_, 0, 0.0, "{}", "eos", 0, 0, id_, "{}", 0.0, 0.0, 0.0, None, None, "{}")
+            columns = {name: [value] for name, value in zip(TRAJECTORY_COLUMNS, (*row, 1 << 20), strict=True)}
+            store.trajectories.add(columns, [[memoryview(blob)] for blob in (bytes(1 << 20), b"", b"", b"", b"")])
     if store.log.copy():
         store.log.finish()
     return time.monotonic() - started

@@ -2,7 +2,8 @@
 
 import sqlite3
 
-from tba.buffer.rows import RunColumns, database_rows, put_columns
+from tba.buffer.rows import RunColumns, database_columns, put_columns
+from tba.buffer.tables.trajectories import TRAJECTORY_COLUMNS
 from tba.common import wire
 from tba.common.trajectory import pack
 
@@ -12,7 +13,8 @@ def test_python_asks_no_value_of_a_trajectory_how_it_wants_to_be_stored(trajecto
     columns, frames = pack([trajectory()])
     message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
     put = put_columns(message, [memoryview(frame) for frame in frames])
-    (row,) = database_rows(put, RunColumns(1, 1, 0.0, [1], [1], [0]))
-    types = {type(value) for value in (*row, *put.payload[0])}
+    columns = database_columns(put, RunColumns(1, 1, 0.0, [1], [0]))
+    assert ("id", *columns) == TRAJECTORY_COLUMNS
+    types = {type(value) for column in (*columns.values(), *put.payload) for value in column}
     assert types == {int, float, str, type(None), memoryview}
     assert types - {int, float, str} <= {kind for kind, _ in sqlite3.adapters}

@@ -48,7 +48,7 @@ class SlowStore(Store):
         self._sync()
 
     def _perhaps_flush(self) -> None:
-        if self.full and self.trajectories._new_rows:
+        if self.full and self.trajectories._new_rows["id"]:
             raise StorageError("the disk is full")
         self._flush()
 
@@ -242,7 +242,7 @@ def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_whi
     writing, read, decoded = threading.Event(), [], []
 
     def slow_flush():
-        if puts._new_rows and not writing.is_set():
+        if puts._new_rows["id"] and not writing.is_set():
             writing.set()
             wait_for(lambda: not serving.server._mailbox.empty)  # the second put
             decoded.append(True)

@@ -14,7 +14,7 @@ prompt follows the index and learns which places changed; it is brought up to da
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tba.buffer.changes import Changes
 from tba.buffer.fresh import FreshPrompts
@@ -58,11 +58,21 @@ class Block:
     def __len__(self) -> int:
         return len(self.id)
 
+    def without_repeats(self) -> "Block":
+        """Of entries with one hash only the last."""
+        last = {dedup_hash: place for place, dedup_hash in enumerate(self.dedup_hash)}
+        if len(last) == len(self):
+            return self
+        places = sorted(last.values())
+        return Block(self.prompt, *([column[place] for place in places] for column in self._columns()))
+
     def one_by_one(self) -> "Iterator[Block]":
         """Each entry as a block of its own."""
-        columns = (self.id, self.step, self.reward, self.dedup_hash, self.taken, self.payload_bytes)
-        for values in zip(*columns, strict=True):
+        for values in zip(*self._columns(), strict=True):
             yield Block(self.prompt, *([value] for value in values))
+
+    def _columns(self) -> tuple[Sequence[Any], ...]:
+        return (self.id, self.step, self.reward, self.dedup_hash, self.taken, self.payload_bytes)
 
 
 class SamplingIndex:
@@ -101,17 +111,23 @@ class SamplingIndex:
     def extend(self, block: Block) -> None:
         """`add` each of them, in a fraction of the time.
 
-        Who leaves a full prompt is the last in an order of all that are there, so that many can leave at the end. Who
-        leaves for a twin or for the total depends on who was there just then: that needs one after the other.
+        Who leaves a full prompt is the last in an order of all that are there, so that many can leave at the end: the
+        oldest also if twins have left meanwhile. Otherwise it depends on who was there just then, and one comes after
+        the other.
         """
         place, limits = self._place(block.prompt), self.limits
-        twins = self._twins(place, block) if limits.dedup else []
-        if len(block) > 1 and (twins or self._over_totals(len(block), sum(block.payload_bytes))):
+        is_crowded = self._count[place] + len(block) > limits.prompt_cap
+        has_twins = limits.dedup and self._may_have_twins(place, block)
+        if len(block) > 1 and (
+            (has_twins and is_crowded and limits.keep != "newest")
+            or self._over_totals(len(block), sum(block.payload_bytes))
+        ):
             for one in block.one_by_one():
                 self.extend(one)
             return
-        for dedup_hash in twins:
-            self._remove_twin(place, dedup_hash)
+        if has_twins:
+            block = block.without_repeats()
+            self._remove_twins(place, frozenset(block.dedup_hash))
         self._append(place, block)
         while self._count[place] > limits.prompt_cap:
             self._remove(place, surplus(self.slots, self._head[place], limits.keep))
@@ -222,25 +238,18 @@ class SamplingIndex:
         self._rows += len(block)
         self._bytes += sum(sizes)
 
-    def _twins(self, place: int, block: Block) -> list[int]:
-        """The hashes that are there already, or come twice."""
-        perhaps = self.slots.perhaps_held(place, block.dedup_hash)
-        if not perhaps and len(set(block.dedup_hash)) == len(block):
-            return []
-        held = {self.slots.dedup[slot] for slot in self.group(place)}
-        twins = []
-        for dedup_hash in block.dedup_hash:
-            if dedup_hash in held:
-                twins.append(dedup_hash)
-            held.add(dedup_hash)
-        return twins
+    def _may_have_twins(self, place: int, block: Block) -> bool:
+        return len(set(block.dedup_hash)) < len(block) or self.slots.perhaps_held(place, block.dedup_hash)
 
-    def _remove_twin(self, place: int, dedup_hash: int) -> None:
-        hashes, links = self.slots.dedup, self.slots.next
+    def _remove_twins(self, place: int, hashes: frozenset[int]) -> None:
+        held, links = self.slots.dedup, self.slots.next
         previous, slot = NONE, self._head[place]
-        while hashes[slot] != dedup_hash:
-            previous, slot = slot, links[slot]
-        self._remove(place, (previous, slot))
+        while slot != NONE:
+            if held[slot] in hashes:
+                self._remove(place, (previous, slot))
+            else:
+                previous = slot
+            slot = links[slot]
 
     def _over_totals(self, more_rows: int = 0, more_bytes: int = 0) -> bool:
         rows, size = self.limits.max_rows, self.limits.max_bytes

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tba.buffer.index import Entry, SamplingIndex
+from tba.buffer.index import Block, Entry, SamplingIndex
 from tba.buffer.policy import SamplingRules, Shortage, sample_groups
 from tba.buffer.remover import Limits, keyed_hash
 
@@ -144,7 +144,8 @@ sampling_rules = st.builds(
 )
 
 
-rows = st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(-1, 2), st.integers(-2, 2))
+prompts = st.integers(0, 5)
+rows = st.tuples(prompts, st.integers(0, 3), st.integers(-1, 2), st.integers(-2, 2))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -157,11 +158,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(rows=st.lists(rows, min_size=1, max_size=4))
     def put(self, rows: list[tuple[int, int, int, int]]) -> None:
-        for prompt, age, reward, dedup in rows:
-            id_, step = 2 * len(self.model.history) + 1, max(0, self.step - age)
-            entry = Entry(id_, prompt << 20, step, float(reward), dedup, payload_bytes=5 + prompt)
-            self.model.history.append(entry)
-            self.index.add(dataclasses.replace(entry))
+        for row in rows:
+            self.index.add(dataclasses.replace(self.entry(*row)))
+
+    @rule(prompt=prompts, rows=st.lists(rows, min_size=2, max_size=6))
+    def put_block(self, prompt: int, rows: list[tuple[int, int, int, int]]) -> None:
+        entries = [self.entry(prompt, *rest) for _, *rest in rows]
+        names = ("id", "step", "reward", "dedup_hash", "taken", "payload_bytes")
+        self.index.extend(Block(prompt << 20, *([getattr(entry, name) for entry in entries] for name in names)))
+
+    def entry(self, prompt: int, age: int, reward: int, dedup: int) -> Entry:
+        id_, step = 2 * len(self.model.history) + 1, max(0, self.step - age)
+        entry = Entry(id_, prompt << 20, step, float(reward), dedup, payload_bytes=5 + prompt)
+        self.model.history.append(entry)
+        return entry
 
     @rule(back=st.lists(st.integers(0, 10), max_size=4))
     def train(self, back: list[int]) -> None:

@@ -15,7 +15,6 @@ found faster than pages that nobody has had, on a virtual machine many times.
 """
 
 import contextlib
-import itertools
 import math
 import multiprocessing
 import os
@@ -326,10 +325,8 @@ class Producer:
         socket.connect(address)
         socket.send_multipart(self._encoded(0, wire.Hello(host="bench", pid=os.getpid(), software="bench")))
         assert header(socket)["type"] == wire.Welcome.TYPE
-        self._puts = deque(
-            (id_, self._encoded(id_, wire.PutTrajectories(first_sequence=GROUP * (id_ - 1), rows=columns), frames))
-            for id_, (columns, frames) in zip(range(1, 1 + rows // GROUP), itertools.cycle(groups), strict=False)
-        )
+        rng = random.Random(name)
+        self._puts = deque((id_, self._put(id_, rng, groups)) for id_ in range(1, 1 + rows // GROUP))
 
     @property
     def is_through(self) -> bool:
@@ -356,6 +353,12 @@ class Producer:
             assert reply["type"] == wire.PutAck.TYPE, reply
             now = time.perf_counter()
             self.acknowledged.append((now, now - self._sent_at.pop(reply["id"])))
+
+    def _put(self, id_: int, rng: random.Random, groups: Sequence[tuple[wire.Rows, list[bytes]]]) -> Frames:
+        """One group as responses to some prompt: the buffer has seen few of them for that one."""
+        columns, frames = rng.choice(groups)
+        rows = columns.model_copy(update={"prompt_key": [f"p{rng.randrange(PROMPTS)}"] * GROUP})
+        return self._encoded(id_, wire.PutTrajectories(first_sequence=GROUP * (id_ - 1), rows=rows), frames)
 
     def _encoded(self, id_: int, message: wire.Message, frames: Sequence[bytes] = ()) -> Frames:
         return encode_request(message, id=id_, role="searcher", sender=self._name, run="", frames=frames)

@@ -126,16 +126,22 @@ def _draw_group(
     samples: int,
     rng: np.random.Generator,
 ) -> list[Entry]:
-    steps, priority = index.slots.step, "recency" if recent else rules.trajectory_priority
-    oldest = -np.inf if rules.max_staleness is None else step - rules.max_staleness
-    pool = [slot for slot in index.group(place) if steps[slot] >= oldest]
+    priority = "recency" if recent else rules.trajectory_priority
+    pool = index.group(place)
+    if rules.max_staleness is not None:
+        pool = _not_before(step - rules.max_staleness, pool, index)
     if priority == "recency":
-        young = [slot for slot in pool if step - steps[slot] <= rules.recency_window]
+        young = _not_before(step - rules.recency_window, pool, index)
         pool = young if len(young) >= rules.need(samples) else pool
     rewards = np.array([index.slots.reward[slot] for slot in pool])
     replace = rules.replacement == "always" or len(pool) < samples
     picks = draw(log_weights(rewards, priority, rules), samples, replace=replace, rng=rng)
     return [index.entry(pool[pick]) for pick in picks]
+
+
+def _not_before(least: int, slots: list[int], index: SamplingIndex) -> list[int]:
+    steps = index.slots.step
+    return [slot for slot in slots if steps[slot] >= least]
 
 
 def log_weights(rewards: Vector, priority: str, rules: SamplingRules) -> Vector:

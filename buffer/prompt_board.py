@@ -59,6 +59,11 @@ class PromptBoard:
                 if self._due[place] == due:
                     self._stand(place, step)
 
+    def catch_up(self) -> None:
+        """Look now at what has changed, so that the next `advance` need not."""
+        if self._step is not None:
+            self.advance(self._step)
+
     def draw(self, by_recency: list[bool], chances: list[float]) -> list[int]:
         """Different places, one for each pair of (recency or priority rule, uniform number from [0, 1))."""
         places = []
@@ -89,10 +94,12 @@ class PromptBoard:
     def _look_at(self, place: int) -> None:
         """Read a prompt's entries anew."""
         slots, group = self._index.slots, self._index.group(place)
-        steps = [slots.step[slot] for slot in group]
-        rewards = [slots.reward[slot] for slot in group]
+        steps, rewards, states = (
+            [column[slot] for slot in group] for column in (slots.step, slots.reward, slots.state)
+        )
         self._newest[place] = sorted(steps)[-self.need] if len(group) >= self.need else _NEVER
-        self._untaken[place] = max((slots.step[slot] for slot in group if slots.state[slot] == LIVE), default=_NEVER)
+        untaken = [step for step, state in zip(steps, states, strict=True) if state == LIVE]
+        self._untaken[place] = max(untaken, default=_NEVER)
         self._score[place] = sum(rewards) / len(rewards) if group else 0.0
         self._flat[place] = not group or min(rewards) == max(rewards)
 

@@ -107,6 +107,7 @@ class BufferServer:
         if recorded:
             with self._network.decoding:
                 self._sync_and_send([self._read(item) for item in recorded])
+            self._service.prepare_batches()  # while this one is on its way
 
     def _sync_and_send(self, replies: list[_Reply]) -> None:
         state, run = self._service.state(), self._service.run.uuid

@@ -108,6 +108,10 @@ class BufferService:
         """The other half, which takes longer, and no transaction: the record is committed. Raises Refused."""
         return self._training.read_batch(message)
 
+    def prepare_batches(self) -> None:
+        """Do now what the next batch would have to wait for: it changes no batch."""
+        self._training.prepare_batches()
+
     def _refuse_stranger(self, header: RequestHeader) -> None:
         if header.run not in ("", self._run.uuid):
             raise Refused("wrong_run", f"this buffer serves run {self._run.name}; the sender belongs to another one")

@@ -37,6 +37,11 @@ class Training:
         self.waits_for = ""
         return True
 
+    def prepare_batches(self) -> None:
+        """Bring up to date what batches are drawn from: the last one has taken its trajectories."""
+        if (board := self._served.index.board) is not None:
+            board.catch_up()
+
     def read_batch(self, message: wire.SampleBatch) -> Answer:
         """The recorded batch of a step."""
         return Answer(*recorded_batch(self._store, self._run, message))

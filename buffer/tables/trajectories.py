@@ -41,10 +41,10 @@ TRAJECTORY_COLUMNS = (
     "payload_bytes",
 )
 _PAYLOAD_COLUMNS = ("trajectory", "prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
-_SELECT_PAYLOADS = """
-SELECT p.prompt_ids, p.response_ids, p.logprobs, p.version_runs, p.loss_mask
-FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
-ORDER BY asked.key
+# Not ordered here: SQLite's sorter would copy every blob, which takes as long as to read them.
+_SELECT_PAYLOADS = f"""
+SELECT {", ".join(_PAYLOAD_COLUMNS)}
+FROM json_each(?) asked CROSS JOIN payloads ON trajectory = asked.value
 """
 
 
@@ -124,18 +124,19 @@ class Trajectories:
         """(trajectories, of these with an error)."""
         return self._database.one("SELECT COUNT(*), COUNT(error) FROM trajectory_rows WHERE run = ?", run.id)
 
-    def payloads(self, trajectories: Sequence[int]) -> list[tuple[bytes, ...]]:
+    def payloads(self, trajectories: Sequence[int]) -> list[list[bytes]]:
         """The blobs of trajectories, in the order asked, one per array kind. Raises Refused if one was compacted."""
         self.flush()
-        found = self._database.all(_SELECT_PAYLOADS, json.dumps(trajectories))
-        if len(found) < len(trajectories):
-            gone = quantity(len(trajectories) - len(found), "trajectory", "trajectories")
+        wanted = list(dict.fromkeys(trajectories))
+        found = {id_: blobs for id_, *blobs in self._database.all(_SELECT_PAYLOADS, json.dumps(wanted))}
+        if len(found) < len(wanted):
+            gone = quantity(len(wanted) - len(found), "trajectory", "trajectories")
             raise Refused(
                 "compacted",
                 f"the tokens of {gone} of this batch are gone: `tba buffer compact` dropped them, so it cannot be "
                 "repeated; resume from a newer checkpoint",
             )
-        return found
+        return [found[id_] for id_ in trajectories]
 
     def tokens(self, trajectories: Sequence[int]) -> tuple[int, int]:
         """(prompt tokens, response tokens) of these trajectories, each counted as often as it is named."""

@@ -42,9 +42,9 @@ TRAJECTORY_COLUMNS = (
 )
 _PAYLOAD_COLUMNS = ("trajectory", "prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
 # Not ordered here: SQLite's sorter would copy every blob, which takes as long as to read them.
-_SELECT_PAYLOADS = f"""
-SELECT {", ".join(_PAYLOAD_COLUMNS)}
-FROM json_each(?) asked CROSS JOIN payloads ON trajectory = asked.value
+_SELECT_PAYLOADS = """
+SELECT p.trajectory, p.prompt_ids, p.response_ids, p.logprobs, p.version_runs, p.loss_mask
+FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
 """
 
 

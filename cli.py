@@ -126,6 +126,11 @@ def _search_here(resolved: "Resolved", device: str, label: str) -> None:
 
 
 def _search_in_children(resolved: "Resolved", arguments: Sequence[str]) -> None:
+    from tba.common.model_files import check_model
+    from tba.common.paths import check_data
+
+    check_model(resolved.config.model.path)  # once, and not by each of them
+    check_data(resolved.config.task)
     stop = start_process("search")
     from tba.deploy.launcher import Fleet
 

@@ -94,11 +94,10 @@ class PromptBoard:
     def _look_at(self, place: int) -> None:
         """Read a prompt's entries anew."""
         slots, group = self._index.slots, self._index.group(place)
-        steps, rewards, states = (
-            [column[slot] for slot in group] for column in (slots.step, slots.reward, slots.state)
-        )
+        steps = [slots.step[slot] for slot in group]
+        rewards = [slots.reward[slot] for slot in group]
         self._newest[place] = sorted(steps)[-self.need] if len(group) >= self.need else _NEVER
-        untaken = [step for step, state in zip(steps, states, strict=True) if state == LIVE]
+        untaken = [slots.step[slot] for slot in group if slots.state[slot] == LIVE]
         self._untaken[place] = max(untaken, default=_NEVER)
         self._score[place] = sum(rewards) / len(rewards) if group else 0.0
         self._flat[place] = not group or min(rewards) == max(rewards)

@@ -24,7 +24,7 @@ from tba.common.errors import (
     UsageError,
 )
 from tba.common.log import get_logger
-from tba.common.model_files import model_directory
+from tba.common.model_files import local_model, model_directory
 from tba.common.process import keep_freed_memory
 from tba.common.quantity import quantity
 from tba.trainer import checkpoint
@@ -66,6 +66,7 @@ def train(
     earlier than the schedules do. Raises ConfigError if another trainer works in the run's directory, RankLost if
     another process of this trainer ends.
     """
+    local_model(config.model.path)  # before anything is made or waited for
     prepare(config, device)
     keep_freed_memory()
     with until_lost():
@@ -89,6 +90,7 @@ def _lead(
     """Train as rank 0, or alone."""
     with exclusive_lock(config.run.dir / "trainer.lock", f"another trainer works in {config.run.dir}: stop it first"):
         found = find_checkpoint(config, resume=resume)
+        log.info("starting", model=config.model.path, buffer=config.buffer.address if dial is None else "offline")
         ranks.send(str(found.path) if found else "")
         trainer = Trainer(config, found, device, stop, dial=dial, last_step=last_step, ranks=ranks)
         try:

@@ -184,6 +184,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.step = max(0, self.step + steps)
 
     @rule()
+    def catch_up(self) -> None:
+        if self.index.board is not None:
+            self.index.board.catch_up()
+
+    @rule()
     def squeeze(self) -> None:
         self.index.squeeze()
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from tba.buffer.store import Store
 from tba.common import wire
 from tba.common.errors import ConfigError, Refused, WireError
+from tba.common.trajectory import RESPONSE_IDS
 
 
 def test_a_put_is_stored_and_a_repeated_put_is_not(harness, trajectory):
@@ -23,6 +25,36 @@ def test_a_put_that_overlaps_an_earlier_one_stores_only_what_is_new(harness, tra
     buffer.fill(1, 0)
     buffer.put([trajectory()], first_sequence=0)
     assert buffer.put([trajectory(), trajectory()], first_sequence=0).stored == 1
+
+
+def test_of_a_put_that_overlaps_an_earlier_one_each_new_row_has_its_own_values(harness, trajectory):
+    buffer = harness()
+    buffer.fill(3, 0)
+    group = [trajectory(f"p{n % 3}", tokens=[n] * (n + 1), reward=float(n)) for n in range(6)]
+    buffer.put(group[1:2], first_sequence=1)
+    buffer.put(group[4:5], first_sequence=4)
+    assert buffer.put(group, first_sequence=0).stored == 4
+    query = "SELECT id, sequence, prompt, reward, response_tokens FROM trajectory_rows ORDER BY sequence"
+    rows = buffer.store.database.all(query)
+    prompts = buffer.store.prompts.ids(buffer.run)
+    assert [row[1:] for row in rows] == [(n, prompts[f"p{n % 3}"], float(n), n + 1) for n in range(6)]
+    payloads = buffer.store.trajectories.payloads([row[0] for row in rows])
+    assert [np.frombuffer(blobs[RESPONSE_IDS], "<i4").tolist() for blobs in payloads] == [
+        [n] * (n + 1) for n in range(6)
+    ]
+    index = buffer.service._served.index
+    entries = sorted((e.id, e.reward) for prompt in index.prompts() for e in index.entries(prompt))
+    assert entries == sorted((row[0], row[3]) for row in rows)
+
+
+def test_payloads_come_in_the_order_asked_and_as_often(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(tokens=[n]) for n in range(4)], first_sequence=0)
+    ids = [id_ for (id_,) in buffer.store.database.all("SELECT id FROM trajectory_rows ORDER BY id")]
+    asked = [ids[place] for place in (3, 0, 3, 2)]
+    tokens = [np.frombuffer(blobs[RESPONSE_IDS], "<i4").tolist() for blobs in buffer.store.trajectories.payloads(asked)]
+    assert tokens == [[3], [0], [3], [2]]
 
 
 def test_two_senders_may_use_the_same_sequence_numbers(harness, trajectory):

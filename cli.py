@@ -166,7 +166,10 @@ def train(
     overrides = {"train.gpu": "cpu" if cpu else gpu, "train.processes": processes}
     resolved = resolve(one_file(file, config), sets, overrides)
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
+    from tba.common.model_files import check_model
 
+    need("torch", "train")
+    check_model(resolved.config.model.path)  # before anything is loaded or made
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, resolved.config.train.processes
     if resolved.config.train.gpu != CPU:
         gpus = choose_gpus(resolved.config.train.gpu, list_gpus(), "train.gpu", "--cpu")
@@ -177,7 +180,6 @@ def train(
         from tba.deploy.ranks import train_together
 
         return train_together(resolved.config, sys.argv[1:], count, stop)
-    need("torch", "train")
     from tba.trainer.loop import train as run_trainer
 
     run_trainer = partial(run_trainer, resolved.config, resume=resume, device=device, stop=stop)

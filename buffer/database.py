@@ -111,6 +111,8 @@ class DatabaseFile:
         the statement touches, as many bytes as it writes. A transaction here holds whole or not at all anyway.
         """
         rows, width, start = len(columns[0]), len(columns), 0
+        if any(len(column) != rows for column in columns):  # else rows would get values of others
+            raise ValueError(f"columns of {table} are not equally long")
         for size in _INSERT_SIZES:
             while rows - start >= size:
                 values: list[Any] = [None] * (size * width)  # row after row

@@ -70,6 +70,11 @@ class Mailbox:
         """Whether nothing waits."""
         return not (self._urgent or self._others)
 
+    @property
+    def held(self) -> bool:
+        """Whether only what is urgent is taken."""
+        return self._holds > 0
+
     def add(self, arrivals: list[Arrival]) -> None:
         """Add in the order of arrival."""
         with self._changed:

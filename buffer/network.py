@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tba.buffer.mailbox import Arrival, Mailbox
-from tba.buffer.rows import PutColumns, checked
+from tba.buffer.rows import PutColumns, service_message
 from tba.common.channels import Peer, ServerChannel
 from tba.common.clock import Clock
 from tba.common.codec import Frames, decode_request, request_id_of
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 _TURN_SECONDS = 0.1
 _READ_LIMIT = 64  # multiparts in one reading of the socket
-_OBJECT_BYTES = 4096  # of a decoded request, and of each row of a put, beside its frames; measured
+_OBJECT_BYTES = 2048  # of a decoded request, and of each row of a put, beside its frames; measured, and some more
 _BATCH_BYTES = 1 << 20  # of a reply that is worth holding puts back for
 _LEAVING_SECONDS = 0.001  # between two looks at whether it has left
 _SLOW_READER_SECONDS = 0.1  # that puts wait at most for a trainer that takes its batch slowly
@@ -115,7 +115,7 @@ class Network:
 
     def _arrival(self, peer: Peer, frames: list[memoryview]) -> Arrival:
         request = decode_request(frames)
-        message = checked(request)
+        message = service_message(request)
         now = self._clock.monotonic()
         deadline = now + getattr(message, "wait_seconds", 0.0)
         objects = 1 + len(message) if isinstance(message, PutColumns) else 1

@@ -66,24 +66,23 @@ class Puts:
     def _have_sampled(self, ids: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
         """Enter what is no error into the index."""
         steps = {version: self._step_of(version) for version in set(columns["policy_version"])}
-        made_at = [steps[version] for version in columns["policy_version"]]
-        taken = [False] * len(ids)
-        rest: tuple[Sequence[Any], ...] = (
-            ids,
-            made_at,
-            columns["reward"],
-            columns["dedup_hash"],
-            taken,
-            columns["payload_bytes"],
-        )
         start = 0
         for (prompt, error), rows in groupby(zip(columns["prompt"], columns["error"], strict=True)):
-            stop = start + len(list(rows))
-            if error is None:
-                self._served.index.extend(Block(prompt, *(column[start:stop] for column in rest)))
-            else:
-                self._served.errors += stop - start
-            start = stop
+            part = slice(start, start + len(list(rows)))
+            start = part.stop
+            if error is not None:
+                self._served.errors += part.stop - part.start
+                continue
+            block = Block(
+                prompt=prompt,
+                id=ids[part],
+                step=[steps[version] for version in columns["policy_version"][part]],
+                reward=columns["reward"][part],
+                dedup_hash=columns["dedup_hash"][part],
+                taken=[False] * (part.stop - part.start),
+                payload_bytes=columns["payload_bytes"][part],
+            )
+            self._served.index.extend(block)
 
     def _step_of(self, version: int) -> int:
         return self._served.versions[version].step if version != wire.NO_POLICY else 0

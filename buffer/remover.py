@@ -25,11 +25,6 @@ class Limits:
     max_bytes: int | None = None
     seed: int = 0
 
-    @property
-    def has_totals(self) -> bool:
-        """Whether there is a limit over all prompts together."""
-        return self.max_rows is not None or self.max_bytes is not None
-
 
 def surplus(slots: Slots, head: int, keep: Keep) -> tuple[int, int]:
     """Who leaves a prompt that has one entry too many: (the slot before it or NONE, its slot).

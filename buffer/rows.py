@@ -56,7 +56,7 @@ class PutColumns:
         return len(self.prompt_key)
 
 
-def checked(request: Request) -> Message | PutColumns:
+def service_message(request: Request) -> Message | PutColumns:
     """What the service is given: of a put its columns, else the message as it is. Raises WireError as `put_columns`."""
     if isinstance(request.message, PutTrajectories):
         return put_columns(request.message, request.frames)

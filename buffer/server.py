@@ -60,6 +60,7 @@ class BufferServer:
         self._checkpointer = Checkpointer(store.log, self._mailbox)
         self._parked: list[Arrival] = []
         self._recorded: list[Arrival] = []  # requests for batches that are committed and not yet read
+        self._unprepared = False  # a batch was read since the last `prepare_batches`
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop()`. Raises what ended another thread, if anything did."""
@@ -98,6 +99,17 @@ class BufferServer:
         asks_batch = any(isinstance(item.message, SampleBatch) for item in arrived)
         with self._network.decoding if asks_batch else contextlib.nullcontext():
             self._pass_on([*self._rejections(), *self._answer(due)])
+        if self._unprepared and not self._mailbox.held:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """A batch has left: do what the next one would have to wait for."""
+        self._unprepared = False
+        try:
+            self._service.prepare_batches()
+        except Exception:
+            log.exception("the next batch could not be prepared")
+            self._rebuild()
 
     def _pass_on(self, replies: list[_Reply]) -> None:
         """To the syncer, which has the records of batches on the disk while these are read here."""
@@ -107,7 +119,7 @@ class BufferServer:
         if recorded:
             with self._network.decoding:
                 self._sync_and_send([self._read(item) for item in recorded])
-            self._service.prepare_batches()  # while this one is on its way
+            self._unprepared = True
 
     def _sync_and_send(self, replies: list[_Reply]) -> None:
         state, run = self._service.state(), self._service.run.uuid

@@ -90,7 +90,7 @@ class BufferService:
         self._clients.hear(header.sender, header.role, self._clock.monotonic() if at is None else at)
 
     def handle(self, header: RequestHeader, message: wire.Message | PutColumns) -> Answer | None:
-        """Answer a request (see `rows.checked`), or None if it should be asked again when something has changed.
+        """Answer a message (of `rows.service_message`), or None if it should be asked again when something changed.
 
         Raises Refused with a code and a sentence.
         """

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import tba
 from tba.buffer.importing import Sink
 from tba.buffer.origin import of_import, refuse_offline_record
-from tba.buffer.rows import checked
+from tba.buffer.rows import service_message
 from tba.buffer.run import software
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
@@ -70,10 +70,10 @@ class LocalSink:
     def _ask(self, sender: str, message: wire.Message, frames: list[bytes]) -> wire.Message:
         encoded = encode_request(message, id=1, role=ROLE, sender=sender, run=self.run, frames=frames)
         request = decode_request([memoryview(frame) for frame in encoded])
-        checked_message = checked(request)
+        asked = service_message(request)
         self._service.hear(request.header)
         with self._store.transaction():
-            answer = self._service.handle(request.header, checked_message)
+            answer = self._service.handle(request.header, asked)
         self._store.log.sync()
         self._store.log.copy()  # all of it: nobody else writes
         assert answer is not None

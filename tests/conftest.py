@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 
-from tba.buffer.rows import checked
+from tba.buffer.rows import service_message
 from tba.buffer.service import BufferService
 from tba.buffer.store import Store
 from tba.common import wire
@@ -83,7 +83,7 @@ class ServiceHarness:
         views = [memoryview(frame) for frame in frames or []]
         self.service.hear(header)
         with self.store.transaction():
-            return self.service.handle(header, checked(Request(header, message, views)))
+            return self.service.handle(header, service_message(Request(header, message, views)))
 
     def register(self, count: int) -> None:
         """Register prompts p0, p1, ..."""

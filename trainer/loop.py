@@ -24,7 +24,7 @@ from tba.common.errors import (
     UsageError,
 )
 from tba.common.log import get_logger
-from tba.common.model_files import local_model, model_directory
+from tba.common.model_files import model_directory
 from tba.common.process import keep_freed_memory
 from tba.common.quantity import quantity
 from tba.trainer import checkpoint
@@ -66,7 +66,6 @@ def train(
     earlier than the schedules do. Raises ConfigError if another trainer works in the run's directory, RankLost if
     another process of this trainer ends.
     """
-    local_model(config.model.path)  # before anything is made or waited for
     prepare(config, device)
     keep_freed_memory()
     with until_lost():

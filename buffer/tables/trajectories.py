@@ -5,7 +5,7 @@ What a transaction adds is gathered, and written at its end in statements of man
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -16,6 +16,7 @@ from tba.common.errors import Refused
 from tba.common.quantity import quantity
 from tba.common.trajectory import ARRAY_KINDS
 
+_BLOCK_ROWS = 256
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 TRAJECTORY_COLUMNS = (
     "id",
@@ -116,9 +117,18 @@ class Trajectories:
             "EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), COALESCE(t.payload_bytes, 0) "
             "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"
         )
-        for prompt, rows in groupby(self._database.each(query, run.id), itemgetter(0)):
-            _, ids, versions, *rest = zip(*rows, strict=True)
-            yield Block(prompt, ids, [steps.get(version, 0) for version in versions], *rest)
+        for prompt, all_rows in groupby(self._database.each(query, run.id), itemgetter(0)):
+            while rows := list(islice(all_rows, _BLOCK_ROWS)):
+                _, ids, versions, rewards, hashes, taken, sizes = zip(*rows, strict=True)
+                yield Block(
+                    prompt=prompt,
+                    id=ids,
+                    step=[steps.get(version, 0) for version in versions],
+                    reward=rewards,
+                    dedup_hash=hashes,
+                    taken=taken,
+                    payload_bytes=sizes,
+                )
 
     def counts(self, run: Run) -> tuple[int, int]:
         """(trajectories, of these with an error)."""

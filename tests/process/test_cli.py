@@ -192,6 +192,14 @@ def test_adapters_without_peft_are_refused_before_anything_starts(
     assert not list(tmp_path.rglob("logs"))
 
 
+@pytest.mark.parametrize("command", [["search", "--cpu", "2"], ["train", "--cpu", "--processes", "2"]])
+def test_a_model_that_is_not_set_is_told_once_and_nothing_is_made(tba, tmp_path, command):
+    result = tba(*command, "--set", f"run.dir={tmp_path / 'run'}")
+    refused(result, 78, "model.path is not set")
+    assert result.stderr.count("model.path") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_config_check_says_what_will_come_from_the_hub_and_loads_no_torch(make_config, tmp_path):
     file = make_config(model={"path": "some/model"}).file
     command = [sys.executable, "-X", "importtime", "-m", "tba", "config", "check", file]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba.buffer.answer import Answer
-from tba.buffer.rows import checked
+from tba.buffer.rows import service_message
 from tba.common import wire
 from tba.common.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
 from tba.common.config import Config
@@ -44,7 +44,7 @@ class Victim:
         views = [memoryview(frame) for frame in frames]
         try:
             request = decode_request(views)
-            return request.header, checked(request)
+            return request.header, service_message(request)
         except WireError as error:
             self.counts["malformed"] += 1
             failure = Answer(wire.Failure(code=error.code, message=str(error)[:4000]))

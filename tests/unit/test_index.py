@@ -11,16 +11,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tba.buffer.index import Block, Entry, SamplingIndex
+from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.policy import SamplingRules, Shortage, sample_groups
 from tba.buffer.remover import Limits, keyed_hash
+
+from .index_lab import add, block_of
 
 
 def index_of(rows: list[tuple[int, float]], **limits: object) -> SamplingIndex:
     """Rows are (prompt, reward); ids count from 0, steps are the ids, every response is 10 bytes."""
     index = SamplingIndex(Limits(**{"prompt_cap": 100, "dedup": False, **limits}))
     for id_, (prompt, reward) in enumerate(rows):
-        index.add(Entry(id_, prompt, id_, reward, dedup_hash=id_, payload_bytes=10))
+        add(index, Entry(id_, prompt, id_, reward, dedup_hash=id_, payload_bytes=10))
     return index
 
 
@@ -77,7 +79,7 @@ def test_trained_marks_follow_an_entry_through_a_squeeze():
 def test_gone_slots_never_pile_up():
     index = SamplingIndex(Limits(prompt_cap=4, dedup=True))
     for id_ in range(20_000):
-        index.add(Entry(id_, id_ % 1000, 0, 0.0, dedup_hash=id_))
+        add(index, Entry(id_, id_ % 1000, 0, 0.0, dedup_hash=id_))
         assert len(index.slots) - len(index) <= max(1024, len(index.slots) // 4)
 
 
@@ -159,13 +161,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(rows=st.lists(rows, min_size=1, max_size=4))
     def put(self, rows: list[tuple[int, int, int, int]]) -> None:
         for row in rows:
-            self.index.add(dataclasses.replace(self.entry(*row)))
+            add(self.index, dataclasses.replace(self.entry(*row)))
 
     @rule(prompt=prompts, rows=st.lists(rows, min_size=2, max_size=6))
     def put_block(self, prompt: int, rows: list[tuple[int, int, int, int]]) -> None:
         entries = [self.entry(prompt, *rest) for _, *rest in rows]
-        names = ("id", "step", "reward", "dedup_hash", "taken", "payload_bytes")
-        self.index.extend(Block(prompt << 20, *([getattr(entry, name) for entry in entries] for name in names)))
+        self.index.extend(block_of(entries))
 
     def entry(self, prompt: int, age: int, reward: int, dedup: int) -> Entry:
         id_, step = 2 * len(self.model.history) + 1, max(0, self.step - age)
@@ -227,7 +228,7 @@ class IndexMachine(RuleBasedStateMachine):
     def rebuilt(self) -> SamplingIndex:
         index = SamplingIndex(self.model.limits)
         for entry in self.model.history:
-            index.add(dataclasses.replace(entry, taken=entry.id in self.model.taken))
+            add(index, dataclasses.replace(entry, taken=entry.id in self.model.taken))
         return index
 
     def eligible(self, samples: int) -> dict[int, list[Entry]]:
@@ -251,7 +252,7 @@ RULES = SamplingRules(recency_fraction=0.5, recency_window=3, inverse_temperatur
 def crowded(prompts: int, each: int, **changes: object) -> SamplingIndex:
     index = SamplingIndex(Limits(**{"prompt_cap": 100, "dedup": True, **changes}))
     for id_ in range(prompts * each):
-        index.add(Entry(id_, 5000 + id_ % prompts, id_ * 40 // (prompts * each), id_ % 11 / 11, id_ * 7919 % 2**61))
+        add(index, Entry(id_, 5000 + id_ % prompts, id_ * 40 // (prompts * each), id_ % 11 / 11, id_ * 7919 % 2**61))
     return index
 
 
@@ -270,6 +271,21 @@ def test_a_trajectory_takes_at_most_100_bytes(limits, rule):
     tracemalloc.stop()
     assert len(index) == 8 * 4100
     assert taken / len(index) <= 100
+
+
+@pytest.mark.parametrize("keep", ["newest", "best", "reservoir"])
+def test_a_long_block_costs_what_its_rows_cost(keep):
+    """Of 8,192 responses to one prompt 100 stay: who leaves is never looked for among all that came."""
+    entries = [Entry(id_, 0, 0, id_ % 7, id_) for id_ in range(8192)]
+    lengths = []
+    index = SamplingIndex(Limits(prompt_cap=100, dedup=True, keep=keep))
+    remove, index._remove = (
+        index._remove,
+        lambda place, where: (lengths.append(index._count[place]), remove(place, where)),
+    )
+    index.extend(block_of(entries))
+    assert len(index) == 100
+    assert keep == "newest" or max(lengths) == 101
 
 
 def lines_run(index: SamplingIndex, rules: SamplingRules, step: int) -> int:
@@ -300,7 +316,7 @@ def test_a_batch_scans_neither_prompts_nor_trajectories(rule):
         sample_groups(index, rules, step=50, groups=16, samples=4, rng=np.random.default_rng(0))
         index.fresh_prompts(50)
         for n in range(32):
-            index.add(Entry(10**6 + n, 5000 + 3 * n, 50, n % 3, n))
+            add(index, Entry(10**6 + n, 5000 + 3 * n, 50, n % 3, n))
         index.mark_taken(range(100))
         work.append(lines_run(index, rules, step=50))
     assert work[1] < 2 * work[0]

@@ -7,6 +7,8 @@ from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.policy import SamplingRules, Shortage, sample_groups
 from tba.buffer.remover import Limits
 
+from .index_lab import add
+
 
 def rules(**changes: object) -> SamplingRules:
     defaults = {
@@ -23,7 +25,7 @@ def index_of(rows: list[tuple[int, int, float]], *, cap: int = 100, dedup: bool 
     """Rows are (prompt, step, reward); ids count from 0."""
     index = SamplingIndex(Limits(prompt_cap=cap, dedup=dedup))
     for id_, (prompt, step, reward) in enumerate(rows):
-        index.add(Entry(id_, prompt, step, reward, dedup_hash=id_))
+        add(index, Entry(id_, prompt, step, reward, dedup_hash=id_))
     return index
 
 
@@ -164,7 +166,7 @@ def test_the_index_keeps_the_newest_of_a_prompt_up_to_its_cap():
 def test_dedup_keeps_the_newest_of_identical_responses():
     index = SamplingIndex(Limits(prompt_cap=10, dedup=True))
     for id_, dedup_hash in enumerate([7, 8, 7]):
-        index.add(Entry(id_, 0, id_, 0.0, dedup_hash))
+        add(index, Entry(id_, 0, id_, 0.0, dedup_hash))
     assert [entry.id for entry in index.entries(0)] == [1, 2]
 
 

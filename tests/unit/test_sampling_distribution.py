@@ -15,6 +15,8 @@ from tba.buffer.index import Entry, SamplingIndex
 from tba.buffer.policy import SamplingRules, sample_groups
 from tba.buffer.remover import Limits
 
+from .index_lab import add
+
 DRAWS = 4000
 STEP = 10
 # prompt -> (step, reward, trained) of each trajectory. Prompts 4 and 5 are flat; 0, 1 and 4 recent; 0 and 4 fresh.
@@ -50,7 +52,7 @@ def index_of(history: Mapping[int, list[tuple[int, float, bool]]]) -> SamplingIn
     index = SamplingIndex(Limits(prompt_cap=100, dedup=False))
     rows = [(prompt, *row) for prompt, group in history.items() for row in group]
     for id_, (prompt, step, reward, trained) in enumerate(rows):
-        index.add(Entry(id_, prompt, step, reward, id_, trained))
+        add(index, Entry(id_, prompt, step, reward, id_, trained))
     return index
 
 

@@ -266,6 +266,19 @@ def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_whi
     assert (decoded, read) == ([True], [False])
 
 
+def test_what_a_batch_changed_is_looked_at_when_it_has_left(serving, trainer, trajectory, monkeypatch):
+    held, service = [], serving.server._service
+    prepare = service.prepare_batches
+    monkeypatch.setattr(service, "prepare_batches", lambda: (prepare(), held.append(serving.server._mailbox.held)))
+    put_a_group(serving, trajectory)
+    trainer.post(ASKED)
+    (batch,) = trainer.poll(10)
+    assert len(batch.message.trajectory_ids) == 4
+    wait_for(lambda: held)
+    assert held == [False]
+    assert not service._served.index.board._changes.drain()
+
+
 def test_a_batch_whose_record_is_not_synced_is_not_handed_out(serving, trainer, trajectory):
     put_a_group(serving, trajectory)
     serving.store.broken = SyncFailed("the disk")

@@ -194,6 +194,12 @@ def test_an_unknown_type_is_named():
         decode_request(repacked(request(wire.GetStatus()), type="frobnicate"))
 
 
+def test_a_body_that_is_no_map_is_named():
+    for body in (None, [], "lease_prompts"):
+        with pytest.raises(WireError, match="no body that is a map"):
+            decode_request(repacked(request(wire.GetStatus()), body=body))
+
+
 def test_an_unknown_field_is_named():
     with pytest.raises(WireError, match="surprise"):
         decode_request(repacked(request(wire.GetStatus()), body={"surprise": 1}))

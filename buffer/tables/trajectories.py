@@ -16,7 +16,7 @@ from tba.common.errors import Refused
 from tba.common.quantity import quantity
 from tba.common.trajectory import ARRAY_KINDS
 
-_BLOCK_ROWS = 256
+_BLOCK_ROWS = 256  # entered into the index at once, at a start: a prompt may have very many
 _ROW_BYTES = 1024  # of a trajectory without its payload, in the log, roughly
 TRAJECTORY_COLUMNS = (
     "id",

@@ -166,10 +166,10 @@ def train(
     overrides = {"train.gpu": "cpu" if cpu else gpu, "train.processes": processes}
     resolved = resolve(one_file(file, config), sets, overrides)
     from tba.common.devices import CPU, choose_gpus, list_gpus, pin
-    from tba.common.model_files import check_model
+    from tba.common.model_files import local_model
 
     need("torch", "train")
-    check_model(resolved.config.model.path)  # before anything is loaded or made
+    local_model(resolved.config.model.path)  # told before anything is loaded or made; a trainer needs no tokenizer
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, resolved.config.train.processes
     if resolved.config.train.gpu != CPU:
         gpus = choose_gpus(resolved.config.train.gpu, list_gpus(), "train.gpu", "--cpu")

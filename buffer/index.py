@@ -107,7 +107,7 @@ class SamplingIndex:
         """Insert entries; the identical twin of each, and what is then over the limits, leaves sampling.
 
         As if one came after the other. Where the oldest leave a full prompt, or nobody has to leave, all are inserted
-        at once, in a third of the time: whoever are the newest at the end would have stayed anyway.
+        at once, in half of the time: whoever are the newest at the end would have stayed anyway.
         """
         place, limits = self._place(block.prompt), self.limits
         is_crowded = self._count[place] + len(block) > limits.prompt_cap
@@ -117,9 +117,10 @@ class SamplingIndex:
             for one in block.one_by_one():
                 self.extend(one)
             return
-        if limits.dedup and self._may_have_twins(place, block):
+        if limits.dedup:
             block = block.without_repeats()
-            self._remove_twins(place, frozenset(block.dedup_hash))
+            if self.slots.perhaps_held(place, block.dedup_hash):
+                self._remove_twins(place, set(block.dedup_hash))
         self._append(place, block)
         while self._count[place] > limits.prompt_cap:
             self._remove(place, surplus(self.slots, self._head[place], limits.keep))
@@ -230,10 +231,7 @@ class SamplingIndex:
         self._rows += len(block)
         self._bytes += sum(sizes)
 
-    def _may_have_twins(self, place: int, block: Block) -> bool:
-        return len(set(block.dedup_hash)) < len(block) or self.slots.perhaps_held(place, block.dedup_hash)
-
-    def _remove_twins(self, place: int, hashes: frozenset[int]) -> None:
+    def _remove_twins(self, place: int, hashes: set[int]) -> None:
         held, links = self.slots.dedup, self.slots.next
         previous, slot = NONE, self._head[place]
         while slot != NONE:

@@ -78,7 +78,7 @@ class Slots:
         return any(bits[bit >> 3] & (1 << (bit & 7)) for bit in self._filter_bits(place, hashes))
 
     def wants_squeeze(self, live: int) -> bool:
-        """A quarter of the slots is gone: squeezing costs each `add` then the copying of three rows."""
+        """A quarter of the slots is gone: squeezing costs each entry then the copying of three rows."""
         gone = len(self.id) - live
         return gone > 1024 and gone * 4 > len(self.id)
 

@@ -17,7 +17,7 @@ from benchmarks.ingest import PAYLOAD, Load, Server
 from benchmarks.table import print_table
 from tba.common import wire
 from tba.common.client import BufferClient
-from tba.common.process import keep_freed_memory
+from tba.common.process import keep_freed_memory, objects_frozen
 
 BATCH = 512  # trajectories
 SAMPLES = 8  # of a prompt
@@ -30,7 +30,11 @@ def main() -> None:
     rows = [put_latency(producers) for producers in (1, 8)]
     print_table("put to acknowledgement at half load, 4 KB rows", ["producers", "rows/s", "p50 ms", "p99 ms"], rows)
     keep_freed_memory()  # as a trainer does
-    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, Server(Path(folder) / "run") as server:
+    with (
+        objects_frozen(),
+        tempfile.TemporaryDirectory(prefix="tba-bench-") as folder,
+        Server(Path(folder) / "run") as server,
+    ):
         server.ingest(8, FILL, ROW_BYTES)
         client = BufferClient(server.address, role="trainer", name="bench")
         client.call(wire.Hello(host="bench", pid=1, software="bench"), wire.Welcome, deadline_seconds=20)

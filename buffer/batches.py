@@ -1,7 +1,9 @@
 """Batches as messages: from the rows of a recorded batch to what the trainer gets."""
 
 import json
+from collections.abc import Sequence
 
+from tba.buffer.index import Entry
 from tba.buffer.store import Store
 from tba.buffer.tables.runs import Run
 from tba.common import wire
@@ -33,9 +35,14 @@ def recorded_batch(store: Store, run: Run, message: wire.SampleBatch) -> tuple[w
     return batch, [b"".join(column) for column in blobs]
 
 
-def check_size(store: Store, trajectories: list[int]) -> None:
-    """A batch that fits no message must not be recorded: it could never be handed out. Raises Refused."""
-    size = 4 * max(store.trajectories.tokens(trajectories))
+def check_size(store: Store, entries: Sequence[Entry]) -> None:
+    """A batch that fits no message must not be recorded: it could never be handed out. Raises Refused.
+
+    Only a batch that may be one costs a query: none of its frames is larger than all of them together.
+    """
+    if sum(entry.payload_bytes for entry in entries) <= MAX_FRAME_BYTES:
+        return
+    size = 4 * max(store.trajectories.tokens([entry.id for entry in entries]))
     if size > MAX_FRAME_BYTES:
         raise Refused(
             "oversize",

@@ -42,10 +42,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Entries of one prompt as columns of equal length, in the order of their ids: see `Entry`.
-
-    `payload_bytes` counts only where the limits have a `max_bytes`; elsewhere the index forgets it.
-    """
+    """Entries of one prompt as columns of equal length, in the order of their ids: see `Entry`."""
 
     prompt: int
     id: Sequence[int]
@@ -98,7 +95,7 @@ class SamplingIndex:
 
     @property
     def payload_bytes(self) -> int:
-        """Payload of all that can be sampled, in bytes; 0 if there is no limit to it."""
+        """Payload of all that can be sampled, in bytes."""
         return self._bytes
 
     # ------------------------------------------------------------ changes
@@ -218,8 +215,9 @@ class SamplingIndex:
         return page[offset]
 
     def _append(self, place: int, block: Block) -> None:
-        sizes = [0] * len(block) if self.limits.max_bytes is None else block.payload_bytes
-        first = self.slots.extend(place, block.id, block.step, block.reward, block.dedup_hash, block.taken, sizes)
+        first = self.slots.extend(
+            place, block.id, block.step, block.reward, block.dedup_hash, block.taken, block.payload_bytes
+        )
         if self.slots.key is not None:
             self.slots.key.extend(keyed_hash(self.limits.seed, id_) for id_ in block.id)
         if self._count[place]:
@@ -229,7 +227,7 @@ class SamplingIndex:
         self._tail[place] = first + len(block) - 1
         self._count[place] += len(block)
         self._rows += len(block)
-        self._bytes += sum(sizes)
+        self._bytes += sum(block.payload_bytes)
 
     def _remove_twins(self, place: int, hashes: set[int]) -> None:
         held, links = self.slots.dedup, self.slots.next

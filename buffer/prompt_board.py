@@ -65,17 +65,24 @@ class PromptBoard:
             self.advance(self._step)
 
     def draw(self, by_recency: list[bool], chances: list[float]) -> list[int]:
-        """Different places, one for each pair of (recency or priority rule, uniform number from [0, 1))."""
-        places = []
+        """Different places, one for each pair of (recency or priority rule, uniform number from [0, 1)).
+
+        One that is drawn again is kept out from then on, and what is left of the number draws another: the chances are
+        those of keeping each out at once, of which most would be for nothing.
+        """
+        places: dict[int, None] = {}  # in their order
         try:
             for recent, chance in zip(by_recency, chances, strict=True):
-                places.append((self._recent if recent else self._priority).draw(chance))
-                for lottery in self._lotteries:
-                    lottery.hold(places[-1])
+                lottery = self._recent if recent else self._priority
+                place, rest = lottery.draw(chance)
+                while place in places:
+                    lottery.hold(place)
+                    place, rest = lottery.draw(rest)
+                places[place] = None
         finally:
             for lottery in self._lotteries:
                 lottery.release()
-        return places
+        return list(places)
 
     def buffer_bytes(self) -> int:
         """Memory of the arrays, growth slack included."""

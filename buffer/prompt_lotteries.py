@@ -36,7 +36,7 @@ class Lottery(Protocol):
 
     def enter(self, place: int, standing: Standing) -> None: ...
     def leave(self, place: int) -> None: ...
-    def draw(self, chance: float) -> int: ...
+    def draw(self, chance: float) -> tuple[int, float]: ...
     def hold(self, place: int) -> None: ...
     def release(self) -> None: ...
     def buffer_bytes(self) -> int: ...
@@ -69,8 +69,8 @@ class WeightedPrompts:
         """Take a place out for good."""
         self._tree.remove(place)
 
-    def draw(self, chance: float) -> int:
-        """The place at a uniform number from [0, 1)."""
+    def draw(self, chance: float) -> tuple[int, float]:
+        """The place at a uniform number from [0, 1), and what is left of that: another such number."""
         return self._tree.draw(chance)
 
     def hold(self, place: int) -> None:
@@ -124,10 +124,11 @@ class RankedPrompts:
             self._order.remove(self._key(place))
             self._flags[place] = 0
 
-    def draw(self, chance: float) -> int:
-        """The place at a uniform number from [0, 1)."""
+    def draw(self, chance: float) -> tuple[int, float]:
+        """The place at a uniform number from [0, 1), and what is left of that: another such number."""
         self._count_ranks()
-        return int(self._order[self._ranks.draw(chance)]) & ((1 << _PLACE_BITS) - 1)
+        rank, rest = self._ranks.draw(chance)
+        return int(self._order[rank]) & ((1 << _PLACE_BITS) - 1), rest
 
     def hold(self, place: int) -> None:
         """Keep a place out until `release`."""

@@ -16,7 +16,7 @@ from tba.common.channels import ServerChannel
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.log import get_logger
-from tba.common.process import keep_freed_memory, notify_systemd
+from tba.common.process import keep_freed_memory, notify_systemd, objects_frozen
 
 log = get_logger(__name__)
 
@@ -52,7 +52,8 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
             notify_systemd("READY=1")
             keep_freed_memory()
             _tune_interpreter()
-            BufferServer(channel, store, service, clock, queue_bytes=config.buffer.queue_mib << 20).run(stop)
+            with objects_frozen():
+                BufferServer(channel, store, service, clock, queue_bytes=config.buffer.queue_mib << 20).run(stop)
         finally:
             store.close()
     finally:
@@ -62,8 +63,6 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
 
 def _tune_interpreter() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(_COLLECT_EVERY, 20, 100)
 
 

@@ -1,5 +1,7 @@
 """What the trainer asks and tells: batches, steps that are done, snapshots, the end of the run."""
 
+from itertools import chain
+
 import numpy as np
 
 from tba.buffer.answer import Answer
@@ -67,9 +69,9 @@ class Training:
         self._served.too_little_data = isinstance(groups, Shortage)
         if isinstance(groups, Shortage):
             return groups
-        check_size(self._store, [entry.id for group in groups for entry in group])
+        check_size(self._store, list(chain.from_iterable(groups)))
         self._store.batches.record(self._run, message.step, groups, self._clock.wall(), stale_from=now)
-        self._served.index.mark_taken(entry.id for group in groups for entry in group)
+        self._served.index.mark_taken(entry.id for entry in chain.from_iterable(groups))
         self._served.next_step = message.step + 1
         self._served.sampled += message.prompts * message.samples
         return None

@@ -46,8 +46,11 @@ class WeightTree:
         if place in self:
             self.set(place, ABSENT, _NOTHING)
 
-    def draw(self, chance: float) -> int:
-        """The place at a uniform number from [0, 1). There must be one."""
+    def draw(self, chance: float) -> tuple[int, float]:
+        """The place at a uniform number from [0, 1), and what is left of that: another such number.
+
+        There must be a place.
+        """
         node, tier = 1, self._tier[1]
         assert tier != ABSENT, "nothing to draw from"
         while node < self._capacity:
@@ -63,7 +66,7 @@ class WeightTree:
                 else:
                     # The rest of a uniform number is uniform again; a rounded share of 1 leaves no rest.
                     node, chance = left + 1, (chance - share) / (1 - share) if share < 1 else 0.0
-        return node - self._capacity
+        return node - self._capacity, chance
 
     def buffer_bytes(self) -> int:
         """Memory of the nodes."""

@@ -25,7 +25,7 @@ from tba.common.errors import (
 )
 from tba.common.log import get_logger
 from tba.common.model_files import model_directory
-from tba.common.process import keep_freed_memory
+from tba.common.process import keep_freed_memory, objects_frozen
 from tba.common.quantity import quantity
 from tba.trainer import checkpoint
 from tba.trainer.batch import TrainBatch
@@ -93,7 +93,8 @@ def _lead(
         ranks.send(str(found.path) if found else "")
         trainer = Trainer(config, found, device, stop, dial=dial, last_step=last_step, ranks=ranks)
         try:
-            trainer.run()
+            with objects_frozen():
+                trainer.run()
         finally:
             trainer.close()
 
@@ -104,7 +105,8 @@ def _follow(config: Config, device: torch.device, ranks: Ranks) -> None:
     learner, _ = build(config, model_directory(config.model.path), device, ranks)
     if path:
         checkpoint.restore(checkpoint.read(Path(path)), learner)
-    follow(learner, ranks, micro_batch_tokens=config.train.micro_batch_tokens)
+    with objects_frozen():
+        follow(learner, ranks, micro_batch_tokens=config.train.micro_batch_tokens)
     ranks.close()
 
 

@@ -114,7 +114,9 @@ class Trajectories:
         """All sampleable trajectories, oldest first, for the index. `steps` maps versions to steps."""
         query = (
             "SELECT t.prompt, t.id, t.policy_version, t.reward, t.dedup_hash, "
-            "EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), COALESCE(t.payload_bytes, 0) "
+            "EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), "
+            # Rows of older releases have no size: that of their ids and log-probabilities is nearly all of it.
+            "COALESCE(t.payload_bytes, 4 * (t.prompt_tokens + 2 * t.response_tokens)) "
             "FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"
         )
         for prompt, all_rows in groupby(self._database.each(query, run.id), itemgetter(0)):

@@ -112,8 +112,7 @@ class Model:
                 limits.max_bytes is not None and sum(old.payload_bytes for old in kept) > limits.max_bytes
             ):
                 del kept[0]
-        counted = limits.max_bytes is not None
-        return [dataclasses.replace(e, taken=e.id in self.taken, payload_bytes=counted * e.payload_bytes) for e in kept]
+        return [dataclasses.replace(entry, taken=entry.id in self.taken) for entry in kept]
 
     def fresh(self, min_step: int, need: int) -> set[int]:
         groups = defaultdict(list)

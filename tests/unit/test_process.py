@@ -1,11 +1,15 @@
 """How a process behaves towards the system."""
 
+import gc
 import platform
 import resource
 import subprocess
 import sys
+import weakref
 
 import pytest
+
+from tba.common.process import objects_frozen
 
 # Each block is larger than the one before: what glibc learns from the first is of no use for the next.
 FAULTS = """
@@ -30,3 +34,23 @@ def test_memory_that_is_kept_is_not_asked_for_again():
     pages = sum(range(8, 24)) * (1 << 20) // resource.getpagesize()
     assert faults("plain") > 0.9 * pages
     assert faults("keep") < 0.2 * pages
+
+
+class Node:
+    """Something that only the collector can free."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_only_what_is_made_later_is_collected():
+    before = Node()
+    old = weakref.ref(before)
+    with objects_frozen():
+        new = weakref.ref(Node())
+        del before
+        gc.collect()
+        assert old() is not None
+        assert new() is None
+    gc.collect()
+    assert old() is None

@@ -6,7 +6,7 @@ The declared chances are computed here from plain lists, by the definitions in `
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
 import pytest
@@ -96,13 +96,19 @@ def across(rule: str, left: list[int], flat_weight: float) -> dict[Hashable, flo
     return normalised(by_factor({p: math.exp(temperature * MEAN[p]) for p in left}, flat_weight))
 
 
-def in_order(rule: str, flat_weight: float, groups: int) -> dict[Hashable, float]:
+def mixed(recency_fraction: float, rule: str, left: list[int], flat_weight: float = 1.0) -> dict[Hashable, float]:
+    """The same where the recency rule is taken with a probability, and another one else."""
+    recency, priority = across("recency", left, flat_weight), across(rule, left, flat_weight)
+    return {p: recency_fraction * recency.get(p, 0.0) + (1 - recency_fraction) * priority.get(p, 0.0) for p in PROMPTS}
+
+
+def in_order(groups: int, chances: Callable[[list[int]], Mapping[Hashable, float]]) -> dict[Hashable, float]:
     """The declared chance of each sequence of different prompts."""
     declared: dict[Hashable, float] = {}
     for sequence in itertools.permutations(PROMPTS, groups):
         left, chance = list(PROMPTS), 1.0
         for prompt in sequence:
-            chance *= across(rule, left, flat_weight).get(prompt, 0.0)
+            chance *= chances(left).get(prompt, 0.0)
             left.remove(prompt)
         declared[sequence] = chance
     return declared
@@ -115,14 +121,22 @@ def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
     settings = rules(prompt_priority=rule, flat_group_weight=flat_weight)
     found = batches(HISTORY, settings, groups=groups, samples=1)
     drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
-    assert_drawn_as_declared(drawn, in_order(rule, flat_weight, groups))
+    assert_drawn_as_declared(drawn, in_order(groups, lambda left: across(rule, left, flat_weight)))
 
 
 def test_the_mixture_draws_each_group_by_one_of_the_two_rules():
     settings = rules(recency_fraction=0.3, prompt_priority="softmax")
     drawn = Counter(batch[0][0].prompt for batch in batches(HISTORY, settings, groups=1, samples=1))
-    recency, softmax = across("recency", PROMPTS, 1.0), across("softmax", PROMPTS, 1.0)
-    assert_drawn_as_declared(drawn, {p: 0.3 * recency.get(p, 0) + 0.7 * softmax[p] for p in PROMPTS})
+    assert_drawn_as_declared(drawn, mixed(0.3, "softmax", PROMPTS))
+
+
+@pytest.mark.parametrize("rule", ["softmax", "rank"])
+def test_what_one_rule_has_drawn_the_other_does_not_draw_again(rule):
+    """Three groups of a batch, each by either rule: chances are those of what both have left."""
+    settings = rules(recency_fraction=0.5, prompt_priority=rule)
+    found = batches(HISTORY, settings, groups=3, samples=1)
+    drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
+    assert_drawn_as_declared(drawn, in_order(3, lambda left: mixed(0.5, rule, left)))
 
 
 def test_prompts_beyond_the_staleness_limit_take_no_part_in_ranks():

@@ -74,6 +74,14 @@ def test_a_server_goes_on_with_an_old_database(old_database, harness, trajectory
     assert buffer.sample(2, prompts=2, samples=3) is not None
 
 
+def test_the_sampler_knows_the_size_of_every_row_of_an_old_database(old_database, harness):
+    buffer = harness(old_database, train={"prompts_per_step": 2})
+    served, trajectories = buffer.service._served, buffer.service._store.trajectories
+    for prompt in served.index.prompts():
+        for entry in served.index.entries(prompt):
+            assert entry.payload_bytes >= 4 * max(trajectories.tokens([entry.id]))
+
+
 def test_migrating_twice_changes_nothing(old_database, ask):
     Store(old_database, durability="process").close()
     first = ask(old_database, "SELECT name, sql FROM sqlite_master ORDER BY name")

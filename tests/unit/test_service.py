@@ -287,6 +287,19 @@ def test_a_batch_carries_the_payload_that_was_put(harness, trajectory):
     assert answer.message.prompt_key == ["p0", "p0"]
 
 
+def test_a_batch_that_fits_no_message_is_refused_and_not_recorded(harness, monkeypatch):
+    buffer = harness()
+    buffer.fill(2, 2)
+    tokens = buffer.service._store.trajectories.tokens([1, 2, 3, 4])
+    monkeypatch.setattr("tba.buffer.batches.MAX_FRAME_BYTES", 4 * max(tokens) - 1)
+    with pytest.raises(Refused, match="at most"):
+        buffer.sample(0, 2, 2)
+    assert not buffer.service._store.batches.has(buffer.service.run, 0)
+    monkeypatch.setattr("tba.buffer.batches.MAX_FRAME_BYTES", 4 * max(tokens))
+    frames = buffer.sample(0, 2, 2).frames
+    assert max(map(len, frames)) <= 4 * max(tokens) < sum(map(len, frames)), "each frame fits, all together would not"
+
+
 def test_a_batch_that_cannot_be_filled_waits_with_a_reason(harness):
     buffer = harness()
     buffer.fill(2, 2)

@@ -1,7 +1,8 @@
 """Batches as messages: from the rows of a recorded batch to what the trainer gets."""
 
-import json
 from collections.abc import Sequence
+
+from pydantic_core import from_json
 
 from tba.buffer.index import Entry
 from tba.buffer.store import Store
@@ -25,7 +26,7 @@ def recorded_batch(store: Store, run: Run, message: wire.SampleBatch) -> tuple[w
         trajectory_ids=rows["id"],
         prompt_key=rows["prompt_key"],
         reward=rows["reward"],
-        reward_parts=[json.loads(parts) for parts in rows["reward_parts"]],
+        reward_parts=list(map(from_json, rows["reward_parts"])),
         policy_version=rows["policy_version"],
         staleness=rows["staleness"],
         plain_sampling=[bool(plain) for plain in rows["plain_sampling"]],

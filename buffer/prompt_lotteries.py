@@ -1,7 +1,7 @@
 """How a prompt is drawn: by weight, or by rank. Both in O(log n), both without replacement within a batch.
 
-A prompt is a place of the index. `hold` keeps a place out of the draw until `release`, at the end of a batch;
-chances are then those of what is left, renormalised.
+A prompt is a place of the index. `hold` keeps a place out of the draw until `release`, at the end of a batch:
+chances are then those of what is left, renormalised. It is enough to hold what has been drawn a second time.
 """
 
 import math

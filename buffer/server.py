@@ -10,7 +10,7 @@ The service, its memory and the database belong to the writer alone.
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tba.buffer.answer import Answer
@@ -95,12 +95,22 @@ class BufferServer:
             self._service.expire_leases()
         self._forget_repeated(arrived)
         due = self._due(arrived)
-        # A request that waits for data is tried again with every group; decoding does not pause for that.
+        # A request that waits for data is tried again with every group; nothing pauses for that.
         asks_batch = any(isinstance(item.message, SampleBatch) for item in arrived)
-        with self._network.decoding if asks_batch else contextlib.nullcontext():
+        with self._batch_first() if asks_batch else contextlib.nullcontext():
             self._pass_on([*self._rejections(), *self._answer(due)])
         if self._unprepared and not self._mailbox.held:
             self._prepare()
+
+    @contextlib.contextmanager
+    def _batch_first(self) -> Iterator[None]:
+        """Meanwhile nothing is decoded, and the log is not copied unless it is long."""
+        self._mailbox.hold()
+        try:
+            with self._network.decoding:
+                yield
+        finally:
+            self._mailbox.release()
 
     def _prepare(self) -> None:
         """A batch has left: do what the next one would have to wait for."""

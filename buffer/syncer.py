@@ -17,7 +17,7 @@ from tba.common.channels import Peer
 from tba.common.codec import Frames
 
 Replies = Sequence[tuple[Peer, Frames]]
-_CHECKPOINT_SECONDS = 0.1
+_CHECKPOINT_SECONDS = 0.02
 _FAILURE_POLL_SECONDS = 0.1
 _AHEAD = 8  # transactions that the writer may be ahead of the disk
 
@@ -65,7 +65,8 @@ class Syncer:
 class Checkpointer:
     """Copies the log into the database now and then, so that neither the writer nor an acknowledgement waits for it.
 
-    When the log has become very long the puts wait until all of it is copied; who asks for a batch does not.
+    It leaves disk and cores to a batch that is under way, unless much has been written since the last time. When the
+    log has become very long the puts wait until all of it is copied; who asks for a batch does not.
     """
 
     def __init__(self, log: WriteAheadLog, mailbox: Mailbox) -> None:
@@ -87,7 +88,7 @@ class Checkpointer:
     def _run(self) -> None:
         try:
             while not self._stopping.wait(_CHECKPOINT_SECONDS):
-                if self._log.copy():
+                if self._log.copy(unless_short=self._mailbox.held):
                     with self._mailbox.holding():
                         self._log.finish()
         except BaseException as error:  # noqa: BLE001  # the writer raises it: without us the log grows for ever

@@ -29,6 +29,8 @@ from tba.common.log import get_logger
 
 log = get_logger(__name__)
 
+# Copied in small pieces, so that who comes meanwhile waits for one at most.
+_WORTH_COPYING_BYTES = 2 << 20
 _LONG_BYTES = 8 << 20
 _VERY_LONG_BYTES = 16 << 20
 _FINISH_ROUNDS = 4
@@ -107,13 +109,15 @@ class WriteAheadLog:
                 sync_file(self._log, self._path)
             self._synced = written
 
-    def copy(self) -> bool:
-        """Copy what is in the log into the database file, if that is long, or a minute ago. True if `finish` is due.
+    def copy(self, *, unless_short: bool = False) -> bool:
+        """Copy what is new in the log into the database file, if it is worth it, or the last time was a minute ago.
 
-        For want of space, say, it may not be possible: a warning tells, the log keeps all, and there is a next time.
+        `unless_short`: only if there is a lot of it. True if `finish` is due. For want of space, say, it may not be
+        possible: a warning tells, the log keeps all, and there is a next time.
         """
         written, now = self.written, time.monotonic()
-        if written - self._copied <= _LONG_BYTES and now - self._copied_at < _COPY_SECONDS:
+        enough = _LONG_BYTES if unless_short else _WORTH_COPYING_BYTES
+        if written - self._copied <= enough and now - self._copied_at < _COPY_SECONDS:
             return False
         self._copied, self._copied_at = written, now
         is_due = False

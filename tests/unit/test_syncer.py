@@ -128,7 +128,7 @@ def test_what_others_can_read_is_acknowledged_only_when_it_is_synced(serving, tr
 def hold_the_finish(serving) -> threading.Event:
     """Wait until the log is being finished, for the only time; that ends when the event is set."""
     begun, done, finish = threading.Event(), threading.Event(), serving.store.log.finish
-    serving.store.log.copy = lambda: not begun.is_set()
+    serving.store.log.copy = lambda **_: not begun.is_set()
 
     def slow_finish() -> None:
         begun.set()
@@ -264,6 +264,32 @@ def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_whi
     (batch,) = trainer.poll(10)
     assert len(batch.message.trajectory_ids) == 4
     assert (decoded, read) == ([True], [False])
+
+
+def test_the_log_is_left_alone_while_a_batch_is_recorded_unless_it_is_long(serving, trainer, trajectory, monkeypatch):
+    copied, service = [], serving.server._service
+    record = service.record_batch
+    monkeypatch.setattr(
+        service, "record_batch", lambda *asked: (copied.append(watched_copies(serving)), record(*asked))[1]
+    )
+    put_a_group(serving, trajectory)
+    assert set(watched_copies(serving)) == {False}
+    trainer.post(ASKED)
+    (batch,) = trainer.poll(10)
+    assert len(batch.message.trajectory_ids) == 4
+    assert [set(times) for times in copied] == [{True}]
+    wait_for(lambda: not serving.server._mailbox.held)
+    assert set(watched_copies(serving)) == {False}
+
+
+def watched_copies(serving) -> list[bool]:
+    """With which `unless_short` the checkpointer asks, some times from now on."""
+    asked, log = [], serving.store.log
+    copy = log.copy
+    log.copy = lambda *, unless_short: (asked.append(unless_short), copy(unless_short=unless_short))[1]
+    wait_for(lambda: len(asked) >= 3)
+    log.copy = copy
+    return asked[:3]
 
 
 def test_what_a_batch_changed_is_looked_at_when_it_has_left(serving, trainer, trajectory, monkeypatch):

@@ -91,6 +91,18 @@ class FailingDisk(Meddling):
         raise error
 
 
+@pytest.mark.parametrize(
+    ("mib", "unless_short", "is_copied"), [(1, False, False), (3, False, True), (3, True, False), (9, True, True)]
+)
+def test_the_log_is_copied_when_that_is_worth_it(store, mib, unless_short, is_copied):
+    copied = []
+    commit(store)
+    store.log._connection = Meddling(store.log._connection, after=lambda: copied.append(True))
+    store.log.written += mib << 20
+    store.log.copy(unless_short=unless_short)
+    assert bool(copied) == is_copied
+
+
 def test_what_a_disk_does_not_read_during_a_checkpoint_is_a_warning(store, caplog):
     commit(store)
     store.log._watch = FailingDisk(store.log._watch)

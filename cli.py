@@ -386,13 +386,11 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
     need("torch", "train")
     from dataclasses import asdict
 
-    from tba.common.snapshot import choose_snapshots
     from tba.deploy.picture import record_evaluations
     from tba.searcher.evaluate import evaluate_snapshots
 
     config = resolved.config
-    paths = choose_snapshots(config.snapshots, snapshot, every=every)
-    rows = [asdict(result) for result in evaluate_snapshots(config, paths, device=device)]
+    rows = [asdict(result) for result in evaluate_snapshots(config, snapshot, every=every, device=device)]
     record_evaluations(config.run.dir, rows)
     return rows
 

@@ -10,20 +10,23 @@ import numpy as np
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.durable import sha256_of
-from tba.common.errors import EngineError, TaskError
+from tba.common.errors import EngineError, SnapshotError, TaskError
 from tba.common.log import get_logger
-from tba.common.snapshot import MANIFEST, Snapshot, read
+from tba.common.snapshot import MANIFEST, Snapshot, choose_snapshots, read
 from tba.common.trajectory import STOP_EOS
 from tba.common.wire import WeightsRef
 from tba.searcher.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.groups import Tokenizer
 from tba.searcher.host_copy import HostCopy
+from tba.searcher.node_cache import Held
 from tba.searcher.prefetch import weights_directory
 from tba.searcher.run import load_tokenizer, make_engine
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import CORRECT, Prompt, Task
 
 log = get_logger(__name__)
+
+_ATTEMPTS = 5  # to read the newest snapshot of a run that publishes quickly
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,14 @@ class Evaluator:
         return reward.parts[CORRECT], reward.total
 
 
-def evaluate_snapshots(config: Config, paths: Sequence[Path], *, device: str) -> Iterator[Evaluation]:
-    """Evaluate published snapshots, each verified first, with one engine. Of a delta the complete weights are made."""
+def evaluate_snapshots(config: Config, named: Path | None, *, every: bool, device: str) -> Iterator[Evaluation]:
+    """Evaluate the snapshot that is named, all that a run has kept, or its newest, with one engine.
+
+    Each is verified first; of a delta the complete weights are made. A trainer may be at work beside: what it has
+    collected since the start is left out, and the newest is that of the moment at which the engine is ready. Raises
+    UsageError if there is none, SnapshotError if one cannot be read.
+    """
+    paths = choose_snapshots(config.snapshots, named, every=every)  # at once, so that a mistake costs no waiting
     task, tokenizer = load_task(config.task), load_tokenizer(config.model.path)
     with contextlib.ExitStack() as ending:
         copies = HostCopy(weights_directory(config), "path", SystemClock())
@@ -86,13 +95,48 @@ def evaluate_snapshots(config: Config, paths: Sequence[Path], *, device: str) ->
         engine = make_engine(config, device=device, name="eval")
         ending.callback(engine.close)
         evaluator = Evaluator(engine, task, tokenizer, config.search.max_tokens)
-        for path in paths:
-            snapshot, held = copies.prepare(_ref(path))
+        for snapshot, held in _prepared(config, copies, named, paths if every else None):
             before = serving.pop_all()
             serving.callback(held.release)
             with before:
                 result = evaluator.evaluate(snapshot)
             yield result
+
+
+def _prepared(
+    config: Config, copies: HostCopy, named: Path | None, paths: Sequence[Path] | None
+) -> Iterator[tuple[Snapshot, Held]]:
+    """The snapshot that is named; or all of `paths` that are still there; or the newest."""
+    if named is not None:
+        yield copies.prepare(_ref(named))
+    elif paths is None:
+        yield _newest(config, copies)
+    else:
+        for path in paths:
+            if prepared := _unless_collected(copies, path):
+                yield prepared
+            else:
+                log.warning("snapshot not evaluated: the trainer has collected it", path=path)
+
+
+def _newest(config: Config, copies: HostCopy) -> tuple[Snapshot, Held]:
+    """The newest snapshot, chosen again if the trainer collects it before it is held here."""
+    for _ in range(_ATTEMPTS):
+        (path,) = choose_snapshots(config.snapshots, None, every=False)
+        if prepared := _unless_collected(copies, path):
+            return prepared
+    raise SnapshotError(
+        f"{config.snapshots}: each snapshot was collected before it could be read: raise train.keep_snapshots"
+    )
+
+
+def _unless_collected(copies: HostCopy, path: Path) -> tuple[Snapshot, Held] | None:
+    try:
+        return copies.prepare(_ref(path))
+    except (SnapshotError, OSError):
+        if (path / MANIFEST).is_file():
+            raise
+        return None
 
 
 def _ref(path: Path) -> WeightsRef:

@@ -211,9 +211,14 @@ def import_(
         refuse_unnamed_run(settings.database, settings.run.name)
     configure("", level="WARNING")
     from tba.buffer.sinks import open_sink
+    from tba.common.terminal import row_progress
 
-    with open_sink(settings) as sink:
-        counts = import_file(file, sink, settings, format_)
+    try:
+        with open_sink(settings) as sink, row_progress() as tell:
+            counts = import_file(file, sink, settings, format_, tell=tell)
+    except KeyboardInterrupt:
+        note("interrupted: what was imported stays, and the same command again adds the rest")
+        raise
     if as_json:
         return print_json({"file": str(file), "run": settings.run.name, **counts})
     return typer.echo(

@@ -39,7 +39,7 @@ class DatabaseFile:
 
     def __init__(self, path: Path, *, durability: str) -> None:
         self.path = path
-        taken = f"another buffer server has {path} open: stop it, or set buffer.database"
+        taken = f"a buffer server has {path} open: stop that, or name another database"
         self._resources = contextlib.ExitStack()
         try:
             with storage_errors(path):

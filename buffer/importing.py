@@ -32,6 +32,7 @@ from tba.common.trajectory import Trajectory, pack
 _ROWS = 64
 _TOKENS = 1 << 20  # in one message
 _CHARACTERS = 1 << 20  # of texts and metadata, in one message, unless one row has more
+Tell = Callable[[str, int, int | None], None]
 
 
 class Sink(Protocol):
@@ -52,14 +53,17 @@ class SourceRow:
     where: str
 
 
-def import_file(source: Path, sink: Sink, config: Config, format_: str | None = None) -> dict[str, int]:
+def import_file(
+    source: Path, sink: Sink, config: Config, format_: str | None = None, *, tell: Tell = lambda *_: None
+) -> dict[str, int]:
     """Import a file. Returns how many rows it has, how many were new and how many were there already.
 
+    `tell` hears what is being done, with how many rows, and of how many in all if that is known.
     Raises UsageError if a line is wrong, before anything is imported; BufferFault or StorageError if the buffer
     does not take it, with the number of rows that it has taken.
     """
     parser = Parser(sink.run, _once(lambda: Tokenizer(config.model.path)))
-    rows = _check(read_rows(source, config, format_), parser)
+    rows = _check(read_rows(source, config, format_), parser, tell)
     counts = {"rows": rows, "new": 0, "there_already": 0}
 
     def parsed() -> Iterator[tuple[SourceRow, Trajectory]]:
@@ -77,6 +81,7 @@ def import_file(source: Path, sink: Sink, config: Config, format_: str | None = 
                 ack = sink.put(_sender(origin, sink.run), message, frames)
                 counts["new"] += ack.stored
                 counts["there_already"] += ack.duplicates
+                tell("importing", counts["new"] + counts["there_already"], rows)
     except (BufferFault, StorageError) as error:
         taken = f"{counts['new'] + counts['there_already']} of {quantity(rows, 'row is', 'rows are')} imported"
         error.args = (f"{error}; {taken}, and running the import again is safe",)
@@ -84,11 +89,11 @@ def import_file(source: Path, sink: Sink, config: Config, format_: str | None = 
     return counts
 
 
-def _check(rows: Iterable[SourceRow], parser: Parser) -> int:
+def _check(rows: Iterable[SourceRow], parser: Parser, tell: Tell) -> int:
     """Parse every row. Returns how many there are. Raises UsageError for a wrong one, or one that is there twice."""
     count = 0
     seen: defaultdict[str, SequenceRanges] = defaultdict(SequenceRanges)
-    for count, row in enumerate(rows, 1):  # noqa: B007
+    for count, row in enumerate(rows, 1):
         parser.parse(row.fields, row.where)
         if not seen[row.origin].missing(row.sequence, 1):
             raise UsageError(
@@ -96,6 +101,8 @@ def _check(rows: Iterable[SourceRow], parser: Parser) -> int:
                 "trajectory once, and leave out `run` and `id` where one was made into several"
             )
         seen[row.origin].add(row.sequence, 1)
+        if count % _ROWS == 0:
+            tell("checking", count, None)
     return count
 
 

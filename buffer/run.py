@@ -15,7 +15,9 @@ from tba.buffer.store import Store
 from tba.common.channels import ServerChannel
 from tba.common.clock import SystemClock
 from tba.common.config import Config
+from tba.common.errors import AddressInUse
 from tba.common.log import get_logger
+from tba.common.probe import check_address
 from tba.common.process import keep_freed_memory, notify_systemd, objects_frozen
 
 log = get_logger(__name__)
@@ -36,7 +38,7 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
     run; StorageError if it is unusable.
     """
     clock = SystemClock()
-    channel = ServerChannel(config.buffer.address)
+    channel = _bind(config.buffer.address)
     try:
         store = Store(config.database, durability=config.buffer.durability)
         try:
@@ -59,6 +61,15 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
     finally:
         channel.close()
     log.info("stopped")
+
+
+def _bind(address: str) -> ServerChannel:
+    """Listen at an address. Raises AddressInUse, with the run that is served there if it is a buffer."""
+    try:
+        return ServerChannel(address)
+    except AddressInUse:
+        check_address(address)
+        raise
 
 
 def _tune_interpreter() -> None:

@@ -163,9 +163,19 @@ def _check_key(key: str, origin: str) -> None:
     known = [name for name, _ in fields()]
     if key in known:
         return
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f": did you mean {nearest[0]}?" if nearest else f": the sections are {', '.join(Config.model_fields)}"
-    raise ConfigError(f"unknown key {key} ({origin}){hint}")
+    near = _nearest(key, known)
+    hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
+    raise ConfigError(f"unknown key {key} ({origin}): {hint}")
+
+
+def _nearest(key: str, known: Sequence[str]) -> str | None:
+    """What may have been meant: the same name in another section, a like name in this one, or a like key."""
+    section, _, name = key.rpartition(".")
+    same = [other for other in known if other.rpartition(".")[2] == name]
+    like = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known if k.startswith(f"{section}.")], n=1)
+    if like and not same:
+        return f"{section}.{like[0]}"
+    return next(iter([*same, *difflib.get_close_matches(key, known, n=1, cutoff=0.8)]), None)
 
 
 def _validate(values: Mapping[str, _Value]) -> Config:

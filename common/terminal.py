@@ -178,6 +178,28 @@ def byte_progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int,
 
 
 @contextlib.contextmanager
+def row_progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar with its rate on standard error, if that is a terminal: hears (what is done, rows done, rows in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    errors = Console(stderr=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=errors, disable=not errors.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task("", total=None, rate="")
+
+        def show(doing: str, done: int, total: int | None) -> None:
+            if progress.tasks[0].description != doing:
+                progress.reset(task, description=doing, total=total)
+            rate = f"{speed:,.0f} rows/s" if (speed := progress.tasks[0].speed) else ""
+            progress.update(task, completed=done, total=total, rate=rate)
+
+        yield show
+
+
+@contextlib.contextmanager
 def training_progress(doing: str, *, as_json: bool) -> Iterator[Callable[[dict[str, float]], None]]:
     """Hears the numbers of each step, `step` and `steps` among them.
 

@@ -15,7 +15,7 @@ from tba.common.devices import CPU, choose_gpus, list_gpus
 from tba.common.errors import MissingExtra, TbaError
 from tba.common.model_files import check_model, is_hub_name
 from tba.common.paths import check_data, check_places, nearest_existing
-from tba.deploy.probe import ask_status
+from tba.common.probe import ask_status
 
 Finding = dict[str, str]
 _LOW_DISK_GIB = 10

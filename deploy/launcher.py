@@ -14,11 +14,11 @@ from tba.common.devices import CPU, check_free, choose_gpus, group_gpus, label, 
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.paths import check_paths
+from tba.common.probe import ask_status, check_address
 from tba.common.process import notify_systemd, signal_name
 from tba.common.terminal import need
 from tba.common.wire import Status
 from tba.deploy.display import Display, SearcherState, client_of, fleet_line
-from tba.deploy.probe import ask_status, check_address
 from tba.deploy.run_directory import holds_run, tell_ending
 from tba.deploy.supervisor import HOPELESS, Child, Supervisor
 

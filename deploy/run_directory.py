@@ -14,8 +14,8 @@ from tba.common.config import Config
 from tba.common.durable import exclusive_lock
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken
 from tba.common.log import get_logger
+from tba.common.probe import check_address
 from tba.deploy.picture import METRICS_FILE
-from tba.deploy.probe import check_address
 
 log = get_logger(__name__)
 

@@ -161,7 +161,7 @@ class Job:
         kept = {name: result[name] for name in ("loss", "grad_norm", "learning_rate", "tokens")}
         speed = {"tokens_per_second": result["tokens"] / max(seconds, 1e-9)}
         self._metrics.record(step, self._clock.wall(), kept | speed | measured)
-        return {"step": float(done), "steps": float(self.steps), **kept, **speed, **measured}
+        return {"step": done, "steps": self.steps, **kept, **speed, **measured}
 
     def rows_of(self, step: int) -> list[Row]:
         """Epoch after epoch in a shuffled order each; a batch may begin in one and end in the next."""

@@ -236,7 +236,7 @@ def test_sigterm_ends_the_server_with_exit_code_0(server):
 def test_a_second_server_on_the_same_address_is_one_sentence_and_exit_code_1(server, run_config, tba):
     result = tba("buffer", "serve", "--config", run_config.file, "--set", "buffer.database=other.sqlite")
     assert result.returncode == 1, "systemd is to try again: the other one may be on its way out"
-    assert "is in use" in result.stderr
+    assert "is in use: a buffer serves run test there" in result.stderr
     assert "Traceback" not in result.stderr
 
 

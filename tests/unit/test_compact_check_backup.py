@@ -112,7 +112,7 @@ def test_compact_needs_the_server_stopped(harness, tba_buffer):
     buffer = harness()
     refused = tba_buffer("compact", "-b", buffer.store.path, *TEST_RUN)
     assert refused.exit_code == 78
-    assert "another buffer server has" in refused.said
+    assert "a buffer server has" in refused.said
 
 
 def record_start(path, **sections) -> None:

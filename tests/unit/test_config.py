@@ -49,6 +49,23 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
     assert refusal(file) == f"unknown key train.learning_rat ({file}): did you mean train.learning_rate?"
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("train.max_tokens", "did you mean search.max_tokens?"),
+        ("trian.learning_rate", "did you mean train.learning_rate?"),
+        ("train.warmup_step", "did you mean train.warmup_steps?"),
+        ("train.objective", "`tba config show` lists all keys"),
+        ("buffer.port", "`tba config show` lists all keys"),
+        ("learning_rate", "did you mean train.learning_rate?"),
+    ],
+)
+def test_a_key_that_is_far_from_all_is_given_no_other_name(key, hint):
+    with pytest.raises(ConfigError) as error:
+        resolve(None, environment={}, assignments=[f"{key}=1"])
+    assert str(error.value) == f"unknown key {key} (--set): {hint}"
+
+
 def test_an_unknown_key_in_the_environment_is_an_error_too():
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 

@@ -390,8 +390,10 @@ def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> li
     from tba.searcher.evaluate import evaluate_snapshots
 
     config = resolved.config
-    rows = [asdict(result) for result in evaluate_snapshots(config, snapshot, every=every, device=device)]
-    record_evaluations(config.run.dir, rows)
+    rows = []
+    for result in evaluate_snapshots(config, snapshot, every=every, device=device):
+        rows.append(asdict(result))
+        record_evaluations(config.run.dir, rows[-1:])
     return rows
 
 

@@ -274,7 +274,7 @@ class OfflineBuffer:
                 with self._store.transaction():
                     answer = self._service.handle(header, message)
                 self._store.log.sync()
-                self._store.log.copy()
+                self._store.log.copy(unless_short=True)
         assert answer is not None, "nothing waits offline"
         if isinstance(answer.message, wire.Batch) and not self._replay:
             return _nobodys(answer.message), answer.frames

@@ -132,7 +132,6 @@ class RankedPrompts:
 
     def hold(self, place: int) -> None:
         """Keep a place out until `release`."""
-        self._count_ranks()
         self._held.append(self._order.index(self._key(place)))
         self._ranks.remove(self._held[-1])
 

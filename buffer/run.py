@@ -1,5 +1,6 @@
 """Starting a buffer server from a configuration."""
 
+import contextlib
 import gc
 import importlib.metadata
 import platform
@@ -15,7 +16,7 @@ from tba.buffer.store import Store
 from tba.common.channels import ServerChannel
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import AddressInUse
+from tba.common.errors import AddressInUse, ConfigError
 from tba.common.log import get_logger
 from tba.common.probe import check_address
 from tba.common.process import keep_freed_memory, notify_systemd, objects_frozen
@@ -68,7 +69,8 @@ def _bind(address: str) -> ServerChannel:
     try:
         return ServerChannel(address)
     except AddressInUse:
-        check_address(address)
+        with contextlib.suppress(ConfigError):  # an address to listen at, such as tcp://*, that cannot be dialled
+            check_address(address)
         raise
 
 

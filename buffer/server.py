@@ -127,7 +127,7 @@ class BufferServer:
         if replies or recorded:
             self._sync_and_send(replies)
         if recorded:
-            with self._network.decoding:
+            with self._batch_first():
                 self._sync_and_send([self._read(item) for item in recorded])
             self._unprepared = True
 

@@ -29,7 +29,7 @@ from tba.common.log import get_logger
 
 log = get_logger(__name__)
 
-# Copied in small pieces, so that who comes meanwhile waits for one at most.
+# Copied in small pieces: a request for a batch that comes meanwhile has the disk to itself after one.
 _WORTH_COPYING_BYTES = 2 << 20
 _LONG_BYTES = 8 << 20
 _VERY_LONG_BYTES = 16 << 20

@@ -172,10 +172,13 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
     """What may have been meant: the same name in another section, a like name in this one, or a like key."""
     section, _, name = key.rpartition(".")
     same = [other for other in known if other.rpartition(".")[2] == name]
-    like = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known if k.startswith(f"{section}.")], n=1)
-    if like and not same:
-        return f"{section}.{like[0]}"
-    return next(iter([*same, *difflib.get_close_matches(key, known, n=1, cutoff=0.8)]), None)
+    here = [other.rpartition(".")[2] for other in known if other.startswith(f"{section}.")]
+    like = [f"{section}.{other}" for other in difflib.get_close_matches(name, here, n=1, cutoff=0.7)]
+    return max(
+        [*same, *like] or difflib.get_close_matches(key, known, n=1, cutoff=0.8),
+        key=lambda other: difflib.SequenceMatcher(None, other, key).ratio(),
+        default=None,
+    )
 
 
 def _validate(values: Mapping[str, _Value]) -> Config:

@@ -16,7 +16,7 @@ def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | 
 
 def check_address(address: str) -> None:
     """Raise AddressInUse unless our buffer can be served there, ConfigError if none can."""
-    client = BufferClient(address, role="monitor", name="launcher")
+    client = BufferClient(address, role="monitor", name="probe")
     try:
         status = ask_status(client, deadline_seconds=0.5)
     finally:

@@ -212,7 +212,8 @@ def collect(directory: Path, *, keep_last: int, keep_every: int, keep: Iterable[
     for path in reversed(found):
         if path in kept and path in manifests and (base := manifests[path].base) is not None:
             kept.add(directory / directory_name(base))
-    return [path for path in found if path in manifests and path not in kept and _delete(path)]
+    # From the newest, so that nothing that can be read lacks its base meanwhile.
+    return [path for path in reversed(found) if path in manifests and path not in kept and _delete(path)]
 
 
 def _is_only_base(path: Path) -> bool:

@@ -41,7 +41,7 @@ class TrainSection(Section):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
     """Learning-rate schedule after the warm-up; wsd is warm-up, stable, decay."""
     warmup_steps: NonNegative | Literal["auto"] = "auto"
-    """Steps of linear warm-up from 0, which is the rate of the first step; auto is 50, and at most a tenth of the run."""
+    """Steps of linear warm-up; the first has a rate of 0. auto is 50, and at most a tenth of the run."""
     decay_steps: NonNegative | Literal["auto"] = "auto"
     """wsd: steps of decay at the end; auto is 500, and at most half of the run."""
     weight_decay: NonNegativeFloat = 0.01

@@ -238,6 +238,9 @@ def test_a_second_server_on_the_same_address_is_one_sentence_and_exit_code_1(ser
     assert result.returncode == 1, "systemd is to try again: the other one may be on its way out"
     assert "is in use: a buffer serves run test there" in result.stderr
     assert "Traceback" not in result.stderr
+    everywhere = run_config.address.replace("127.0.0.1", "*")
+    result = tba("buffer", "serve", "--config", run_config.file, "--set", f"buffer.address={everywhere}")
+    assert (result.returncode, f"{everywhere} is in use: another program" in result.stderr) == (1, True)
 
 
 @pytest.fixture

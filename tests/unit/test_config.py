@@ -58,6 +58,10 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
         ("train.objective", "`tba config show` lists all keys"),
         ("buffer.port", "`tba config show` lists all keys"),
         ("learning_rate", "did you mean train.learning_rate?"),
+        ("rtain.samples_per_prompt", "did you mean train.samples_per_prompt?"),
+        ("bojective.name", "did you mean objective.name?"),
+        ("erward_model.path", "did you mean reward_model.path?"),
+        ("train.gpus", "did you mean train.gpu?"),
     ],
 )
 def test_a_key_that_is_far_from_all_is_given_no_other_name(key, hint):

@@ -7,7 +7,7 @@ import pytest
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError
-from tba.common.snapshot import MANIFEST, list_snapshots
+from tba.common.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.searcher.evaluate import _prepared
 from tba.searcher.host_copy import HostCopy
 from tba.tests.weights_lab import WEIGHTS, RandomWeights, flip_a_byte
@@ -78,3 +78,20 @@ def test_one_that_is_named_or_damaged_is_no_matter_of_chance(trainer, evaluated)
     flip_a_byte(newest / WEIGHTS)
     with pytest.raises(SnapshotCorrupt):
         evaluated(Overtaken(trainer, 0))
+
+
+def test_a_snapshot_is_collected_before_what_it_is_based_on(trainer, monkeypatch):
+    """Else a delta can be seen that cannot be read."""
+    trainer.delta()
+    trainer.full()
+    remove, seen = shutil.rmtree, []
+
+    def watched(path) -> None:
+        there = {found.name: read(found).manifest for found in list_snapshots(trainer.directory)}
+        seen.append(path.name)
+        assert {directory_name(manifest.base) for manifest in there.values() if manifest.base is not None} <= set(there)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    collect(trainer.directory, keep_last=1, keep_every=0)
+    assert seen == ["v00000003", "v00000002", "v00000001"]

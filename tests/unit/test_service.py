@@ -442,7 +442,7 @@ def test_a_finished_run_says_so_and_goes_on_when_a_trainer_comes_back(harness):
 
 def test_a_second_server_on_the_same_database_is_refused(harness):
     buffer = harness()
-    with pytest.raises(ConfigError, match="another buffer server"):
+    with pytest.raises(ConfigError, match="a buffer server has"):
         Store(buffer.store.path, durability="process")
 
 

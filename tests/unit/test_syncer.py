@@ -239,7 +239,7 @@ def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_whi
     serving, trainer, trajectory, monkeypatch
 ):
     puts, payloads = serving.store.trajectories, serving.store.trajectories.payloads
-    writing, read, decoded = threading.Event(), [], []
+    writing, read, decoded, held = threading.Event(), [], [], []
 
     def slow_flush():
         if puts._new_rows["id"] and not writing.is_set():
@@ -251,6 +251,7 @@ def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_whi
     def watched(ids):
         with ThreadPoolExecutor(1) as other:
             read.append(other.submit(can_be_taken, serving.server._network.decoding).result())
+        held.append(serving.server._mailbox.held)
         return payloads(ids)
 
     monkeypatch.setattr(puts, "flush", slow_flush)
@@ -263,7 +264,7 @@ def test_puts_are_decoded_while_a_request_for_a_batch_waits_for_data_and_not_whi
     serving.put(groups[1], first=2)
     (batch,) = trainer.poll(10)
     assert len(batch.message.trajectory_ids) == 4
-    assert (decoded, read) == ([True], [False])
+    assert (decoded, read, held) == ([True], [False], [True]), "nor is the log copied while it is read"
 
 
 def test_the_log_is_left_alone_while_a_batch_is_recorded_unless_it_is_long(serving, trainer, trajectory, monkeypatch):

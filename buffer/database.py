@@ -20,6 +20,8 @@ from tba.common.durable import exclusive_lock
 from tba.common.errors import StorageError, SyncFailed
 
 _CACHE_KIB = 64 << 10
+# Of a new database. A response of thousands of tokens takes half as many pages as with SQLite's own 4096.
+_PAGE_BYTES = 8192
 _CHECKED_BYTES = 1 << 30  # two or three seconds
 # Rows in one INSERT: Python hands the interpreter lock to SQLite once for all of them, not once for each. Few
 # sizes, so that the prepared statements stay in the cache.
@@ -58,6 +60,7 @@ class DatabaseFile:
         self._resources.callback(os.close, file)
         _refuse_unusable(self.path)
         self._connection = self._resources.enter_context(open_connection(self.path))
+        self._connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # `WriteAheadLog.copy` does it

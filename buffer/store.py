@@ -21,7 +21,7 @@ from tba.buffer.tables.snapshots import Snapshots
 from tba.buffer.tables.trajectories import Trajectories
 from tba.buffer.write_ahead_log import WriteAheadLog
 
-_TRANSACTION_BYTES = 16 << 10  # in the log, beside those of its trajectories: pages of tables and indexes; measured
+_TRANSACTION_BYTES = 32 << 10  # in the log, beside those of its trajectories: pages of tables and indexes; measured
 
 
 class Store:

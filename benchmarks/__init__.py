@@ -1,1 +1,1 @@
-"""Benchmarks: ratios in one run against a named peer or the physical limit. `make bench` runs them all."""
+"""Benchmarks: ratios in one run to a named peer or a physical limit. `make bench` runs those that need only tba."""

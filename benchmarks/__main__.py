@@ -1,4 +1,4 @@
-"""Run every benchmark that needs nothing but tba, each with its table; the others are `make bench-peers`."""
+"""Run every benchmark that needs only tba, and print a table for each."""
 
 from benchmarks import delta, ingest, latency, publish, scale, spool
 

@@ -1,23 +1,23 @@
 """Tokens per second of a whole searcher against a bare `vllm.LLM.generate`.
 
-    python -m benchmarks.generation [--model small|large|both] [--cycles 5] [--seconds 10] [--core 1] [--beside other]
+    python -m benchmarks.generation [--model small|large|both] [--cycles 5] [--seconds 10] [--core 1] [--rest-on other]
 
-The searcher is `tba search` as users start it, with all it does: prompts by lease from a real buffer server, log-
-probabilities, version per token, text, the reward of GSM8K, acknowledged puts, and, in one of its two rows, a new
+The searcher is `tba search` as users start it, with all its work: prompts by lease from a real buffer server,
+log-probabilities, version per token, text, the reward of GSM8K, acknowledged puts, and, in one of its two rows, a new
 snapshot to load every 10 s. The bare peer has the same model, prompts (as token ids), sampling settings and number in
-flight, more prompts than places, and is asked for token ids alone; in a second row also for log-probabilities.
+flight, more prompts than rows, and returns token ids only; in a second row also log-probabilities.
 
-- All four are started once, and then run in short turns, in the order ABCD DCBA, while the others are stopped by
-  SIGSTOP: a machine whose speed drifts by a factor of two over minutes serves all alike, and what drifts evenly through
-  one such cycle falls out of its ratios. The last ratio is the median of the cycles', with their quartiles.
-- Tokens are counted as vLLM's steps make them, in both by the same lines (counted.py), from the end of one step to the
-  end of another. The first second of a turn does not count.
-- The threads that step an engine are bound to one core. The others are for what runs beside them, as the cores of a
-  machine whose engines are on GPUs: the searcher's other threads and reward workers, and the buffer servers. With
-  `--beside same` the searcher does all that it does on the core of its engine.
-- One snapshot per turn comes as the searcher's seconds begin to count, so every `--seconds` of them.
+- All four are started once, and then run for short periods, in the order ABCD DCBA, while the others are stopped by
+  SIGSTOP. So a machine whose speed drifts by a factor of two over minutes affects all of them alike, and a drift that
+  is even over one cycle cancels out of its ratios. The reported ratio is the cycles' median, with quartiles.
+- Tokens are counted as vLLM's steps produce them, by the same code for both (counted.py), from the end of one step to
+  the end of another. The first second of a period does not count.
+- The threads that step an engine are bound to one core. The other cores are for everything else, as on a machine whose
+  engines are on GPUs: the searcher's other threads and reward workers, and the buffer servers. With `--rest-on same`
+  the searcher does all its work on the core of its engine.
+- One snapshot per period is published when the searcher's seconds begin to count, so every `--seconds` of them.
 - *per CPU second* divides by the processor time of the engine's own process, without its reward workers.
-- Models are random: a number of token ids end a response, so that lengths are spread geometrically, up to a limit.
+- Models are random: several token ids end a response, so that lengths are distributed geometrically, up to a limit.
 """
 
 import argparse
@@ -35,28 +35,33 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import serving
+from benchmarks.alternating import Program
 from benchmarks.counted import Counter, Progress
 from benchmarks.publisher import Publisher
 from benchmarks.random_model import CONTEXT, SAMPLES, SIZES, make_canary, make_model, mean_tokens
 from benchmarks.table import print_table
-from benchmarks.turns import Way
 
 KINDS = (
-    "LLM.generate, tokens alone",
+    "LLM.generate, tokens only",
     "LLM.generate, log-probabilities",
-    "tba search, weights stay",
+    "tba search, no swaps",
     "tba search, a swap every {:g} s",
 )
-_FASTEST = {"small": 16_000, "large": 2_000}  # tokens per second: the bare peers have prompts for so many
-_LONG_SECONDS = 36_000.0  # for limits on time that a stopped process would run into
-Cycle = list[Progress]  # of each kind
+# Tokens per second for which the bare peers have enough prompts.
+_FASTEST = {"small": 16_000, "large": 2_000}
+# For time limits that a stopped process would exceed.
+_LONG_SECONDS = 36_000.0
+# One entry for each kind.
+Cycle = list[Progress]
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without those that it has stopped
+    # By an exception, so that the processes that it has stopped are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = _options()
     if others := os.sched_getaffinity(0) - {options.core}:
-        os.sched_setaffinity(0, others)  # and so of all that is started; the stepping threads bind themselves
+        # All started processes inherit it; the stepping threads bind themselves.
+        os.sched_setaffinity(0, others)
     for name in SIZES if options.model == "both" else [options.model]:
         with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
             Generation(name, Path(folder), options).run()
@@ -65,15 +70,15 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="a searcher against a bare LLM.generate")
     parser.add_argument("--model", choices=[*SIZES, "both"], default="both", help="1 M or 107 M parameters")
-    parser.add_argument("--cycles", type=int, default=5, help="of two turns each")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a turn, that count")
+    parser.add_argument("--cycles", type=int, default=5, help="cycles of two periods for each program")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of a period that count")
     parser.add_argument("--core", type=int, default=1, help="the core that engines are stepped on")
-    parser.add_argument("--beside", choices=("other", "same"), default="other", help="than that, for the rest")
+    parser.add_argument("--rest-on", choices=("other", "same"), default="other", help="cores for everything else")
     return parser.parse_args()
 
 
 class Generation:
-    """One model, generated with in all ways."""
+    """All programs that generate with one model."""
 
     def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
         self._name = name
@@ -87,25 +92,25 @@ class Generation:
     def run(self) -> None:
         """Measure and print."""
         with self._ending:
-            ways = [self._bare(logprobs=False), self._bare(logprobs=True)]
-            ways.append(self._searcher("stays")[0])
-            way, publisher = self._searcher("swaps")
-            cycles = [self._cycle([*ways, way], publisher) for _ in range(self._options.cycles)]
+            programs = [self._bare(logprobs=False), self._bare(logprobs=True)]
+            programs.append(self._searcher("stays")[0])
+            swapping, publisher = self._searcher("swaps")
+            cycles = [self._cycle([*programs, swapping], publisher) for _ in range(self._options.cycles)]
         swaps = (self._folder / "swaps" / "engine.log").read_text().count("weights loaded") - 1
         self._print(cycles, swaps)
 
-    def _cycle(self, ways: list[Way], publisher: Publisher) -> Cycle:
-        """ABCD DCBA, with a snapshot in each turn of D."""
-        *others, swaps = ways
+    def _cycle(self, programs: list[Program], publisher: Publisher) -> Cycle:
+        """Run all in the order ABCD DCBA, with a snapshot in each period of D."""
+        *others, swapping = programs
 
         def with_a_swap() -> Progress:
-            return swaps.turn(self._options.seconds, partial(publisher.publish, publisher.make()))
+            return swapping.run_for(self._options.seconds, partial(publisher.publish, publisher.make()))
 
-        turns: list[Callable[[], Progress]] = [partial(way.turn, self._options.seconds) for way in others]
-        turns.append(with_a_swap)
-        there = [turn() for turn in turns]
-        back = [turn() for turn in reversed(turns)]
-        done = [a + b for a, b in zip(there, reversed(back), strict=True)]
+        periods: list[Callable[[], Progress]] = [partial(one.run_for, self._options.seconds) for one in others]
+        periods.append(with_a_swap)
+        first = [period() for period in periods]
+        second = [period() for period in reversed(periods)]
+        done = [a + b for a, b in zip(first, reversed(second), strict=True)]
         print(*(f"{progress.tokens / progress.wall:,.0f}" for progress in done), file=sys.stderr, flush=True)
         return done
 
@@ -122,50 +127,50 @@ class Generation:
         title = f"{self._name} model, {size.in_flight} in flight, {SAMPLES} per prompt, {size.dtype}"
         print_table(f"{title}; medians (and quartiles) of {len(cycles)} cycles; {swaps} swaps", headings, rows)
 
-    def _bare(self, *, logprobs: bool) -> Way:
-        """`LLM.generate` of more responses than it will have time for."""
+    def _bare(self, *, logprobs: bool) -> Program:
+        """Start `LLM.generate` with more prompts than it has time for."""
         seconds = 2 * self._options.cycles * (self._options.seconds + 2) + 30
         count = int(seconds * _FASTEST[self._name] / mean_tokens(self._size))
         task = {"size": self._name, "model": str(self._model), "logprobs": logprobs, "count": count}
-        place = self._folder / f"bare-{logprobs}"
-        place.mkdir()
-        return self._started(place, ["bare", json.dumps(task)], [])
+        folder = self._folder / f"bare-{logprobs}"
+        folder.mkdir()
+        return self._started(folder, ["bare", json.dumps(task)], [])
 
-    def _searcher(self, name: str) -> tuple[Way, Publisher]:
-        """`tba search` beside a buffer server, with one snapshot published."""
-        place, size = self._folder / name, self._size
-        place.mkdir()
+    def _searcher(self, name: str) -> tuple[Program, Publisher]:
+        """Start `tba search` with a buffer server, after one snapshot was published."""
+        folder, size = self._folder / name, self._size
+        folder.mkdir()
         settings = {
-            "model.path": self._model, "model.dtype": size.dtype, "task.name": "gsm8k", "run.dir": place / "run",
+            "model.path": self._model, "model.dtype": size.dtype, "task.name": "gsm8k", "run.dir": folder / "run",
             "task.train": self._model.parent / "prompts.jsonl", "search.samples_per_prompt": SAMPLES,
             "search.max_in_flight": size.in_flight, "search.max_tokens": size.max_tokens, "search.gpus": "cpu",
             "search.max_model_len": CONTEXT, "buffer.dedup": False, "buffer.lease_seconds": _LONG_SECONDS,
             "task.reward_seconds": _LONG_SECONDS,
         }  # fmt: skip
         options = [f"{key}={value}" for key, value in settings.items()]
-        server, address = self._ending.enter_context(serving.serving(place / "run", *options))
-        publisher = Publisher(address, self._model, self._canary, place / "snapshots")
+        server, address = self._ending.enter_context(serving.serving(folder / "run", *options))
+        publisher = Publisher(address, self._model, self._canary, folder / "snapshots")
         publisher.publish(publisher.make())
         sets = [part for option in (*options, f"buffer.address={address}") for part in ("--set", option)]
-        return self._started(place, ["tba", "search", *sets], [server]), publisher
+        return self._started(folder, ["tba", "search", *sets], [server]), publisher
 
-    def _started(self, place: Path, arguments: list[str], servers: list["subprocess.Popen[bytes]"]) -> Way:
-        """Run it until its places are full of requests of all ages, and stop it."""
-        counter, log = Counter(place / "progress"), place / "engine.log"
+    def _started(self, folder: Path, arguments: list[str], servers: list["subprocess.Popen[bytes]"]) -> Program:
+        """Start a program, and stop it when its batch is full of requests of all ages."""
+        counter, log = Counter(folder / "progress"), folder / "engine.log"
         core = str(self._options.core)
-        bound = ["taskset", "--cpu-list", core] if self._options.beside == "same" else []
-        command = [*bound, sys.executable, "-m", "benchmarks.counted", str(place / "progress"), core, *arguments]
+        bound = ["taskset", "--cpu-list", core] if self._options.rest_on == "same" else []
+        command = [*bound, sys.executable, "-m", "benchmarks.counted", str(folder / "progress"), core, *arguments]
         with log.open("wb") as output:
             engine = subprocess.Popen(command, env=_environment(), stdout=output, stderr=output)
-        way = Way(engine, servers, counter, log)
-        self._ending.callback(way.end)
-        way.run_until(self._size.in_flight * self._size.max_tokens / 2)
-        return way
+        program = Program(engine, servers, counter, log)
+        self._ending.callback(program.end)
+        program.run_until(self._size.in_flight * self._size.max_tokens / 2)
+        return program
 
 
 def _environment() -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    # In one process, as the searcher's engine is: on one core the default, two processes, has nothing to gain.
+    # In one process, like the searcher's engine: on one core the default of two processes has no advantage.
     return os.environ | threads | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 

@@ -1,17 +1,17 @@
 """Ingest of trajectories: a real buffer server over a local socket, against a bare sqlite3 loop on the same disk.
 
-The bare loop inserts rows that lie ready as Python tuples with `executemany` into the same tables, columns and
-indexes, with as many rows in a transaction, the same page and cache size, SQLite's own checkpoints and
-synchronous=FULL: the best that this disk and SQLite give to one Python process. The server does the same after it has
-received the rows from other processes, decoded and checked them, hashed the responses and entered them into its
-sampling index; and it acknowledges them after the commit and its sync.
+The bare loop inserts prepared Python tuples with `executemany` into the same tables, columns and indexes, with as many
+rows per transaction, the same page and cache size, SQLite's own checkpoints and synchronous=FULL: the best that this
+disk and SQLite offer one Python process. The server does the same after it has received the rows from other processes,
+decoded and checked them, hashed the responses and entered them into its sampling index. It acknowledges them after the
+commit and its sync.
 
-Producers stand for searchers on other machines but share this one's cores with the server. So they take as little of
-them as they can: what they put lies ready as bytes, as in a searcher's spool, and few processes hold all of them, each
-in one thread, since one that wakes up for one acknowledgement finds cold caches and costs twice as much.
+Producers stand for searchers on other machines but share the cores of this one with the server, so they use as little
+of them as possible. Their puts are encoded in advance, as in a searcher's spool, and a few single-threaded processes
+hold all producers: one process per producer wakes up with cold caches for each acknowledgement and costs twice as much.
 
-The two take turns in being first, and each has its files deleted at once: pages that somebody has just given back are
-found faster than pages that nobody has had, on a virtual machine many times.
+The two alternate in which is first, and the files of each are deleted immediately: recently freed pages are faster than
+pages that were never used, on a virtual machine many times.
 """
 
 import contextlib
@@ -36,20 +36,25 @@ import zmq
 
 from benchmarks import serving
 from benchmarks.table import print_table
-from tba.buffer.mailbox import GROUP_BYTES, GROUP_ROWS
-from tba.buffer.store import Store
-from tba.buffer.tables.trajectories import TRAJECTORY_COLUMNS
-from tba.common import wire
-from tba.common.codec import Frames, encode_request
-from tba.common.trajectory import Trajectory, pack
+from tba.buffer.server.mailbox import GROUP_BYTES, GROUP_ROWS
+from tba.buffer.store.store import Store
+from tba.buffer.store.tables.trajectories import TRAJECTORY_COLUMNS
+from tba.common.wire import messages
+from tba.common.wire.codec import Frames, encode_request
+from tba.common.wire.trajectory import Trajectory, pack
 
-GROUP = 16  # trajectories in one put: S samples of a prompt
-IN_FLIGHT = 128  # puts under way, of all producers together; at most 64, a searcher's window, and at least 2 of each
+# Trajectories in one put: S samples of a prompt.
+GROUP = 16
+# Pending puts of all producers together; each has at most 64, a searcher's window, and at least 2.
+IN_FLIGHT = 128
 PROMPTS = 1024
-DISTINCT = 1024  # payloads of the bare loop, and of each process of producers
-PROCESSES = 2  # at most; more producers than that share processes
+# Payloads of the bare loop, and of each producer process.
+DISTINCT = 1024
+# The most producer processes; further producers share them.
+PROCESSES = 2
 PATIENCE_SECONDS = 60
-ROUNDS = 4  # bare loop and server take turns, so that both see the same weather
+# Bare loop and server alternate, so that both see the same conditions.
+ROUNDS = 4
 
 
 def main() -> None:
@@ -66,7 +71,7 @@ def main() -> None:
 
 
 def measure(row_bytes: int, producers: int, count: int, *, bare_first: bool) -> tuple[float, float]:
-    """Rows per second of the bare loop and of the server, one right after the other."""
+    """Return the rows per second of the bare loop and of the server, measured in succession."""
     if bare_first:
         return bare_loop(row_bytes, producers, count), served(row_bytes, producers, count)
     rate = served(row_bytes, producers, count)
@@ -74,7 +79,7 @@ def measure(row_bytes: int, producers: int, count: int, *, bare_first: bool) -> 
 
 
 def served(row_bytes: int, producers: int, count: int) -> float:
-    """Rows per second that a new server acknowledges."""
+    """Return the rows per second that a new server acknowledges."""
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, Server(Path(folder) / "run") as server:
         return server.ingest(producers, count, row_bytes)
 
@@ -83,12 +88,14 @@ def served(row_bytes: int, producers: int, count: int) -> float:
 
 
 def bare_loop(row_bytes: int, producers: int, count: int) -> float:
-    """Rows per second of nothing but INSERT and COMMIT."""
+    """Return the rows per second of INSERT and COMMIT alone."""
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
-        store = Store(Path(folder) / "bare.sqlite", durability="power")  # makes the same tables with the same pragmas
+        # Creates the same tables with the same pragmas.
+        store = Store(Path(folder) / "bare.sqlite", durability="power")
         connection = store.database._connection
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA wal_autocheckpoint = 1000")  # SQLite's own default
+        # The default of SQLite.
+        connection.execute("PRAGMA wal_autocheckpoint = 1000")
         add_row, add_payload = insert_into(connection, "trajectory_rows"), insert_into(connection, "payloads")
         rows, payloads = bare_rows(row_bytes, producers, count)
         batch = min(GROUP_ROWS, GROUP_BYTES // row_bytes)
@@ -104,18 +111,19 @@ def bare_loop(row_bytes: int, producers: int, count: int) -> float:
 
 
 def insert_into(connection: sqlite3.Connection, table: str) -> str:
-    """An INSERT with all columns of a table, in their order."""
+    """Return an INSERT with all columns of a table, in their order."""
     columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
 def bare_rows(row_bytes: int, producers: int, count: int) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Rows of `trajectory_rows` and of `payloads`, with the values that the server would store."""
+    """Return rows of `trajectory_rows` and of `payloads` with the values that the server would store."""
     sample = trajectory(row_bytes, 0)
     tokens = len(sample.response_ids)
     rng = random.Random(0)
     rows: list[dict[str, Any]] = [
-        {  # in the order of the table
+        # In the order of the table.
+        {
             "id": n + 1,
             "run": 1,
             "prompt": 1 + n // GROUP % PROMPTS,
@@ -142,7 +150,7 @@ def bare_rows(row_bytes: int, producers: int, count: int) -> tuple[list[tuple[An
         for n in range(count)
     ]
     payloads = [[getattr(trajectory(row_bytes, n), kind).tobytes() for kind in PAYLOAD] for n in range(DISTINCT)]
-    assert tuple(rows[0])[:-1] == TRAJECTORY_COLUMNS
+    assert set(rows[0]) - {"compacted_at"} == set(TRAJECTORY_COLUMNS)
     return [tuple(row.values()) for row in rows], [(n + 1, *payloads[n % DISTINCT]) for n in range(count)]
 
 
@@ -169,9 +177,9 @@ class Server:
         self._resources.close()
 
     def ingest(self, producers: int, count: int, row_bytes: int) -> float:
-        """Rows per second that are acknowledged, from the first put until the first producer is through.
+        """Return the rows per second acknowledged between the first put and the end of the first producer.
 
-        After that fewer producers put than were asked for.
+        After that fewer producers put than requested.
         """
         load = Load(self.address, producers, count // producers, row_bytes)
         started = load.start()
@@ -181,17 +189,18 @@ class Server:
         return GROUP * puts / (finished - started)
 
     def latencies(self, producers: int, count: int, row_bytes: int, *, rate: float) -> list[float]:
-        """Seconds from each put to its acknowledgement, at so many rows per second in all."""
+        """Return the seconds from each put to its acknowledgement, at this rate of rows per second in all."""
         load = Load(self.address, producers, count // producers, row_bytes, rate)
         load.start()
         return [seconds for acknowledged in load.wait() for _, seconds in acknowledged]
 
 
-Acknowledged = tuple[float, float]  # when a put was, and how many seconds it had waited
+# The time of an acknowledgement, and the seconds since its put.
+Acknowledged = tuple[float, float]
 
 
 class Load:
-    """Producer processes; `rows` of each producer, `rate` rows per second in all or 0 for as fast as it goes."""
+    """Producer processes; `rows` per producer, `rate` rows per second in all or 0 for the maximum."""
 
     def __init__(self, address: str, producers: int, rows: int, row_bytes: int, rate: float = 0.0) -> None:
         count = min(producers, PROCESSES)
@@ -209,7 +218,7 @@ class Load:
         return time.perf_counter()
 
     def wait(self) -> list[list[Acknowledged]]:
-        """Wait until all is acknowledged. Returns what each producer has seen of that."""
+        """Wait until every put is acknowledged. Returns the acknowledgements by producer."""
         taken: list[list[Acknowledged]] = []
         for _ in self.processes:
             while self._taken.empty():
@@ -221,16 +230,16 @@ class Load:
         return taken
 
     def stop(self) -> bool:
-        """End the processes. Returns whether they were all at work still."""
-        at_work = all(process.is_alive() for process in self.processes)
+        """End the processes. Returns whether all of them were still running."""
+        were_running = all(process.is_alive() for process in self.processes)
         for process in self.processes:
             process.kill()
             process.join()
-        return at_work
+        return were_running
 
 
 def trajectory(row_bytes: int, number: int) -> Trajectory:
-    """A trajectory whose response has `row_bytes` of ids and log-probabilities."""
+    """Return a trajectory whose response has `row_bytes` of ids and log-probabilities."""
     tokens = row_bytes // 8
     return Trajectory(
         prompt_key=f"p{number // GROUP % PROMPTS}",
@@ -259,9 +268,9 @@ def produce(
     barrier: Barrier,
     taken: "SimpleQueue[list[list[Acknowledged]]]",
 ) -> None:
-    """Several senders that put groups, a few at a time, until `rows` of each are acknowledged.
+    """Run several senders that put groups, a few at a time, until `rows` of each are acknowledged.
 
-    There are `producers` in all processes. `rate` is rows per second of this process, 0 for as fast as it goes.
+    `producers` is the number in all processes; `rate` is rows per second of this process, 0 for the maximum.
     """
     groups = [packed(row_bytes, number * PROMPTS // PROCESSES + n) for n in range(DISTINCT // GROUP)]
     window = min(64, max(2, IN_FLIGHT // producers))
@@ -274,14 +283,14 @@ def produce(
     taken.put([producer.acknowledged for producer in mine])
 
 
-def packed(row_bytes: int, number: int) -> tuple[wire.Rows, list[bytes]]:
-    """One group, ready to be put."""
+def packed(row_bytes: int, number: int) -> tuple[messages.Rows, list[bytes]]:
+    """Return the columns and frames of one group."""
     columns, frames = pack([trajectory(row_bytes, number * GROUP + n) for n in range(GROUP)])
-    return wire.Rows.model_validate(columns), frames
+    return messages.Rows.model_validate(columns), frames
 
 
 def run(producers: "Sequence[Producer]") -> None:
-    """Put everything, and wait until all is acknowledged."""
+    """Send every put, and wait until all are acknowledged."""
     by_socket = {producer.socket: producer for producer in producers}
     poller = zmq.Poller()
     for socket in by_socket:
@@ -299,9 +308,9 @@ def run(producers: "Sequence[Producer]") -> None:
 
 
 class Producer:
-    """One sender. What it will put is encoded when it is made; `window` puts are under way at once.
+    """One sender, with its puts encoded in advance. Up to `window` of them are pending.
 
-    `interval` is the seconds from one put to the next, 0 for as fast as it goes.
+    `interval` is the seconds from one put to the next, 0 for the maximum rate.
     """
 
     def __init__(
@@ -309,7 +318,7 @@ class Producer:
         socket: "zmq.Socket[bytes]",
         address: str,
         name: str,
-        groups: Sequence[tuple[wire.Rows, list[bytes]]],
+        groups: Sequence[tuple[messages.Rows, list[bytes]]],
         rows: int,
         window: int,
         interval: float,
@@ -323,18 +332,18 @@ class Producer:
         self.acknowledged: list[Acknowledged] = []
         socket.setsockopt(zmq.RCVTIMEO, 1000 * PATIENCE_SECONDS)
         socket.connect(address)
-        socket.send_multipart(self._encoded(0, wire.Hello(host="bench", pid=os.getpid(), software="bench")))
-        assert header(socket)["type"] == wire.Welcome.TYPE
+        socket.send_multipart(self._encoded(0, messages.Hello(host="bench", pid=os.getpid(), software="bench")))
+        assert header(socket)["type"] == messages.Welcome.TYPE
         rng = random.Random(name)
         self._puts = deque((id_, self._put(id_, rng, groups)) for id_ in range(1, 1 + rows // GROUP))
 
     @property
     def is_through(self) -> bool:
-        """Whether all that it had is acknowledged."""
+        """Whether all of its puts are acknowledged."""
         return not (self._puts or self._sent_at)
 
     def put_due(self) -> float:
-        """Put what is due and has room. Returns when the next one is due: never, if an answer has to come first."""
+        """Send the puts that are due and fit the window. Returns when the next is due; never if the window is full."""
         while self._puts and len(self._sent_at) < self._window:
             now = time.perf_counter()
             self._due = self._due or now
@@ -347,25 +356,25 @@ class Producer:
         return math.inf
 
     def take(self) -> None:
-        """Take the acknowledgements that have come."""
+        """Receive the acknowledgements that have arrived."""
         while self.socket.get(zmq.EVENTS) & zmq.POLLIN:
             reply = header(self.socket)
-            assert reply["type"] == wire.PutAck.TYPE, reply
+            assert reply["type"] == messages.PutAck.TYPE, reply
             now = time.perf_counter()
             self.acknowledged.append((now, now - self._sent_at.pop(reply["id"])))
 
-    def _put(self, id_: int, rng: random.Random, groups: Sequence[tuple[wire.Rows, list[bytes]]]) -> Frames:
-        """One group as responses to some prompt: the buffer has seen few of them for that one."""
+    def _put(self, id_: int, rng: random.Random, groups: Sequence[tuple[messages.Rows, list[bytes]]]) -> Frames:
+        """Return one group as responses to a random prompt, so that few of them are repeated for it."""
         columns, frames = rng.choice(groups)
         rows = columns.model_copy(update={"prompt_key": [f"p{rng.randrange(PROMPTS)}"] * GROUP})
-        return self._encoded(id_, wire.PutTrajectories(first_sequence=GROUP * (id_ - 1), rows=rows), frames)
+        return self._encoded(id_, messages.PutTrajectories(first_sequence=GROUP * (id_ - 1), rows=rows), frames)
 
-    def _encoded(self, id_: int, message: wire.Message, frames: Sequence[bytes] = ()) -> Frames:
+    def _encoded(self, id_: int, message: messages.Message, frames: Sequence[bytes] = ()) -> Frames:
         return encode_request(message, id=id_, role="searcher", sender=self._name, run="", frames=frames)
 
 
 def header(socket: "zmq.Socket[bytes]") -> dict[str, Any]:
-    """Of the next reply: a full check would cost the cores that the server shares."""
+    """Return the header of the next reply, unchecked: a check would use the cores that the server shares."""
     fields: dict[str, Any] = msgpack.unpackb(socket.recv_multipart()[0])
     return fields
 

@@ -1,8 +1,8 @@
-"""How long one waits: for the acknowledgement of a put at half load, and for a batch while the server ingests.
+"""Latencies: of an acknowledgement at half load, of a batch during full ingest, and a trainer's wait with prefetch.
 
-The batch is 512 trajectories x 2,048 tokens, another one each time, asked for while 8 producers put as fast as they
-can. It is compared with one process of its own that reads the same blobs by primary key from the same file at the
-same time: what is on top is choosing, recording, syncing, queueing and sending.
+The batch is 512 trajectories x 2,048 tokens, a new one each time, requested while 8 producers put at the maximum rate.
+It is compared with a separate process that reads the same blobs by primary key from the same file at the same time.
+The difference is choosing, recording, syncing, queueing and sending.
 """
 
 import multiprocessing
@@ -15,21 +15,27 @@ from pathlib import Path
 
 from benchmarks.ingest import PAYLOAD, Load, Server
 from benchmarks.table import print_table
-from tba.common import wire
-from tba.common.client import BufferClient
-from tba.common.process import keep_freed_memory, objects_frozen
+from tba.common.system.process import keep_freed_memory, objects_frozen
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
 
-BATCH = 512  # trajectories
-SAMPLES = 8  # of a prompt
+# Trajectories.
+BATCH = 512
+# Trajectories per prompt.
+SAMPLES = 8
 ROW_BYTES = 2048 * 8
 BATCHES = 200
 FILL = 8_192
+# A short step: a trainer of a real model takes longer, and waits for a smaller fraction of its time.
+STEP_SECONDS = 1.0
+STEPS = 30
 
 
 def main() -> None:
     rows = [put_latency(producers) for producers in (1, 8)]
     print_table("put to acknowledgement at half load, 4 KB rows", ["producers", "rows/s", "p50 ms", "p99 ms"], rows)
-    keep_freed_memory()  # as a trainer does
+    # As a trainer does.
+    keep_freed_memory()
     with (
         objects_frozen(),
         tempfile.TemporaryDirectory(prefix="tba-bench-") as folder,
@@ -37,19 +43,26 @@ def main() -> None:
     ):
         server.ingest(8, FILL, ROW_BYTES)
         client = BufferClient(server.address, role="trainer", name="bench")
-        client.call(wire.Hello(host="bench", pid=1, software="bench"), wire.Welcome, deadline_seconds=20)
+        client.call(messages.Hello(host="bench", pid=1, software="bench"), messages.Welcome, deadline_seconds=20)
         quiet = batches_and_reads(client, server.directory / "buffer.sqlite", first_step=0)
         load = Load(server.address, 8, 262_144, ROW_BYTES)
         load.start()
         busy = batches_and_reads(client, server.directory / "buffer.sqlite", first_step=BATCHES)
+        waits = step_waits(client, first_step=2 * BATCHES)
         assert load.stop(), "the load ended before the measurement did"
         client.close()
     headings = ["while", "batch p50 ms", "p99 ms", "by key p50 ms", "p99 ms", "ratio of p50"]
     print_table(f"a batch of {BATCH} x 2,048 tokens", headings, [["idle", *quiet], ["ingesting", *busy]])
+    fraction = sum(waits) / (sum(waits) + STEPS * STEP_SECONDS)
+    print_table(
+        f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting",
+        ["wait p50 ms", "p99 ms", "fraction of the trainer's time"],
+        [[*percentiles(waits), f"{fraction:.2%}"]],
+    )
 
 
 def put_latency(producers: int) -> list[str]:
-    """Acknowledgement latencies with producers that put at half of the rate that they reached before."""
+    """Return acknowledgement latencies of producers at half of their maximum rate."""
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, Server(Path(folder) / "run") as server:
         rate = server.ingest(producers, 16_384, 4096)
         latencies = sorted(server.latencies(producers, 8_192, 4096, rate=rate / 2))
@@ -58,32 +71,55 @@ def put_latency(producers: int) -> list[str]:
 
 
 def percentiles(seconds: Sequence[float]) -> tuple[str, str]:
-    """p50 and p99 in milliseconds."""
+    """Return p50 and p99 in milliseconds."""
     cuts = statistics.quantiles(seconds, n=100)
     return f"{1000 * cuts[49]:.1f}", f"{1000 * cuts[98]:.1f}"
 
 
 def batches_and_reads(client: BufferClient, database: Path, first_step: int) -> list[str]:
-    """Latencies of batches, and of another process that reads as many blobs by their keys, one after the other."""
+    """Return latencies of batches, alternating with another process that reads as many blobs by key."""
     batches, reads = [], []
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for step in range(first_step, first_step + BATCHES):
-            message = wire.SampleBatch(
-                step=step, prompts=BATCH // SAMPLES, samples=SAMPLES, reference="none", wait_seconds=10.0
-            )
             started = time.perf_counter()
-            batch, frames = client.call(message, wire.Batch, deadline_seconds=30)
+            batch, frames = client.call(batch_request(step), messages.Batch, deadline_seconds=30)
             batches.append(time.perf_counter() - started)
             assert sum(frame.nbytes for frame in frames) > BATCH * ROW_BYTES
             reads.append(pool.apply(read_by_key, (str(database), batch.trajectory_ids)))
-            report = wire.ReportStep(step=step, metrics={}, reference="none", trajectory_ids=[], reference_logprobs=[])
-            client.call(report, wire.Done, deadline_seconds=30)
+            client.call(report_of(step), messages.Done, deadline_seconds=30)
     ratio = statistics.median(batches) / statistics.median(reads)
     return [*percentiles(batches), *percentiles(reads), f"{ratio:.2f}"]
 
 
+def step_waits(client: BufferClient, first_step: int) -> list[float]:
+    """Return for each step how long the trainer waits for its batch, which it requested a step ahead."""
+    waits = []
+    wanted = client.ask_ahead(batch_request(first_step))
+    for step in range(first_step, first_step + STEPS):
+        started = time.perf_counter()
+        client.collect(wanted, messages.Batch, lambda: False)
+        waits.append(time.perf_counter() - started)
+        wanted = client.ask_ahead(batch_request(step + 1))
+        # The update: on a GPU it leaves the cores to server and producers, too.
+        time.sleep(STEP_SECONDS)
+        client.call(report_of(step), messages.Done, deadline_seconds=30)
+    return waits[1:]
+
+
+def batch_request(step: int) -> messages.SampleBatch:
+    """The request for the batch of a step."""
+    return messages.SampleBatch(
+        step=step, prompts=BATCH // SAMPLES, samples=SAMPLES, reference="none", wait_seconds=10.0
+    )
+
+
+def report_of(step: int) -> messages.ReportStep:
+    """The report that a step is done."""
+    return messages.ReportStep(step=step, metrics={}, reference="none", trajectory_ids=[], reference_logprobs=[])
+
+
 def read_by_key(path: str, ids: Sequence[int]) -> float:
-    """Seconds to read the payloads of these trajectories, on a connection that is open and warm."""
+    """Return the seconds to read the payloads of these trajectories, on an open and warm connection."""
     connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     query = f"SELECT {', '.join(PAYLOAD)} FROM payloads WHERE trajectory = ?"
     connection.execute(query, (ids[0],)).fetchone()

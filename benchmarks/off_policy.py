@@ -1,18 +1,18 @@
-"""Reward over optimiser steps with data of a fixed age, one objective beside the other.
+"""Reward over optimiser steps with data of a fixed staleness, for several objectives.
 
     python -m benchmarks.off_policy [--workers 2] [--seeds 5]
 
-The batch of step s was sampled with the weights of step max(0, s - D), for D = 0, 4, 16 and 64: all of it, exactly, by
-a queue of D batches. The model is examples/arithmetic/model, the task its additions and subtractions; `Learner` makes
-the updates, as in a run. What is measured is the policy itself and not its data: the expected reward on the held-out
-problems at temperature 1, which is the probability of the right answer and its end token, so it has no sampling noise.
+The whole batch of step s is sampled with the weights of step max(0, s - D), for D = 0, 4, 16 and 64, by a queue of D
+batches. The model is examples/arithmetic/model, the task its additions and subtractions; `Learner` makes the updates,
+as in a run. The measure is the expected reward of the policy on the held-out problems at temperature 1: the probability
+of the right answer and its end token, which has no sampling noise.
 
-Each objective has two learning rates: the best of three on fresh data, with which it runs at every staleness, and the
-best of three at the highest staleness, with which it runs there once more. Best is by the final reward of one run with
-a seed that is not used again. Everything else is the same for all.
+Each objective has two learning rates: the best of three on fresh data, used at every staleness, and the best of three
+at the highest staleness, used there once more. The best rate is that with the highest final reward of one run, with a
+seed that is not used again. All other settings are the same for all objectives.
 
-Results go to docs/images/off_policy.jsonl as they come, and what is there already is not run again; the plot and the
-tables are made of that file.
+Results are appended to docs/images/off_policy.jsonl, and runs that are there already are not repeated. Plot and tables
+are made from that file.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from benchmarks.table import print_table
 from tba.common.config import ObjectiveSection, TrainSection
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
-from tba.trainer.batch import Row, TrainBatch
-from tba.trainer.model import Scorer, load_model, sequence_logprobs
-from tba.trainer.objectives.choose import choose
-from tba.trainer.step import Learner
+from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs
+from tba.trainer.objectives.from_config import make_objective
+from tba.trainer.step.learner import Learner
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "arithmetic" / "model"
@@ -53,7 +53,7 @@ MEASURE_EVERY = 8
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is run once."""
+    """The settings of one run."""
 
     objective: str
     staleness: int
@@ -62,7 +62,7 @@ class Setting:
 
 
 class Rollouts:
-    """Fresh batches of random problems, sampled at temperature 1 from the weights as they are at the call."""
+    """Samples batches of random problems, at temperature 1 from the current weights."""
 
     def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self._policy = policy
@@ -73,7 +73,7 @@ class Rollouts:
         self._ids = itertools.count()
 
     def batch(self, step: int, staleness: int) -> TrainBatch:
-        """The batch of a step. Problems come without replacement within a batch."""
+        """Return the batch of a step. Problems are drawn without replacement within a batch."""
         chosen = self._choice.choice(len(self._problems), PROMPTS, replace=False)
         problems = [self._problems[index] for index in chosen for _ in range(SAMPLES)]
         prompts = [self._tokenizer.encode(problem.text) for problem in problems]
@@ -97,7 +97,7 @@ class Rollouts:
 
 @torch.no_grad()
 def sample(policy: PreTrainedModel, prompt_NT: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """LONGEST tokens after each prompt, and their log-probabilities. All prompts are of one length."""
+    """Return LONGEST tokens after each prompt, and their log-probabilities. All prompts have the same length."""
     cache, fed_NT = None, prompt_NT
     tokens, logprobs = [], []
     for _ in range(LONGEST):
@@ -111,7 +111,7 @@ def sample(policy: PreTrainedModel, prompt_NT: Tensor, generator: torch.Generato
 
 
 def until_end(tokens: list[int], end: int) -> list[int]:
-    """A response with its end token, if it has one."""
+    """Cut a response after its end token, if it has one."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
@@ -134,7 +134,7 @@ def make_row(
 
 
 class Exam:
-    """The expected reward on the held-out problems."""
+    """Measures the expected reward on the held-out problems."""
 
     def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self._scorer = Scorer(policy, autocast=False)
@@ -150,7 +150,7 @@ class Exam:
 
 
 def stale_batches(rollouts: Rollouts, staleness: int) -> Iterator[TrainBatch]:
-    """The batch of each step. The caller makes the update between two of them."""
+    """Yield the batch of each step. The caller makes the update before it asks for the next one."""
     queue = deque(rollouts.batch(step, step) for step in range(min(staleness, STEPS)))
     for step in range(STEPS):
         if len(queue) + step < STEPS:
@@ -159,7 +159,7 @@ def stale_batches(rollouts: Rollouts, staleness: int) -> Iterator[TrainBatch]:
 
 
 def run(setting: Setting) -> dict[str, object]:
-    """Train once. The curve has the expected reward before the first step and after every MEASURE_EVERY steps."""
+    """Train once. The curve is the expected reward before the first step and after every MEASURE_EVERY steps."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     policy, reference = (load_model(MODEL, torch.device("cpu")) for _ in range(2))
@@ -167,7 +167,7 @@ def run(setting: Setting) -> dict[str, object]:
         steps=STEPS, prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, learning_rate=setting.rate,
         schedule="constant", warmup_steps=5, beta=BETA, beta_final=BETA,
     )  # fmt: skip
-    objective = choose(ObjectiveSection(name=setting.objective), longest_response=LONGEST)
+    objective = make_objective(ObjectiveSection(name=setting.objective), longest_response=LONGEST)
     learner = Learner(policy, reference, train, objective, autocast=False)
     exam = Exam(policy, tokenizer)
     curve = [exam.reward()]
@@ -178,11 +178,11 @@ def run(setting: Setting) -> dict[str, object]:
     return {**asdict(setting), "curve": [round(value, 4) for value in curve]}
 
 
-# ---------------------------------------------------------------- what is run
+# ---------------------------------------------------------------- runs
 
 
 def load() -> dict[Setting, list[float]]:
-    """The curves that are in the file."""
+    """Return the curves that are in the file."""
     if not RESULTS.exists():
         return {}
     rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
@@ -190,7 +190,7 @@ def load() -> dict[Setting, list[float]]:
 
 
 def complete(settings: Iterable[Setting], workers: int) -> dict[Setting, list[float]]:
-    """Run what is not in the file yet, and give everything that is."""
+    """Run the settings that are not in the file yet. Returns all curves."""
     done = load()
     missing = [setting for setting in settings if setting not in done]
     if not missing:
@@ -213,7 +213,7 @@ def sweep() -> list[Setting]:
 
 
 def columns(curves: dict[Setting, list[float]], objective: str) -> list[tuple[int, float]]:
-    """Staleness and learning rate of each run of an objective: the last is the one with a rate of its own."""
+    """Return staleness and learning rate of each run of an objective; the last one has its own rate."""
     best = {
         staleness: max(rates, key=lambda rate: curves[Setting(objective, staleness, rate, SWEEP_SEED)][-1])
         for staleness, rates in RATES.items()
@@ -222,23 +222,23 @@ def columns(curves: dict[Setting, list[float]], objective: str) -> list[tuple[in
 
 
 def experiment(curves: dict[Setting, list[float]], seeds: int) -> list[Setting]:
-    """Seed after seed, so that a file cut short holds whole seeds."""
+    """Return all settings, seed by seed, so that an interrupted file has complete seeds."""
     settings = [
         Setting(name, *column, seed) for seed in range(seeds) for name in OBJECTIVES for column in columns(curves, name)
     ]
     return list(dict.fromkeys(settings))
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- results
 
 
 def of_seeds(curves: dict[Setting, list[float]], seeds: int, objective: str, staleness: int, rate: float) -> np.ndarray:
-    """[seeds, measurements]."""
+    """Return the curves of all seeds: [seeds, measurements]."""
     return np.array([curves[Setting(objective, staleness, rate, seed)] for seed in range(seeds)])
 
 
 def report(curves: dict[Setting, list[float]], seeds: int) -> None:
-    """Final reward, mean and standard deviation over seeds, and in brackets the mean over the whole curve."""
+    """Print the final reward, mean and standard deviation over seeds, and in brackets the mean over the whole curve."""
     start = next(iter(curves.values()))[0]
     rows = []
     for name in OBJECTIVES:
@@ -251,14 +251,14 @@ def report(curves: dict[Setting, list[float]], seeds: int) -> None:
 
 
 def cell(curve_SM: np.ndarray) -> str:
-    """Of S seeds and M measurements."""
+    """Format the curves of S seeds and M measurements."""
     final = curve_SM[:, -1]
     spread = final.std(ddof=1) if len(final) > 1 else np.nan
     return f"{final.mean():.3f} ± {spread:.3f} ({curve_SM.mean():.3f})"
 
 
 def draw(curves: dict[Setting, list[float]], seeds: int) -> None:
-    """One panel per column of the table, one line per objective, a band of one standard deviation over seeds."""
+    """Plot one panel per column of the table, one line per objective, a band of one standard deviation over seeds."""
     import matplotlib as mpl
 
     mpl.use("agg")

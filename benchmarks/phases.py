@@ -1,10 +1,10 @@
-"""Where the trainer's time goes in a whole run: the demo's, with searchers that nothing holds back.
+"""The trainer's time by phase in a complete run: the demo without a limit on staleness.
 
     python -m benchmarks.phases [--steps 60] [--set key=value ...]
 
-`tba run` as a user runs it, on examples/arithmetic: buffer, searchers and trainer share the machine. Off-policy, as
-Trajectory Balance allows: no limit of staleness, so the trainer has data whenever it asks. The first five steps are
-left out: the first of all waits for the first groups, and what is allocated once is allocated there.
+This is `tba run` on examples/arithmetic: buffer, searchers and trainer share the machine. Without a limit on staleness
+the searchers never wait, so the trainer has data whenever it asks. The first five steps are left out: the first one
+waits for the first groups, and one-time allocations happen there.
 """
 
 import argparse
@@ -15,11 +15,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.table import print_table
+from tba.trainer.metrics.stopwatch import PHASES
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "examples" / "arithmetic" / "demo.toml"
-PHASES = ("wait", "data", "reference", "forward", "backward", "optimizer", "publish", "checkpoint", "other")
-WARM_UP = 5  # steps
+# Steps that are left out.
+WARM_UP = 5
 
 
 def main() -> None:
@@ -35,19 +36,20 @@ def main() -> None:
         seconds = sum(line[f"seconds_{phase}"] for line in lines)
         rows.append([phase, f"{1000 * seconds / len(lines):.1f}", f"{100 * seconds / total:.1f} %"])
     rows.append(["a step", f"{1000 * total / len(lines):.1f}", "100 %"])
-    print_table(f"the trainer's time over {len(lines)} steps", ["phase", "ms in a step", "share"], rows)
+    print_table(f"the trainer's time over {len(lines)} steps", ["phase", "ms per step", "fraction"], rows)
 
 
 def run(directory: Path, steps: int, settings: list[str]) -> list[dict[str, float]]:
-    """The metrics of a run's steps after the first few."""
-    given = [
+    """Run the demo. Returns the metrics of its steps after the warm-up."""
+    settings = [
         f"run.dir={directory}",
         f"train.steps={steps}",
         "buffer.max_staleness=unbounded",
         "eval.at_end=false",
         *settings,
     ]
-    command = [sys.executable, "-m", "tba", "run", str(DEMO), *(part for one in given for part in ("--set", one))]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "tba", "run", str(DEMO), *flags]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == steps

@@ -1,14 +1,11 @@
-"""What the training thread pays for a publication and for a checkpoint, in memcpys of the weights.
+"""The cost of a publication and of a checkpoint for the training thread, in memcpys of the weights.
 
 A random Llama of about 30 million parameters on the CPU. A memcpy is one `Tensor.copy_` of all float32 weights between
-buffers that were used before, measured anew beside each part. "As it was": rounding, the canary's forward pass and a
-new copy, all in the training thread. Best of seven, in CPU time of the calling thread.
+buffers that were used before, measured again for each part. Best of seven, in CPU time of the calling thread.
 """
 
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.table import print_table
 from tba.common.config import LoraSection, TrainSection
-from tba.tests.unit.tb_lab import objective
-from tba.trainer.adapters import FACTORS, MERGED, add_adapters, gathered
-from tba.trainer.canary import canary_sequences, make_canary
-from tba.trainer.checkpoint import tensors_of
-from tba.trainer.host_copies import HostCopies
-from tba.trainer.model import weights_of
-from tba.trainer.step import Learner
+from tba.tests.helpers.trainer import objective
+from tba.trainer.checkpoints.checkpoint import tensors_of
+from tba.trainer.model.adapters import FACTORS, MERGED, add_adapters, gathered
+from tba.trainer.model.host_buffers import HostBuffers
+from tba.trainer.model.scorer import weights_of
+from tba.trainer.step.learner import Learner
 
 ROUNDS = 7
 CPU = torch.device("cpu")
@@ -31,15 +27,11 @@ CPU = torch.device("cpu")
 
 def main() -> None:
     model = random_model()
-    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
-        sequences = canary_sequences(Path(folder), model.config.vocab_size)
-    rows = [publication(model, sequences, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    print_table("a publication, in memcpys of the float32 weights", ["published as", "as it was", "now"], rows)
-    print_table(
-        "a publication with adapters of rank 16", ["lora.publish", "memcpys of the float32 weights"], lora(model)
-    )
-    rows = [checkpoint_row(random_model())]
-    print_table("a checkpoint, in memcpys of what it holds", ["", "a copy in new memory", "now"], rows)
+    rows = [publication(model, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    unit = "memcpys of the float32 weights"
+    print_table("a publication", ["published as", unit], rows)
+    print_table("a publication with adapters of rank 16", ["lora.publish", unit], lora(model))
+    print_table("a checkpoint", ["", "memcpys of its tensors"], [checkpoint(random_model())])
 
 
 def random_model() -> Any:
@@ -55,54 +47,39 @@ def random_model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def publication(model: Any, sequences: list[list[int]], dtype: torch.dtype) -> list[str]:
-    weights = weights_of(model)
-    memcpy = memcpy_of(weights)
-    copies = HostCopies(CPU)
-
-    def before() -> None:
-        rounded = {name: tensor.to(dtype) for name, tensor in weights.items()}
-        make_canary(model, rounded, sequences)
-        _ = {name: tensor.to("cpu", copy=True) for name, tensor in rounded.items()}
-
-    def now() -> None:
-        copies.give_back(copies.copy(weights_of(model).items(), dtype))
-
-    return [str(dtype).removeprefix("torch."), f"{best(before) / best(memcpy):.1f}", f"{best(now) / best(memcpy):.2f}"]
+def publication(model: Any, dtype: torch.dtype) -> list[str]:
+    memcpy = memcpy_of(weights_of(model))
+    copies = HostBuffers(CPU)
+    publish = best(lambda: copies.release(copies.copy(weights_of(model).items(), dtype)))
+    return [str(dtype).removeprefix("torch."), f"{publish / best(memcpy):.2f}"]
 
 
 def lora(model: Any) -> list[list[str]]:
-    """What the training thread does of it: all weights merged and rounded, or a copy of the adapters."""
+    """Publish all weights, merged and rounded, or a copy of the adapters."""
     memcpy = memcpy_of(weights_of(model))
     add_adapters(model, LoraSection(rank=16))
-    copies = HostCopies(CPU)
+    copies = HostBuffers(CPU)
 
     def publish(what: str, dtype: torch.dtype) -> float:
-        return best(lambda: copies.give_back(copies.copy(gathered(model, what), dtype))) / best(memcpy)
+        return best(lambda: copies.release(copies.copy(gathered(model, what), dtype))) / best(memcpy)
 
     merged, adapter = publish(MERGED, torch.bfloat16), publish(FACTORS, torch.float32)
     return [["merged", f"{merged:.2f}"], ["adapter", f"{adapter:.3f}"]]
 
 
-def checkpoint_row(model: Any) -> list[str]:
+def checkpoint(model: Any) -> list[str]:
     learner = Learner(model, random_model(), TrainSection(), objective("tb"), autocast=False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     learner.optimizer.step()
     memcpy = memcpy_of(dict(tensors_of(learner)))
-    copies = HostCopies(CPU)
-
-    def before() -> None:
-        _ = {name: tensor.clone() for name, tensor in tensors_of(learner)}
-
-    def now() -> None:
-        copies.give_back(copies.copy(tensors_of(learner)))
-
-    return ["weights and moments", f"{best(before) / best(memcpy):.2f}", f"{best(now) / best(memcpy):.2f}"]
+    copies = HostBuffers(CPU)
+    save = best(lambda: copies.release(copies.copy(tensors_of(learner))))
+    return ["weights and moments", f"{save / best(memcpy):.2f}"]
 
 
 def memcpy_of(tensors: dict[str, Tensor]) -> Callable[[], None]:
-    """Copies the tensors into buffers that have been written to before."""
+    """Return a function that copies the tensors into buffers whose memory is already mapped."""
     buffers = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -114,7 +91,7 @@ def memcpy_of(tensors: dict[str, Tensor]) -> Callable[[], None]:
 
 
 def best(part: Callable[[], None]) -> float:
-    """Seconds of the fastest of a few rounds, after one that does not count."""
+    """Return the seconds of the fastest of a few rounds, after one that does not count."""
     part()
     seconds = []
     for _ in range(ROUNDS):

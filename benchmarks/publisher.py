@@ -1,4 +1,4 @@
-"""This publishes snapshots to a searcher while it is measured."""
+"""Snapshots for a searcher that is being measured."""
 
 import itertools
 import os
@@ -6,16 +6,16 @@ import shutil
 import time
 from pathlib import Path
 
-from tba.common import wire
-from tba.common.client import BufferClient
-from tba.common.durable import temporary_directory
-from tba.common.snapshot import Canary, Manifest, describe_files, directory_name, seal
+from tba.common.system.durable import temporary_directory
+from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
 
 _PATIENCE_SECONDS = 120.0
 
 
 class Publisher:
-    """Publishes a model's own weights again and again: what a swap costs does not depend on what they are."""
+    """Publishes the same weights under new versions: the cost of a swap does not depend on their values."""
 
     def __init__(self, address: str, model: Path, canary: Canary, snapshots: Path) -> None:
         self._address = address
@@ -25,21 +25,21 @@ class Publisher:
         self._versions = itertools.count()
         snapshots.mkdir()
 
-    def make(self) -> wire.WeightsRef:
-        """One more version, which nobody hears of yet: that is work of a trainer, not of a searcher."""
+    def make(self) -> messages.WeightsRef:
+        """Write the next version without announcing it: this is a trainer's work, and not part of the measurement."""
         version = next(self._versions)
         final = self._snapshots / directory_name(version)
         temporary = temporary_directory(final)
         shutil.copytree(self._model, temporary, dirs_exist_ok=True)
         manifest = Manifest("run", version, version, time.time(), describe_files(temporary), self._canary)
         sealed = seal(temporary, final, manifest)
-        return wire.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=sealed)
+        return messages.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=sealed)
 
-    def publish(self, made: wire.WeightsRef) -> None:
+    def publish(self, made: messages.WeightsRef) -> None:
         """Announce a version that `make` returned."""
-        # A connection each time: one that is kept would break while the server is stopped.
+        # A new connection each time: a permanent one would break while the server is stopped.
         client = BufferClient(self._address, role="publisher", name="bench")
-        hello = wire.Hello(host="bench", pid=os.getpid(), software="bench")
-        client.call(hello, wire.Welcome, deadline_seconds=_PATIENCE_SECONDS)
-        client.call(wire.AnnounceSnapshot(weights=made, bytes=0), wire.Done, deadline_seconds=_PATIENCE_SECONDS)
+        hello = messages.Hello(host="bench", pid=os.getpid(), software="bench")
+        client.call(hello, messages.Welcome, deadline_seconds=_PATIENCE_SECONDS)
+        client.call(messages.AnnounceSnapshot(weights=made, bytes=0), messages.Done, deadline_seconds=_PATIENCE_SECONDS)
         client.close()

@@ -1,19 +1,20 @@
-"""Random models to measure generation with: a number of token ids end a response, so that lengths are geometric."""
+"""Random models for benchmarks of generation: several token ids end a response, so that lengths are geometric."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba.common.snapshot import Canary
+from tba.common.weights.snapshot import Canary
 
-SAMPLES = 8  # responses per prompt
+# Responses per prompt.
+SAMPLES = 8
 PROMPTS = 400
 CONTEXT = 512
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how it is generated with. `endings` of the `vocabulary` ids end a response."""
+    """A model and its generation settings. `endings` of the `vocabulary` ids end a response."""
 
     shape: dict[str, int]
     vocabulary: int
@@ -36,7 +37,7 @@ SIZES = {
 
 
 def make_model(size: Size, folder: Path) -> Path:
-    """A random Llama with a tokenizer of made-up words, and prompts.jsonl beside it."""
+    """Write a random Llama with a tokenizer of invented words, and prompts.jsonl. Returns the model's path."""
     import numpy as np
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,22 +61,22 @@ def make_model(size: Size, folder: Path) -> Path:
 
 
 def endings(size: Size) -> list[int]:
-    """The token ids that end a response."""
+    """Return the token ids that end a response."""
     return list(range(size.vocabulary - size.endings, size.vocabulary))
 
 
 def mean_tokens(size: Size) -> float:
-    """Of a response: geometric, cut at `max_tokens`."""
+    """Return the mean length of a response: geometric, cut at `max_tokens`."""
     ends = size.endings / size.vocabulary
     return float((1 - (1 - ends) ** size.max_tokens) / ends)
 
 
 def make_canary(model: Path, size: Size) -> Canary:
-    """The canary that a trainer would publish with the model: here four sequences of 16 random tokens."""
+    """Return the canary that a trainer would publish with the model: four sequences of 16 random tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tba.trainer import canary
+    from tba.trainer.publishing import canary
 
     made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return canary.make_canary(made, dict(made.named_parameters()), canary.canary_sequences(model, size.vocabulary))

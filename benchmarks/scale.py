@@ -2,14 +2,14 @@
 
     python -m benchmarks.scale [--small 10000] [--large 1000000] [--keep FOLDER]
 
-Rows are put over the wire into a real server, in large puts with short responses, so that the file stays small;
-what is measured depends on the number of rows and prompts, and hardly on their length. The file cache is warm: a
-start from a cold disk also reads the file. `--keep` leaves the databases in a folder and uses those it finds there.
+Rows are put over the wire into a real server, in large puts with short responses, so that the file stays small: the
+figures depend on the number of rows and prompts, and hardly on their length. The file cache is warm: a start from a
+cold disk also reads the file. `--keep` leaves the databases in a folder, and uses those that are already there.
 
-- *start-up*: from the start of the process until it answers a status request; a process without rows, beside it,
-  tells how much of that is Python and its imports.
-- *RSS*: of the server after start-up; the difference per row includes whatever is more with more rows, SQLite's
-  page cache among it.
+- *start-up*: from the start of the process until it answers a status request; the same without rows shows how much of
+  it is Python and its imports.
+- *RSS*: of the server after start-up; the difference per row includes everything that grows with the number of rows,
+  such as SQLite's page cache.
 - *index*: bytes that Python allocates, by tracemalloc, to rebuild the service's memory from the file, per row.
 - *batch*: 64 prompts x 8 samples over the socket, one after the other, recorded with a synced commit each.
 """
@@ -29,21 +29,25 @@ import numpy as np
 
 from benchmarks import serving
 from benchmarks.table import machine
-from tba.buffer.service import BufferService
-from tba.buffer.store import Store
-from tba.common import wire
-from tba.common.client import BufferClient
+from tba.buffer.service.service import BufferService
+from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.trajectory import ARRAY_KINDS, Trajectory, pack
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.trajectory import ARRAY_KINDS, Trajectory, pack
 
 TOKENS = 16
 PER_PROMPT = 16
-GROUP = 1024  # rows in one put
-IN_FLIGHT = 4  # puts
-PROMPTS, SAMPLES = 64, 8  # of a batch
+# Rows in one put.
+GROUP = 1024
+# Pending puts.
+IN_FLIGHT = 4
+# Of a batch.
+PROMPTS, SAMPLES = 64, 8
 BATCHES = 100
-WARM_UP = 5  # batches before the clock is looked at
+# Batches that are not measured.
+WARM_UP = 5
 _PATIENCE_SECONDS = 120.0
 
 
@@ -69,7 +73,7 @@ def _options() -> argparse.Namespace:
 
 
 def made(directory: Path, rows: int) -> Path:
-    """A run's directory with a database of that many rows, made unless it is there."""
+    """Return a run directory with a database of this many rows, created unless it exists."""
     if not directory.exists():
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -93,13 +97,13 @@ def fill(address: str, rows: int) -> None:
         sent = first + len(message.rows.prompt_key)
         while sent - acknowledged > (0 if sent == rows else IN_FLIGHT * GROUP):
             for reply in client.poll(1.0):
-                assert isinstance(reply.message, wire.PutAck), reply.message
+                assert isinstance(reply.message, messages.PutAck), reply.message
                 acknowledged += reply.message.stored
     client.close()
 
 
-def puts(rows: int) -> Iterator[tuple[int, wire.PutTrajectories, list[bytes]]]:
-    """The puts that make up so many rows. Every response is random, so that none is another's twin."""
+def puts(rows: int) -> Iterator[tuple[int, messages.PutTrajectories, list[bytes]]]:
+    """Return puts with this many rows. Every response is random, so that no two are identical."""
     random = np.random.default_rng(0)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
@@ -110,7 +114,7 @@ def puts(rows: int) -> Iterator[tuple[int, wire.PutTrajectories, list[bytes]]]:
         frames = [
             fresh if kind.name == "response_ids" else frame for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
         ]
-        yield first, wire.PutTrajectories(first_sequence=first, rows=wire.Rows.model_validate(columns)), frames
+        yield first, messages.PutTrajectories(first_sequence=first, rows=messages.Rows.model_validate(columns)), frames
 
 
 def _trajectory() -> Trajectory:
@@ -134,7 +138,7 @@ def _trajectory() -> Trajectory:
 
 
 def figures(directory: Path, rows: int) -> dict[str, Any]:
-    """What one server over these rows takes to start, to hold and to sample, and what Python says of its memory."""
+    """Measure one server with these rows: start-up, memory and batches, and the memory that Python reports."""
     started = time.monotonic()
     with serving.serving(directory) as (process, address):
         start_up = serving.seconds_until_answer(address, started)
@@ -153,28 +157,30 @@ def figures(directory: Path, rows: int) -> dict[str, Any]:
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory that a process has in the machine."""
+    """Return the resident memory of a process in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
 
 
 def batch_ms(address: str) -> list[float]:
-    """Milliseconds of each of the next batches. Steps go on where an earlier measurement ended."""
+    """Return the milliseconds of each of the next batches, continuing the steps of an earlier measurement."""
     trainer = BufferClient(address, role="trainer", name="bench")
-    hello = wire.Hello(host="bench", pid=1, software="bench")
-    first = trainer.call(hello, wire.Welcome, deadline_seconds=_PATIENCE_SECONDS)[0].recorded_steps
+    hello = messages.Hello(host="bench", pid=1, software="bench")
+    first = trainer.call(hello, messages.Welcome, deadline_seconds=_PATIENCE_SECONDS)[0].recorded_steps
     times = []
     for step in range(first, first + WARM_UP + BATCHES):
-        request = wire.SampleBatch(step=step, prompts=PROMPTS, samples=SAMPLES, reference="bench", wait_seconds=10.0)
+        request = messages.SampleBatch(
+            step=step, prompts=PROMPTS, samples=SAMPLES, reference="bench", wait_seconds=10.0
+        )
         started = time.perf_counter()
-        trainer.call(request, wire.Batch, deadline_seconds=_PATIENCE_SECONDS)
+        trainer.call(request, messages.Batch, deadline_seconds=_PATIENCE_SECONDS)
         times.append((time.perf_counter() - started) * 1000)
     trainer.close()
     return times[WARM_UP:]
 
 
 def index_bytes(directory: Path) -> int:
-    """Bytes that stay allocated when the service has rebuilt its memory (index, prompts) from the file."""
+    """Return the bytes that stay allocated after the service has built its memory (index, prompts) from the file."""
     config = Config.model_validate({"run": {"dir": directory}, "train": {"prompts_per_step": 1}})
     store = Store(config.database, durability="process")
     try:
@@ -193,7 +199,7 @@ def index_bytes(directory: Path) -> int:
 
 
 def print_table(empty: dict[str, Any], small: dict[str, Any], large: dict[str, Any]) -> None:
-    """Large beside small, with ratios, and the growth per row."""
+    """Print the small and the large buffer, their ratios, and the growth per row."""
     print(f"\n{'':34} {small['rows']:>12,} {large['rows']:>12,} {'ratio':>8}")
     for label, name, unit in (
         ("start-up until an answer, s", "start_up_seconds", 1),

@@ -8,15 +8,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba.common import wire
-from tba.common.client import BufferClient
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.status_messages import GetStatus, Status
 
-WEIGHTS = wire.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
+WEIGHTS = messages.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
 _PATIENCE_SECONDS = 120.0
 
 
 def start(directory: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
-    """A server of a run in `directory`, power-durable, over TCP. Returns it at once, with its address."""
+    """Start a server of a run in `directory`, power-durable, over TCP. Returns process and address without waiting."""
     address = f"tcp://127.0.0.1:{_free_port()}"
     settings = [
         f"run.dir={directory}",
@@ -36,7 +37,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def serving(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The same, ended when the block ends."""
+    """Run a server of `start` for the block."""
     process, address = start(directory, *options)
     try:
         yield process, address
@@ -45,17 +46,17 @@ def serving(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[b
         process.wait(_PATIENCE_SECONDS)
 
 
-def status(address: str) -> wire.Status:
-    """What the server says of itself; waits until it answers."""
+def status(address: str) -> Status:
+    """Wait until the server answers. Returns its status."""
     client = BufferClient(address, role="monitor", name="bench")
     try:
-        return client.call(wire.GetStatus(), wire.Status, deadline_seconds=_PATIENCE_SECONDS)[0]
+        return client.call(GetStatus(), Status, deadline_seconds=_PATIENCE_SECONDS)[0]
     finally:
         client.close()
 
 
 def seconds_until_answer(address: str, started: float) -> float:
-    """Seconds from `started` (monotonic) until the server has answered a status request."""
+    """Return the seconds from `started` (monotonic) until the server has answered a status request."""
     status(address)
     return time.monotonic() - started
 
@@ -68,13 +69,13 @@ def prepare(address: str, prompts: int) -> None:
     client.close()
 
 
-def preparation(prompts: int) -> Iterator[tuple[wire.Message, type[wire.Message]]]:
-    """The requests of `prepare`, each with the reply that is due."""
-    yield wire.Hello(host="bench", pid=1, software="bench"), wire.Welcome
-    for first in range(0, prompts, wire.MAX_ROWS):
-        keys = [f"p{number}" for number in range(first, min(prompts, first + wire.MAX_ROWS))]
+def preparation(prompts: int) -> Iterator[tuple[messages.Message, type[messages.Message]]]:
+    """Return the requests of `prepare`, each with the type of its reply."""
+    yield messages.Hello(host="bench", pid=1, software="bench"), messages.Welcome
+    for first in range(0, prompts, messages.MAX_ROWS):
+        keys = [f"p{number}" for number in range(first, min(prompts, first + messages.MAX_ROWS))]
         yield (
-            wire.RegisterPrompts(task="bench", fingerprint="0" * 64, total=prompts, offset=first, keys=keys),
-            wire.Registered,
+            messages.RegisterPrompts(task="bench", fingerprint="0" * 64, total=prompts, offset=first, keys=keys),
+            messages.Registered,
         )
-    yield wire.AnnounceSnapshot(weights=WEIGHTS, bytes=0), wire.Done
+    yield messages.AnnounceSnapshot(weights=WEIGHTS, bytes=0), messages.Done

@@ -1,7 +1,7 @@
-"""What the spool costs a searcher whose buffer is there and quick: each put is written to a file and soon forgotten.
+"""The cost of the spool for a searcher whose buffer keeps up: each put is written to disk and acknowledged soon after.
 
-The spool is the one of `searcher/spool.py`, in a temporary directory on this disk. It is compared with what a put
-costs anyway (its columns, its message, its bytes), and with a bare write of the same bytes to a file.
+The spool (`searcher/delivery/spool.py`) is in a temporary directory on this disk. It is compared with the cost of a put
+without it (columns, message, encoding), and with a bare write of the same bytes to a file.
 """
 
 import itertools
@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.table import print_table
-from tba.common import wire
-from tba.common.codec import encode_request
-from tba.common.trajectory import Trajectory, pack
-from tba.searcher.spool import Owner, Spool
-from tba.searcher.spool_records import Record
+from tba.common.wire import messages
+from tba.common.wire.codec import encode_request
+from tba.common.wire.trajectory import Trajectory, pack
+from tba.searcher.delivery.spool import Owner, Spool
 
 ROUNDS = 15
-SEGMENT_BYTES = 8 << 20
-SHAPES = ((4, 6), (24, 64), (24, 512), (24, 4096))  # responses of a group, tokens of each
+BARE_FILE_BYTES = 8 << 20
+# Responses of a group, tokens of each.
+SHAPES = ((4, 6), (24, 64), (24, 512), (24, 4096))
 
 
 def main() -> None:
@@ -40,11 +40,17 @@ def _row(samples: int, tokens: int) -> list[str]:
         spool = Spool(Path(folder), Owner("r", "run", "s", "h"), limit_bytes=512 << 20)
         file = os.open(Path(folder) / "bare", os.O_WRONLY | os.O_CREAT)
         encode, spooled, bare = [], [], []
-        places = itertools.count(0, size)
+        offsets, ids = itertools.count(0, size), itertools.count()
+
+        def spool_one() -> None:
+            id_ = next(ids)
+            spool.append(id_, frames)
+            spool.acknowledge(id_)
+
         for _ in range(ROUNDS):
             encode.append(_seconds(lambda: _encoded(group), count))
-            spooled.append(_seconds(lambda: spool.acknowledge(spool.append(Record(1, frames))), count))
-            bare.append(_seconds(lambda: os.pwritev(file, frames, next(places) % SEGMENT_BYTES), count))
+            spooled.append(_seconds(spool_one, count))
+            bare.append(_seconds(lambda: os.pwritev(file, frames, next(offsets) % BARE_FILE_BYTES), count))
         os.close(file)
         spool.close()
     costs = [statistics.median(seconds) for seconds in (encode, spooled, bare)]
@@ -62,7 +68,7 @@ def _seconds(work: Callable[[], object], count: int) -> float:
 
 def _encoded(group: list[Trajectory]) -> list[bytes]:
     columns, arrays = pack(group)
-    message = wire.PutTrajectories(first_sequence=0, rows=wire.Rows.model_validate(columns))
+    message = messages.PutTrajectories(first_sequence=0, rows=messages.Rows.model_validate(columns))
     return encode_request(message, id=1, role="searcher", sender="s", run="r" * 32, frames=arrays)
 
 

@@ -1,23 +1,23 @@
-"""Loss and gradient of one batch: tba against TRL, against the paper's way, and against a bare forward and backward.
+"""Loss and gradient of one batch: tba against TRL, the authors' code, and a bare forward and backward pass.
 
     python -m benchmarks.step [--threads 2] [--rounds 3]
 
-The same weights, the same trajectories, on the CPU, in one process, in turns, after a round that does not count. The
-lengths of responses are log-normal with mean 200 and at most 1,024 tokens, prompts have 40 to 120.
+All have the same weights and trajectories and alternate in one process on the CPU, after a warm-up round. Response
+lengths are log-normal with mean 200 and at most 1,024 tokens, prompts have 40 to 120 tokens.
 
-- bare: the least that must be done: rows of like length side by side, a causal forward, cross-entropy of the logits
-  at response positions, backward, one pass after the other. No objective, no groups.
-- tba: `Learner`, the whole of loss and gradient, from rows to gradients, with the entropy that it measures by default.
-- quiet: the same without the entropy.
-- packed: the same as tba with `train.packing = "packed"`: one row without padding, attention sequence by sequence.
+- bare: the minimum: rows of similar length padded, a causal forward, cross-entropy of the logits at response
+  positions, backward, pass by pass. No objective, no groups.
+- tba: `Learner`, from rows to gradients, with the entropy that it measures by default.
+- quiet: tba without the entropy.
+- packed: tba with `train.packing = "packed"`: one row without padding, attention sequence by sequence.
 - TRL: `GRPOTrainer._compute_loss` and backward on micro-batches of 8 rows, its default, all rows padded to the longest
   prompt and the longest completion of the batch, as its data preparation leaves them.
-- paper: as in TBA's released trainer, all K rows of a prompt padded side by side, logits of the whole rectangle,
-  log-softmax, one backward per prompt.
+- paper: as in TBA's released trainer, all K rows of a prompt padded to one length, logits of the whole rectangle,
+  log-softmax, one backward pass per prompt.
 
-Memory is measured apart, at two sizes of vocabulary, on one prompt with four responses: how far the peak resident set
-of a process of its own goes above what is resident before the step, gradients allocated. Embedding and head are frozen
-there, so that their gradients, [vocabulary x hidden] numbers in every way, are not counted as activations.
+Memory is measured separately, at two sizes of vocabulary, on one prompt with four responses: the peak resident set of
+a new process during the step, minus what is resident before it with gradients allocated. Embedding and head are frozen
+there, so that their gradients, [vocabulary x hidden] in all cases, do not count as activations.
 """
 
 import argparse
@@ -39,10 +39,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.table import print_table
 from tba.common.config import ObjectiveSection, TrainSection
-from tba.trainer.batch import Row, TrainBatch, by_length
+from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.batch.micro_batches import forward_passes
 from tba.trainer.objectives.advantages import standardised
-from tba.trainer.objectives.choose import choose
-from tba.trainer.step import Learner
+from tba.trainer.objectives.from_config import make_objective
+from tba.trainer.step.learner import Learner
 
 LONGEST, PAD = 1024, 0
 WAYS = ("bare", "tba", "quiet", "packed", "TRL", "paper")
@@ -50,7 +51,7 @@ VOCABULARIES = (32_000, 152_000)
 
 
 def make_model(vocabulary: int) -> LlamaForCausalLM:
-    """About 23 M parameters in the layers, and a tied embedding."""
+    """Return a model with about 23 M parameters in its layers, and a tied embedding."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=vocabulary, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
@@ -60,7 +61,7 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
 
 
 def make_batch(prompts: int, samples: int, vocabulary: int, mean: int = 200) -> TrainBatch:
-    """Groups of a prompt, with lengths that spread as those of a reasoning model do."""
+    """Return a batch whose lengths vary like those of a reasoning model."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(prompts):
@@ -90,15 +91,15 @@ def make_batch(prompts: int, samples: int, vocabulary: int, mean: int = 200) -> 
 def tba_way(
     model: LlamaForCausalLM, batch: TrainBatch, *, packing: str = "padded", entropy: bool = True
 ) -> Callable[[], None]:
-    # The batch has its reference log-probabilities, so no reference is needed.
-    objective = replace(choose(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
+    # The batch includes reference log-probabilities, so no reference model is needed.
+    objective = replace(make_objective(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
     config = TrainSection.model_validate({"micro_batch_tokens": 16384, "packing": packing})
     learner = Learner(model, None, config, objective, autocast=False, entropy=entropy)
     return lambda: learner.accumulate(batch, batch.reference_BK, 0.01)
 
 
 def bare_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
-    passes = by_length([row.tokens for row in batch.rows], overhead=64)
+    passes = forward_passes([row.tokens for row in batch.rows], overhead=64)
 
     def run() -> None:
         for part in ([batch.rows[n] for n in members] for members in passes):
@@ -176,7 +177,7 @@ def padded(rows: list[np.ndarray], side: str) -> Tensor:
 
 
 def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[], None]]:
-    """A model, and a function that adds the gradient of the whole batch to its parameters."""
+    """Return a model, and a function that adds the gradient of the whole batch to its parameters."""
     model = make_model(options.vocabulary)
     batch = make_batch(options.prompts, options.samples, options.vocabulary, options.mean)
     ways: dict[str, Callable[[LlamaForCausalLM, TrainBatch], Callable[[], None]]] = {
@@ -191,25 +192,26 @@ def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Ca
 
 
 def resident_mib(field: str) -> float:
-    """VmRSS, or VmHWM, its peak: getrusage would give the parent's, if that was larger."""
+    """Return VmRSS, or its peak VmHWM. getrusage would return the parent's peak if that is larger."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
 def activations_mib(way: str, options: argparse.Namespace) -> float:
-    """Peak of one step above what is resident before it."""
+    """Return the peak of one step above what is resident before it."""
     model, run = prepare(way, options)
     model.get_input_embeddings().requires_grad_(False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts again from here
+    # Resets the peak.
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = resident_mib("VmRSS")
     run()
     return resident_mib("VmHWM") - before
 
 
 def in_child(way: str, vocabulary: int, options: argparse.Namespace) -> float:
-    """`activations_mib` in a process of its own."""
+    """Run `activations_mib` in a new process."""
     settings = ["--prompts", 1, "--samples", 4, "--vocabulary", vocabulary, "--threads", options.threads]
     command = [sys.executable, "-m", "benchmarks.step", "--peak", way, *map(str, settings)]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -239,10 +241,10 @@ def main() -> None:
 
 
 def report_time(options: argparse.Namespace) -> None:
-    """Medians of rounds in which the ways take turns. CPU seconds are those of all threads, waiting ones included."""
+    """Print medians over rounds, in which the ways alternate. CPU seconds are those of all threads."""
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in options.ways}
     prepared = {way: prepare(way, options) for way in options.ways}
-    # A process touches most of its pages for the first time here, which takes up to half as long as the rest.
+    # Warm-up: page faults of the first round take up to half as long as the rest of it.
     for _, run in prepared.values():
         run()
     for _ in range(options.rounds):

@@ -1,13 +1,12 @@
-"""What a swap of weights costs a searcher on vLLM, in multiples of one flat copy of the same bytes.
+"""The cost of a swap of weights for a searcher on vLLM, in multiples of one flat copy of the same bytes.
 
-A random Qwen2 of 168 million bfloat16 weights with tied embeddings, on the CPU, with oneDNN's packed weights (vLLM's
-default) and without, where vLLM computes with its parameters as it does on a GPU. Each swap is prepared in a thread
-while a full engine generates, as in a searcher; the pause is what is left. "longest step" is by how much the longest
-step meanwhile exceeds the median step before. The peer is vLLM's own `reload_weights`.
+A random Qwen2 of 168 million bfloat16 weights with tied embeddings, on the CPU: without oneDNN's packed weights, where
+vLLM computes with its parameters and swaps in place as on a GPU, and with them (vLLM's default), where it reloads. Each
+swap is prepared in a thread while a full engine generates, as in a searcher; the pause is what remains. "longest step"
+is by how much the longest step meanwhile exceeds the median step before. The peer is vLLM's own `reload_weights`.
 """
 
 import copy
-import dataclasses
 import statistics
 import tempfile
 import time
@@ -20,10 +19,10 @@ import numpy as np
 import torch
 
 from benchmarks.table import print_table
-from tba.common import delta
-from tba.common.snapshot import Canary, Manifest, Snapshot, describe_files
-from tba.common.tensor_file import map_tensors, write_tensor_file
-from tba.searcher.engine import GenerationRequest, LoadReport, SamplingSettings
+from tba.common.config.run import ModelSection
+from tba.common.config.search import SearchSection
+from tba.common.weights.snapshot import Canary, Manifest, Snapshot
+from tba.searcher.engines.engine import GenerationRequest, LoadReport, SamplingSettings
 
 ROUNDS = 7
 VOCABULARY = 84_000
@@ -34,26 +33,25 @@ IN_FLIGHT, TOKENS = 32, 48
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
         full = [publish(Path(folder), model, version) for version, model in enumerate(two_models(), 1)]
-        deltas = [changed_from(full[1], full[0]), changed_from(full[0], full[1])]
         rows, speeds = [], {}
         for packed in (False, True):
             engine = start(full[0].path, packed)
             name = "oneDNN on" if packed else "oneDNN off"
-            engine.load_weights(full[1])  # the first scoring of a process loads and compiles
+            # The first scoring of a process loads and compiles.
+            engine.load_weights(full[1])
             engine.load_weights(full[0])
-            rows.append([f"full, {name}", *measure(engine, [full[1], full[0]])])
-            rows.append([f"1 % delta, {name}", *measure(engine, [deltas[1], deltas[0]])])
+            rows.append([f"{engine.load_weights(full[1]).way}, {name}", *measure(engine, [full[0], full[1]])])
             rows.append([f"reload_weights, {name}", "", "", f"{reload(engine, full[0]):.2f}", "", ""])
             speeds[packed] = decoding(engine)
             engine.close()
-    headings = ["swap", "prepare, beside", "longest step", "exchange", "canary", "pause"]
+    headings = ["swap", "prepare, alongside", "longest step", "exchange", "canary", "pause"]
     print_table("a swap of 168 M bfloat16 weights, in flat copies of the same bytes", headings, rows)
     ratio = speeds[False] / speeds[True]
     print(f"\nDecoding {IN_FLIGHT} at a time: {ratio:.2f} of the tokens per second with oneDNN off.")
 
 
 def two_models() -> Iterator[Any]:
-    """A random model, and one in which the last bit of a hundredth of the elements is another."""
+    """Yield a random model, and a copy with the last bit flipped in 1 % of the elements."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -76,7 +74,7 @@ def two_models() -> Iterator[Any]:
 
 
 def publish(folder: Path, model: Any, version: int) -> Snapshot:
-    """A snapshot as the trainer makes it, without the hashes."""
+    """Write a snapshot like the trainer's, without the hashes."""
     path = folder / f"v{version:08d}"
     model.save_pretrained(path)
     with torch.no_grad():
@@ -88,62 +86,38 @@ def publish(folder: Path, model: Any, version: int) -> Snapshot:
     return Snapshot(path, manifest, [path / "model.safetensors"])
 
 
-def changed_from(base: Snapshot, new: Snapshot) -> Snapshot:
-    """The same snapshot with a delta on another."""
-    before, after = (map_tensors(snapshot.weight_files[0]) for snapshot in (base, new))
-    tensors = delta.build_delta(before, after, most_bytes=float("inf"))
-    assert tensors is not None
-    folder = new.path.with_name(f"{new.path.name}.delta")
-    folder.mkdir()
-    path = folder / delta.FILE
-    size, _ = write_tensor_file(path, tensors)
-    print(f"a delta has {size / new.weight_files[0].stat().st_size:.4f} of the bytes")
-    manifest = dataclasses.replace(new.manifest, base=base.manifest.version, files=describe_files(folder))
-    return Snapshot(new.path, manifest, new.weight_files, path)
-
-
 def start(model: Path, packed: bool) -> Any:
-    """A vLLM engine on the CPU."""
-    from tba.searcher.engine_vllm import VllmEngine
+    """Start a vLLM engine on the CPU."""
+    from tba.searcher.engines.vllm.engine import VllmEngine
 
-    return VllmEngine(
-        str(model),
-        dtype="bfloat16",
-        max_model_len=256,
-        max_in_flight=IN_FLIGHT,
-        seed=0,
-        kv_cache_gib=0.5,
-        gpu_memory_utilization=0.5,
-        tensor_parallel=1,
-        enforce_eager=True,
-        canary_tolerance=0.5,
-        pack_weights=packed,
-    )
+    search = SearchSection(max_model_len=256, max_in_flight=IN_FLIGHT, kv_cache_gib=0.5, enforce_eager=True)
+    section = ModelSection(path=str(model), dtype="bfloat16")
+    return VllmEngine(section, search, seed=0, canary_tolerance=0.5, pack_weights=packed)
 
 
 def measure(engine: Any, snapshots: list[Snapshot]) -> list[str]:
-    """Medians of the parts of swaps while a full engine generates, each divided by a copy timed right before it."""
+    """Time swaps while a full engine generates. Returns medians of their parts, in copies timed right before each."""
     found: list[list[float]] = []
     for number in range(ROUNDS):
         snapshot = snapshots[number % 2]
         unit = flat_copy(snapshot.weight_files[0].stat().st_size)
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(1) as executor:
             usual = steps_until(engine, time.perf_counter() + 1.0)
-            preparing = beside.submit(engine.prepare, snapshot)
+            preparing = executor.submit(engine.prepare, snapshot)
             steps = steps_until(engine, preparing)
             preparing.result()
         report: LoadReport = engine.load_weights(snapshot)
         while engine.in_flight:
             engine.step()
-        assert report.way != "reload"
-        longest = max(steps) - statistics.median(usual)
+        # Nothing is prepared for a reload, so no step may have run meanwhile.
+        longest = max(steps, default=statistics.median(usual)) - statistics.median(usual)
         parts = (report.read_seconds, longest, report.exchange_seconds, report.canary_seconds, report.pause_seconds)
         found.append([part / unit for part in parts])
     return [f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)]
 
 
 def steps_until(engine: Any, end: float | Future[None]) -> list[float]:
-    """Seconds of each step of an engine that is kept full until a time, or until something is done."""
+    """Return the seconds of each step of an engine that is kept full until a time, or until a future is done."""
     seconds: list[float] = []
     if not engine.in_flight:
         for number in range(IN_FLIGHT):
@@ -158,23 +132,23 @@ def steps_until(engine: Any, end: float | Future[None]) -> list[float]:
 
 
 def request(number: int) -> GenerationRequest:
-    """A short prompt with a long response."""
+    """Return a request with a short prompt and a long response."""
     return GenerationRequest(number, np.asarray(CANARY[0][:8], np.int32), SamplingSettings(1.0, 1.0, TOKENS))
 
 
 def reload(engine: Any, snapshot: Snapshot) -> float:
-    """vLLM's own reload of all weights, with the mend of the tied head, in flat copies."""
+    """Time vLLM's own reload of all weights, with the repacked tied head, in flat copies."""
     found = []
     for _ in range(3):
         unit = flat_copy(snapshot.weight_files[0].stat().st_size)
         started = time.perf_counter()
-        engine.call("tba_reload", [*map(str, snapshot.weight_files)], 1)
+        engine._running.call("tba_reload", [*map(str, snapshot.weight_files)], 1)
         found.append((time.perf_counter() - started) / unit)
     return statistics.median(found)
 
 
 def flat_copy(size: int) -> float:
-    """Seconds of copying so many bytes within memory: the median of five, into a buffer that was written before."""
+    """Return the seconds to copy `size` bytes in memory: the median of five, into memory that is already mapped."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     seconds = []
     for _ in range(5):
@@ -185,7 +159,7 @@ def flat_copy(size: int) -> float:
 
 
 def decoding(engine: Any) -> float:
-    """Tokens per second with a full engine."""
+    """Return tokens per second with a full engine."""
     for number in range(IN_FLIGHT):
         engine.submit(request(number))
     started = time.perf_counter()

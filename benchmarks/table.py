@@ -1,4 +1,4 @@
-"""Printing of results, with the machine that they belong to."""
+"""Tables of results, with a description of the machine."""
 
 import os
 import platform
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def machine() -> str:
-    """One line that says where the figures come from."""
+    """Describe this machine in one line."""
     return f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A plain table: first column left, the others right."""
+    """Print a table, with the first column left-aligned and the others right-aligned."""
     table = [list(map(str, headings)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(headings))]
     print(f"\n{title}\n{machine()}")

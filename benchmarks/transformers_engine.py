@@ -2,13 +2,14 @@
 
     python -m benchmarks.transformers_engine [--model small|large|both] [--rounds 3] [--requests 256] [--profile]
 
-All answer the same requests, 256 of them, on one thread of a CPU: prompts of 8 to 64 tokens, and for each request a
-number of tokens to generate, geometric with mean 60, at most 256. `generate` takes them in groups of 64, left-padded,
-and runs until the longest of a group is done; the engine has 64 places and all requests in its queue. All sample at
-temperature 1; `generate` is not asked for log-probabilities, which the engine always gives. The third is transformers'
-own `ContinuousBatchingManager` with 64 places and log-probabilities. All run in turns, in one process.
+All answer the same 256 requests on one CPU thread: prompts of 8 to 64 tokens, and for each request a number of tokens
+to generate, geometric with mean 60, at most 256. `generate` gets them in groups of 64, left-padded, and runs until the
+longest response of a group is done. The engine has 64 rows and all requests in its queue. All sample at temperature 1.
+`generate` returns no log-probabilities, the engine always does. The third is transformers' own
+`ContinuousBatchingManager` with 64 rows and log-probabilities. They alternate in one process.
 
-The end is in the figures: the engine's last responses run in an ever emptier batch, as a searcher's never do.
+The figures include the end, where the engine's last responses run in an increasingly empty batch; a searcher never
+reaches that state.
 """
 
 import argparse
@@ -25,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.table import print_table
-from tba.searcher.engine import GenerationRequest, SamplingSettings
+from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
 
 if TYPE_CHECKING:
-    from tba.searcher.engine_transformers import TransformersEngine
+    from tba.searcher.engines.transformers_engine import TransformersEngine
 
 IN_FLIGHT = 64
 MEAN_TOKENS = 60
@@ -64,18 +65,18 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="the Transformers engine against model.generate")
     parser.add_argument("--model", choices=[*SHAPES, "both"], default="both", help="1 M or 20 M parameters")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
-    parser.add_argument("--requests", type=int, default=256, help="requests of a turn")
-    parser.add_argument("--profile", action="store_true", help="also say where the engine's time goes")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each")
+    parser.add_argument("--requests", type=int, default=256, help="requests per round")
+    parser.add_argument("--profile", action="store_true", help="also print a profile of the engine")
     return parser.parse_args()
 
 
 def measure(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
-    """One row of the table."""
+    """Return one row of the table."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tba.searcher.engine_transformers import TransformersEngine
+    from tba.searcher.engines.transformers_engine import TransformersEngine
 
     torch.set_num_threads(1)
     make_model(name, folder)
@@ -108,7 +109,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def make_model(name: str, folder: Path) -> None:
-    """A random Llama that never ends a response itself."""
+    """Save a random Llama without an EOS id, so that responses have the requested lengths."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -119,7 +120,7 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def make_requests(count: int, vocabulary: int) -> list[GenerationRequest]:
-    """The requests that all answer."""
+    """Return the requests of one round."""
     random = np.random.default_rng(0)
     tokens = np.minimum(random.geometric(1 / MEAN_TOKENS, count), MAX_TOKENS).tolist()
     return [
@@ -133,7 +134,7 @@ def make_requests(count: int, vocabulary: int) -> list[GenerationRequest]:
 
 
 def rate(answer: Callable[[Sequence[GenerationRequest]], int], requests: Sequence[GenerationRequest]) -> float:
-    """Tokens per second of processor time, all threads: other work on the machine does not change it much."""
+    """Return tokens per second of processor time of all threads, which other work on the machine changes little."""
     start = time.process_time()
     tokens = answer(requests)
     return tokens / (time.process_time() - start)
@@ -150,7 +151,7 @@ def by_engine(engine: "TransformersEngine", requests: Sequence[GenerationRequest
 
 
 def by_generate(model: Any, requests: Sequence[GenerationRequest]) -> int:
-    """Answer all with `model.generate`. Returns the number of tokens that were asked for."""
+    """Answer all with `model.generate`. Returns the number of requested tokens."""
     import torch
 
     for first in range(0, len(requests), IN_FLIGHT):
@@ -162,14 +163,14 @@ def by_generate(model: Any, requests: Sequence[GenerationRequest]) -> int:
             ids[row, longest - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids.astype(np.int64))
             mask[row, longest - len(request.prompt_ids) :] = 1
         count = max(request.sampling.max_tokens for request in group)
-        # top_k is 50 unless told: it would sample from another distribution, and sort for it.
+        # The default top_k of 50 would sample from another distribution, and sort for it.
         out = model.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=count)
         assert out.shape == (len(group), longest + count)
     return sum(request.sampling.max_tokens for request in requests)
 
 
 def by_continuous_batching(model: Any, requests: Sequence[GenerationRequest]) -> int:
-    """Answer all with the paged cache of transformers, sized so that nothing waits for pages. Returns the tokens."""
+    """Answer all with the paged cache of transformers, with enough pages for all. Returns the number of tokens."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     generation = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)

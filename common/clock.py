@@ -1,11 +1,11 @@
-"""The one place that reads time, so that tests can pass a clock of their own."""
+"""The clock, passed to what reads time, so that tests can replace it."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall-clock time for records, monotonic time for deadlines; both in seconds."""
+    """Wall-clock time for records and monotonic time for deadlines, both in seconds."""
 
     def wall(self) -> float: ...
 
@@ -20,20 +20,3 @@ class SystemClock:
 
     def monotonic(self) -> float:
         return time.monotonic()
-
-
-class ManualClock:
-    """A clock that moves only when told to."""
-
-    def __init__(self, start: float = 1_000_000.0) -> None:
-        self.now = start
-
-    def wall(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Move both clocks forward."""
-        self.now += seconds

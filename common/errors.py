@@ -1,58 +1,73 @@
-"""Every error that tba raises on purpose.
+"""The errors that tba raises on purpose, and their exit codes.
 
     TbaError                 exit 1
     ├── ConfigError          exit 78  a value, a file or an address in the configuration is wrong
     │   ├── MissingExtra     exit 78  an optional dependency is not installed
-    │   └── LockTaken        exit 78  another process has what can be had once
-    ├── UsageError           exit 2   the command line asks for something that cannot be
+    │   └── LockTaken        exit 78  another process holds an exclusive lock
+    ├── UsageError           exit 2   the command line asks for something impossible
     ├── DeviceBusy                    a GPU has not enough free memory
     ├── AddressInUse                  another program listens at an address
-    ├── RunTaken                      another `tba run` has the directory of the run
+    ├── RunTaken                      another `tba run` holds the directory of the run
     ├── WireError                     a message is malformed
     │   ├── VersionMismatch           the peer speaks another protocol version
     │   └── Oversize                  a frame or a field is over its limit
     ├── BufferFault                   the buffer answered with an error
     │   ├── BufferUnavailable         no answer within the deadline
-    │   └── Refused                   the buffer understood and said no; `code` says why
+    │   └── Refused                   the buffer understood and refused; `code` is the reason
     ├── StorageError                  the database could not be written or read
-    │   ├── SyncFailed                the disk may have lost what it was given: nothing may go on
-    │   └── RecordLost                a record of a spool is damaged or gone
+    │   ├── SyncFailed                the disk may have lost written data: the process must stop
+    │   └── RecordLost                a record of a spool is damaged or missing
     ├── SnapshotError                 a snapshot is missing, torn or of the wrong shape
     │   ├── SnapshotCorrupt           a hash does not match its manifest
-    │   │   └── DamagedInUse          and it cannot be replaced yet, since a searcher serves it
-    │   ├── SnapshotOutdated          a newer one is wanted by now
-    │   └── CanaryMismatch            the engine does not give the trainer's log-probabilities
+    │   │   └── DamagedInUse          and it cannot be replaced yet: a searcher serves it
+    │   ├── SnapshotOutdated          a newer one has superseded it
+    │   └── SnapshotRefused           the engine does not accept it: it is another model's
+    │       └── CanaryMismatch        the engine's log-probabilities differ from the trainer's
     ├── CheckpointError               no usable checkpoint
-    │   └── CheckpointMismatch  78    it is of other settings than those of the configuration
+    │   └── CheckpointMismatch  78    it was made with other settings than the configuration's
     ├── RankLost             exit 69  another process of the same trainer has ended
-    ├── TrainingBroken       exit 70  too many steps in a row with a loss or gradient that is not finite
+    ├── TrainingBroken       exit 70  too many steps in a row with a non-finite loss or gradient
     ├── EngineError                   the generation engine failed
-    │   └── EngineFaulty              it cannot be trusted any more: the process has to start again
-    ├── MemoryShort                   there was not enough memory to load a model, or for a step of training
-    ├── WorkerLost                    a worker process ended before it was ready, as where memory is short
+    │   └── EngineFaulty              its state is unreliable: the process must restart
+    ├── MemoryShort                   not enough memory to load a model or for a training step
+    ├── WorkerLost                    a worker process ended before it was ready
     └── TaskError            exit 78  a task's data is missing or malformed
 
-Exit codes follow sysexits where one fits: systemd is told not to restart on 70 and 78. A run that Ctrl-C has stopped
-before its end is 130, as shells have it, so that what is chained to it does not go on; the roles drain and exit 0.
+Exit codes follow sysexits.h where one fits. The systemd units prevent a restart after 2 and 78, and after 70 for the
+trainer. A searcher whose engine hangs exits with 75, without an exception (`tba.common.system.watchdog`). A run that
+Ctrl-C stops before its end exits with 130, the convention of shells, so that chained commands do not run; the roles
+drain and exit with 0.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_LOST = 69
 EXIT_BROKEN = 70
+EXIT_HUNG = 75
 EXIT_CONFIG = 78
 EXIT_INTERRUPTED = 130
 
 
 class TbaError(Exception):
-    """Root of the tree. The message is one sentence: what was wrong, where, and what to do."""
+    """Base of all errors of tba. The message is one sentence: what is wrong, where, and what to do."""
 
     exit_code = EXIT_FAILED
 
 
+def first_problem(error: "ValidationError") -> tuple[tuple[str, ...], str]:
+    """Return the path of the first invalid field that pydantic found (empty for the whole object), and the reason."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return tuple(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+
+
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough for a sentence of ours."""
+    """Return the first line of another library's error message, for use in a sentence."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -66,7 +81,7 @@ class MissingExtra(ConfigError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        # Where tba is installed, pip takes this for its extra alone, and fetches no other package of that name.
+        # If tba is installed, pip only adds the extra, and fetches no other package named tba.
         command = f"pip install 'tba[{extra}]'"
         super().__init__(
             f"{module} is not installed: install tba with the extra {extra}, by {command}; see docs/install.md"
@@ -74,7 +89,7 @@ class MissingExtra(ConfigError):
 
 
 class LockTaken(ConfigError):
-    """Another process holds the lock of a database or a directory."""
+    """Another process holds the exclusive lock of a database or a directory."""
 
 
 class UsageError(TbaError):
@@ -84,15 +99,15 @@ class UsageError(TbaError):
 
 
 class DeviceBusy(TbaError):
-    """A GPU has not enough free memory for an engine. Passes by itself, so that systemd tries again."""
+    """A GPU has not enough free memory for an engine. Temporary, so systemd restarts the process."""
 
 
 class AddressInUse(TbaError):
-    """Another program listens at an address. Passes by itself, as when an old process ends, so systemd tries again."""
+    """Another program listens at an address, such as an old process. Temporary, so systemd restarts the process."""
 
 
 class RunTaken(TbaError):
-    """Another `tba run` has the directory of the run. Passes by itself, when that one ends, so systemd tries again."""
+    """Another `tba run` holds the directory of the run. Temporary, so systemd restarts the process."""
 
 
 class WireError(TbaError):
@@ -114,7 +129,7 @@ class Oversize(WireError):
 
 
 class BufferFault(TbaError):
-    """The buffer did not do what it was asked."""
+    """A request to the buffer failed."""
 
 
 class BufferUnavailable(BufferFault):
@@ -138,11 +153,11 @@ class StorageError(TbaError):
 
 
 class SyncFailed(StorageError):
-    """The disk may have lost what it was given before. To sync again would not help, and would say that it is there."""
+    """The disk may have lost data written earlier. Another sync could report success without writing that data."""
 
 
 class RecordLost(StorageError):
-    """A record of a spool is damaged or gone: to read it again would not help."""
+    """A record of a spool is damaged or missing. Another read would not help."""
 
 
 class SnapshotError(TbaError):
@@ -150,18 +165,22 @@ class SnapshotError(TbaError):
 
 
 class SnapshotCorrupt(SnapshotError):
-    """A file does not hash to what its manifest says."""
+    """The hash of a file does not match its manifest."""
 
 
 class DamagedInUse(SnapshotCorrupt):
-    """A damaged snapshot of a node cannot be replaced yet, since a searcher serves it."""
+    """A damaged snapshot in the node cache cannot be replaced yet, since a searcher serves it."""
 
 
 class SnapshotOutdated(SnapshotError):
-    """There was nothing to do for a snapshot but wait, and meanwhile a newer one is wanted."""
+    """A newer snapshot was announced while the preparation of this one had to wait."""
 
 
-class CanaryMismatch(SnapshotError):
+class SnapshotRefused(SnapshotError):
+    """The engine does not accept a snapshot whose files are right: it is another model's."""
+
+
+class CanaryMismatch(SnapshotRefused):
     """After loading a snapshot, the engine's log-probabilities differ from the trainer's."""
 
 
@@ -170,19 +189,19 @@ class CheckpointError(TbaError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint of other settings than those of the configuration."""
+    """A checkpoint was made with other settings than those of the configuration."""
 
     exit_code = EXIT_CONFIG
 
 
 class RankLost(TbaError):
-    """Another process of the same trainer has ended: this one is not the culprit."""
+    """Another rank of the same trainer has ended. This one is not the cause."""
 
     exit_code = EXIT_LOST
 
 
 class TrainingBroken(TbaError):
-    """Too many steps in a row gave a loss or a gradient that is not finite. A checkpoint is saved."""
+    """Too many steps in a row had a non-finite loss or gradient. A checkpoint was saved."""
 
     exit_code = EXIT_BROKEN
 
@@ -192,15 +211,15 @@ class EngineError(TbaError):
 
 
 class EngineFaulty(EngineError):
-    """The generation engine cannot be trusted any more: the process has to end and start again."""
+    """The state of the generation engine is unreliable: the process must end and be restarted."""
 
 
 class MemoryShort(TbaError):
-    """There was not enough memory to load a model, or for a step. May pass by itself: others give theirs back."""
+    """There was not enough memory to load a model or for a step. Temporary if other processes release theirs."""
 
 
 class WorkerLost(TbaError):
-    """A worker process ended before it was ready. It may pass by itself, as a lack of memory does."""
+    """A worker process ended before it was ready. The cause may be temporary, such as a lack of memory."""
 
 
 class TaskError(TbaError):

@@ -1,6 +1,6 @@
 """Structured logs: text for people on a terminal, JSON lines for machines and journals.
 
-Stable event names, then fields: `log.info("snapshot loaded", version=7, seconds=0.2)`.
+A call has a stable event name and fields: `log.info("snapshot loaded", version=7, seconds=0.2)`.
 """
 
 import json
@@ -14,7 +14,7 @@ _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[
 
 
 class FieldLogger:
-    """A logger whose calls take fields as keywords."""
+    """A logger whose calls accept fields as keywords."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -32,24 +32,24 @@ class FieldLogger:
         self._logger.error(event, extra={"fields": fields})
 
     def exception(self, event: str, **fields: Any) -> None:
-        """An error with the traceback of the exception being handled."""
+        """Log an error with the traceback of the exception being handled."""
         self._logger.error(event, extra={"fields": fields}, exc_info=True)
 
 
 def get_logger(name: str) -> FieldLogger:
-    """The logger of a module."""
+    """Return the logger of a module."""
     return FieldLogger(logging.getLogger(name))
 
 
 def json_wanted() -> bool:
-    """Whether logs are JSON lines: under systemd, or if TBA_LOG says so."""
+    """Return whether logs are JSON lines: under systemd, or with TBA_LOG=json."""
     return "JOURNAL_STREAM" in os.environ or os.environ.get("TBA_LOG") == "json"
 
 
 def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
-    """Send the logs of this process to standard error, in the form that suits who reads it.
+    """Send the logs of this process to standard error, as text or as JSON lines.
 
-    `gpu` names the device of a searcher in each JSON line; in text the role does.
+    `gpu` is the device of a searcher, a field of each JSON line. In text the role includes it.
     """
     handler = _StderrHandler()
     handler.setFormatter(
@@ -62,7 +62,7 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what is standard error at the time: a live display puts its own there while it is shown."""
+    """Writes to the current `sys.stderr`, which a live display replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -73,7 +73,7 @@ class _StderrHandler(logging.Handler):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:30:01 search0 snapshot loaded version=7 seconds=0.2`."""
+    """Formats a record as `12:30:01 search0 snapshot loaded version=7 seconds=0.2`."""
 
     def __init__(self, role: str, *, colour: bool) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
+    """Formats a record as one JSON object on one line."""
 
     def __init__(self, role: str, *, gpu: str = "") -> None:
         super().__init__()

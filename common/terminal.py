@@ -1,76 +1,115 @@
 """What the commands of `tba` share: options, the configuration, tables for people and JSON for machines.
 
-Imported by everything that declares a command, so it imports nothing heavy itself.
+Every module that declares commands imports this one, so it imports nothing slow itself.
 """
 
 import contextlib
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
+from typer.models import ArgumentInfo
 
 from tba.common.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
-    from tba.common.config_layers import Resolved
-    from tba.common.process import StopSignal
+    from tba.common.config.layers import Resolved
+    from tba.common.system.process import StopSignal
 
+_Result = TypeVar("_Result")
 _CONFIG_VARIABLE = "TBA_CONFIG"
-ConfigFile = Annotated[
+_File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)]
+_ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", "-c", envvar=_CONFIG_VARIABLE, help="TOML file; by default ./tba.toml if it is there."),
+    typer.Option("--config", "-c", envvar=_CONFIG_VARIABLE, help="TOML file; by default ./tba.toml if it exists."),
 ]
-# Every command takes --config; one without an argument of its own takes the file as its argument too.
-File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)]
-Assignments = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
+_Sets = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
 DEFAULT_FILE = Path("tba.toml")
 _PIPE_WIDTH = 1000
 
 
-def one_file(argument: Path | None, option: Path | None) -> Path | None:
-    """The configuration file, given as an argument or by --config. Raises UsageError if both were given."""
+@dataclass(frozen=True, slots=True)
+class ConfigOptions:
+    """The options of a command that choose its configuration: the file and the values of --set."""
+
+    file: Path | None
+    sets: Sequence[str]
+
+    def resolve(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
+        """Return the configuration; `overrides` are other options of the command by dotted key, None if not given.
+
+        `DEFAULT_FILE` is not read if one of the keys in `unless` is set by other means. Raises ConfigError.
+        """
+        from tba.common.config.layers import resolve
+
+        default = DEFAULT_FILE if DEFAULT_FILE.exists() else None
+        return resolve(self.file, overrides=overrides, assignments=self.sets, default_file=default, unless=unless)
+
+    def arguments(self, *, option: bool = True) -> list[str]:
+        """Return the arguments with which another command resolves the same configuration.
+
+        The file is given as --config, or as the argument FILE without `option`.
+        """
+        file = [] if self.file is None else [*(["--config"] if option else []), str(self.file)]
+        return [*file, *(part for assignment in self.sets for part in ("--set", assignment))]
+
+
+def with_config(command: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Decorate a command: its parameter of type ConfigOptions becomes --config, --set and the argument FILE.
+
+    A command with an argument of its own gets no FILE.
+    """
+    own = list(inspect.signature(command).parameters.values())
+    shared = {"config": _ConfigFile, "sets": _Sets}
+    if not any(isinstance(part, ArgumentInfo) for parameter in own for part in get_args(parameter.annotation)):
+        shared = {"file": _File, **shared}
+    position = next(n for n, parameter in enumerate(own) if parameter.annotation is ConfigOptions)
+    target, kind = own[position].name, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added = [inspect.Parameter(name, kind, default=None, annotation=type_) for name, type_ in shared.items()]
+    # typer reads the options of a command from its signature and annotations, in their order.
+    parameters = [*own[:position], *added, *own[position + 1 :]]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> _Result:
+        file, config, sets = (values.pop(name) if name in shared else None for name in ("file", "config", "sets"))
+        return command(**values, **{target: ConfigOptions(_one_file(file, config), sets or [])})
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    return run
+
+
+def _one_file(argument: Path | None, option: Path | None) -> Path | None:
+    """Return the configuration file, from the argument or from --config. Raises UsageError if both were given."""
     given = option is not None and str(option) != os.environ.get(_CONFIG_VARIABLE)
     not_both(argument is not None, given, f"FILE {argument}", f"--config {option}")
     return option if argument is None else argument
 
 
-def resolve(
-    file: Path | None,
-    sets: Sequence[str] | None,
-    overrides: dict[str, Any] | None = None,
-    *,
-    unless: Collection[str] = (),
-) -> "Resolved":
-    """The configuration of a command; without `DEFAULT_FILE` where one of the keys `unless` is set by other means.
-
-    Raises ConfigError with one sentence.
-    """
-    from tba.common.config_layers import resolve as resolve_layers
-
-    default = DEFAULT_FILE if DEFAULT_FILE.exists() else None
-    return resolve_layers(file, overrides=overrides, assignments=sets or [], default_file=default, unless=unless)
-
-
 def not_both(first: bool, second: bool, *names: str) -> None:
-    """Raise UsageError if two flags were given that exclude each other."""
+    """Raise UsageError if both of two options were given that exclude each other."""
     if first and second:
         raise UsageError(f"{' and '.join(names)} exclude each other")
 
 
 def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> "StopSignal":
-    """What every long-running command does first. Returns the stop signal.
+    """Set up the process of a long-running command (parent, logs, signals), and return its stop signal.
 
-    A command that does not drain ends at the first signal, as programs do.
+    A command with `drains=False` ends at the first signal, as most programs do.
     """
     from tba.common.log import configure
-    from tba.common.process import StopSignal, die_with_parent
+    from tba.common.system.process import StopSignal, die_with_parent
 
     die_with_parent()
     configure(role, level=level, gpu=gpu)
@@ -78,7 +117,7 @@ def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: s
 
 
 def need(module: str, extra: str) -> None:
-    """Raise MissingExtra unless a module can be imported."""
+    """Raise MissingExtra if a module is not installed."""
     from importlib.util import find_spec
 
     if find_spec(module) is None:
@@ -86,19 +125,19 @@ def need(module: str, extra: str) -> None:
 
 
 def note(sentence: str) -> None:
-    """Say something beside the output: on standard error."""
+    """Print a sentence to standard error, so that it is not part of the output."""
     typer.echo(sentence, err=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on one line."""
+    """Print one JSON document on one line."""
     import json
 
     typer.echo(json.dumps(value, default=str))
 
 
 def print_json_rows(rows: Iterable[dict[str, Any]]) -> None:
-    """A JSON list, one row on a line, written as the rows come."""
+    """Print a JSON list with one row per line. Each row is written as soon as it is there."""
     import json
 
     separator = "["
@@ -109,7 +148,7 @@ def print_json_rows(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def print_csv(headings: Sequence[str] | None, rows: Iterable[Sequence[Any]]) -> None:
-    """CSV with a line of headings, unless that was written before; written as the rows come."""
+    """Print CSV. `headings` is None if they were printed before. Each row is written as soon as it is there."""
     import csv
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
@@ -120,12 +159,12 @@ def print_csv(headings: Sequence[str] | None, rows: Iterable[Sequence[Any]]) -> 
 
 
 def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    """A table for people."""
+    """Print rows as a table for people."""
     print_columns(headings, ([row[heading] for heading in headings] for row in rows))
 
 
 def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table for people from rows whose headings may repeat."""
+    """Print a table for people whose headings may repeat."""
     from rich.table import Table
     from rich.text import Text
 
@@ -138,7 +177,7 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Non
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: short numbers, blobs by their size, nothing for None."""
+    """Format a value for a table: short numbers, the size of a blob, an empty text for None."""
     if isinstance(value, float):
         return f"{value:.10g}" if abs(value) >= 1e6 else f"{value:.4g}"
     if isinstance(value, bytes):
@@ -147,12 +186,12 @@ def cell(value: Any) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Text for a terminal: what a model wrote may hold escape sequences, which are spelt out."""
+    """Escape text for a terminal: the output of a model may contain control sequences. `keep` stays unescaped."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def console() -> "Console":
-    """Standard output; lines are not folded where they go into a pipe or a file."""
+    """Return the console of standard output. It does not fold lines in a pipe or a file."""
     from rich.console import Console
 
     standard = Console()
@@ -160,72 +199,75 @@ def console() -> "Console":
 
 
 def discard_output() -> None:
-    """After a broken pipe: what Python flushes at its end goes nowhere."""
+    """Discard standard output after a broken pipe, so that the flush at exit raises no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
-def byte_progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar with its rate on standard error, if that is a terminal: hears (bytes done, bytes in all)."""
+def _progress(doing: str, *columns: Any, quiet: bool = False, transient: bool = True) -> Iterator["Progress"]:
+    """Show a progress bar with one task, whose field `text` is empty, if standard error is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
-    with Progress(*columns, console=errors, disable=quiet or not errors.is_terminal, transient=True) as progress:
-        task = progress.add_task(doing, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    shown = ("{task.description}", BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*shown, console=errors, disable=quiet or not errors.is_terminal, transient=transient) as progress:
+        progress.add_task(doing, total=None, text="")
+        yield progress
+
+
+@contextlib.contextmanager
+def byte_progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar with its rate. Gives a function of (bytes done, bytes in total) that updates it."""
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    with _progress(doing, DownloadColumn(), TransferSpeedColumn(), quiet=quiet) as progress:
+        yield lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total)
 
 
 @contextlib.contextmanager
 def row_progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar with its rate on standard error, if that is a terminal: hears (what is done, rows done, rows in all)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Show a progress bar with its rate.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    errors = Console(stderr=True)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=errors, disable=not errors.is_terminal, transient=True
-    ) as progress:
-        task = progress.add_task("", total=None, rate="")
+    Gives a function of (description, rows done, rows in total or None) that updates it.
+    """
+    from rich.progress import MofNCompleteColumn
+
+    with _progress("", MofNCompleteColumn(), "{task.fields[text]}") as progress:
+        (task,) = progress.tasks
 
         def show(doing: str, done: int, total: int | None) -> None:
-            if progress.tasks[0].description != doing:
-                progress.reset(task, description=doing, total=total)
-            rate = f"{speed:,.0f} rows/s" if (speed := progress.tasks[0].speed) else ""
-            progress.update(task, completed=done, total=total, rate=rate)
+            if task.description != doing:
+                progress.reset(task.id, description=doing, total=total)
+            rate = f"{task.speed:,.0f} rows/s" if task.speed else ""
+            progress.update(task.id, completed=done, total=total, text=rate)
 
         yield show
 
 
 @contextlib.contextmanager
 def training_progress(doing: str, *, as_json: bool) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Hears the numbers of each step, `step` and `steps` among them.
+    """Show the progress of training: JSON lines for machines, a bar if standard error is a terminal, else log lines.
 
-    A bar with rate and remaining time on standard error if that is a terminal, JSON lines for machines, else log lines.
+    Gives a function of the numbers of a step, which include `step` and `steps`.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn
 
-    errors = Console(stderr=True)
     if as_json:
         yield print_json
         return
-    if not errors.is_terminal:
-        from tba.common.log import get_logger
+    with _progress(doing, MofNCompleteColumn(), "{task.fields[text]}", transient=False) as progress:
+        if progress.disable:
+            from tba.common.log import get_logger
 
-        yield lambda numbers: get_logger(__name__).info("step", **numbers)
-        return
-    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=errors) as progress:
-        task = progress.add_task(doing, total=None, numbers="")
+            yield lambda numbers: get_logger(__name__).info("step", **numbers)
+            return
 
         def show(numbers: dict[str, float]) -> None:
             shown = {"loss": ".4f", "held_out_loss": ".4f", "tokens_per_second": ",.0f"}
             text = "  ".join(
                 f"{name.replace('_', ' ')} {numbers[name]:{form}}" for name, form in shown.items() if name in numbers
             )
-            progress.update(task, completed=numbers["step"], total=numbers["steps"], numbers=text)
+            progress.update(progress.task_ids[0], completed=numbers["step"], total=numbers["steps"], text=text)
 
         yield show

@@ -1,10 +1,10 @@
-"""What `tba run` and `tba status` show: one table for people on a terminal, lines for pipes."""
+"""The output of `tba run` and `tba status`: a live table on a terminal, lines in a pipe."""
 
+import contextlib
 import math
+import socket
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,47 +14,38 @@ from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.quantity import quantity
-from tba.common.wire import ClientStatus, Status
+from tba.common.wire.status_messages import ClientStatus, Status
+from tba.deploy.child import Child
 
 _LINE_SECONDS = 5.0
 _SAME_LINE_SECONDS = 60.0
 
 
 class Display:
-    """Shows the newest status: live on a terminal, else a line every few seconds while something changes."""
+    """Shows the newest status: live on a terminal, otherwise a line every few seconds while it changes."""
 
     def __init__(self, console: Console, *, steps: int, clock: Clock | None = None) -> None:
         self._console = console
         self._clock = clock or SystemClock()
         self._steps = steps
-        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        # A context manager: the display is live while it runs.
+        self.live = Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext()
         self._eta = Eta(steps)
         self._line, self._line_at = "", -math.inf
 
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
-
-    def say(self, sentence: str) -> None:
-        """A line for people, above or after what is shown."""
+    def note(self, sentence: str) -> None:
+        """Print a sentence above or after the display."""
         self._console.print(sentence, highlight=False)
 
     def show(self, status: Status, *, starting: Collection[str] = (), last: bool = False) -> None:
-        """Replace what is shown; on a pipe, print a line now and then, and the `last` one in any case.
+        """Replace the display. In a pipe, print a line every few seconds, and the `last` one if it is new.
 
-        `starting` are the roles of which a process is known to load its model.
+        `starting` are the roles with a process that is loading its model.
         """
         step = status.step
         remaining = self._eta.remaining(step, self._clock.monotonic())
-        if self._live:
-            self._live.update(
+        if isinstance(self.live, Live):
+            self.live.update(
                 Group(
                     _progress(step, self._steps, remaining),
                     _numbers(status),
@@ -66,22 +57,22 @@ class Display:
             self._print(summary_line(status, self._steps, remaining, starting), last=last)
 
     def _print(self, line: str, *, last: bool) -> None:
-        """A line that says what the one before said is printed once a minute: the run lives."""
-        now = self._clock.monotonic()
-        if last or now - self._line_at >= (_SAME_LINE_SECONDS if line == self._line else _LINE_SECONDS):
+        """Print a line, at most every few seconds; an unchanged line once a minute, to show that the run is alive."""
+        now, changed = self._clock.monotonic(), line != self._line
+        if (last and changed) or now - self._line_at >= (_LINE_SECONDS if changed else _SAME_LINE_SECONDS):
             self._line, self._line_at = line, now
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
 class Eta:
-    """Remaining time from the rate since the first step that was seen."""
+    """Estimates the remaining time from the rate since the first step it received."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._first: tuple[int, float] | None = None
 
     def remaining(self, step: int, now: float) -> float | None:
-        """Seconds, None before there is a rate."""
+        """Return the remaining seconds, None if there is no rate yet."""
         if step == 0:
             return None
         if self._first is None or step < self._first[0]:
@@ -91,13 +82,13 @@ class Eta:
 
 
 def client_of(status: Status, role: str) -> ClientStatus | None:
-    """The most recently heard client of a role."""
+    """Return the client of a role that sent the most recent message."""
     clients = [client for client in status.clients if client.role == role]
     return min(clients, key=lambda client: client.silent_seconds, default=None)
 
 
 def explain(status: Status, starting: Collection[str] = ()) -> str:
-    """One sentence: who waits for what. `starting` are the roles of which a process is known to load its model."""
+    """Return one sentence: what the run does or waits for. `starting` are the roles that are loading their model."""
     trainer = client_of(status, "trainer")
     if status.finished:
         return f"finished after {quantity(status.step, 'step')}"
@@ -110,15 +101,18 @@ def explain(status: Status, starting: Collection[str] = ()) -> str:
         meanwhile = "; ".join(waiting) or _connected(status, starting)
         return f"the trainer waits for data ({status.trainer_waits_for}); {meanwhile}"
     if trainer.silent_seconds > 30:
-        return f"the trainer is silent for {trainer.silent_seconds:.0f} s"
-    return f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
+        return f"the trainer has been silent for {trainer.silent_seconds:.0f} s"
+    doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
+    return "; ".join(filter(None, [doing, status.no_recent_data]))
 
 
 def _without_trainer(status: Status, starting: Collection[str]) -> str:
     if "trainer" in starting:
         return "the trainer is loading the model"
     return (
-        "no trainer is connected" if status.step else "no trainer has connected yet: it does when its model is loaded"
+        "no trainer is connected"
+        if status.step
+        else "no trainer has connected yet: it connects after loading its model"
     )
 
 
@@ -129,19 +123,22 @@ def _connected(status: Status, starting: Collection[str]) -> str:
 
 
 def searchers(status: Status) -> list[ClientStatus]:
-    """The searchers that have not left."""
+    """Return the searchers that have not left."""
     return [client for client in status.clients if client.role == "searcher" and client.activity != "gone"]
 
 
 def summary_line(status: Status, steps: int, remaining: float | None, starting: Collection[str] = ()) -> str:
-    """Everything that matters in one line, for logs and pipes."""
-    trainer = client_of(status, "trainer")
-    metrics = trainer.metrics if trainer else {}
-    parts = [f"step {status.step}/{steps}"]
-    parts += [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
+    """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
+    parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
     parts += [f"{status.puts_per_second:.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
+    parts += [status.no_recent_data] if status.no_recent_data else []
     at_work = status.step and not status.trainer_waits_for and "trainer" not in starting
     return "  ".join(parts) if at_work else f"{parts[0]}  {explain(status, starting)}"
+
+
+def _trainer_metrics(status: Status) -> list[str]:
+    trainer = client_of(status, "trainer")
+    return [f"{name} {trainer.metrics[name]:.3g}" for name in _SHOWN if trainer and name in trainer.metrics]
 
 
 def _searchers_at(status: Status) -> str:
@@ -154,44 +151,33 @@ def _searchers_at(status: Status) -> str:
     return ", ".join(parts if len(serving) == len(clients) else [*parts, without])
 
 
-_SPOOL_SHOWN_BYTES = 1 << 20  # less is on its way at any time
-_SHOWN = (("loss", "loss"), ("reward", "reward"), ("staleness", "staleness"))
+# A smaller spool is normal: it holds the puts that wait for their acknowledgement.
+_SPOOL_SHOWN_BYTES = 1 << 20
+_SHOWN = ("loss", "reward", "staleness")
 
 
-@dataclass(frozen=True)
-class SearcherState:
-    """One searcher as its supervisor sees it. `sender` is what the buffer calls it, without the part after the dot."""
-
-    label: str
-    sender: str
-    running: bool
-    ready: bool
-    done: bool
-    failures: int
-    broken: bool
-    last_code: int | None
-    starts_in: float  # seconds
-
-    def trouble(self) -> str:
-        """Why it does not search, empty if it does or is done."""
-        if self.done or (self.running and not self.broken):
-            return ""
-        how = "broken, " if self.broken else ""
-        when = "is tried again now" if self.running else f"starts again in {self.starts_in:.0f} s"
-        return f"{self.label} {how}{when} (failed {quantity(self.failures, 'time')}, last exit code {self.last_code})"
-
-
-def fleet_line(states: Sequence[SearcherState], status: Status | None) -> str:
-    """The searchers of one machine in one line; their figures as they told the buffer, None if it is away."""
-    up = sum(state.running and state.ready for state in states)
-    starting = sum(state.running and not state.ready for state in states)
-    parts = [f"{up}/{quantity(len(states), 'searcher')} up" + (f", {starting} starting" if starting else "")]
-    parts += [trouble for state in states if (trouble := state.trouble())]
+def fleet_line(children: Sequence[Child], max_restarts: int, status: Status | None) -> str:
+    """Return one line about the searchers of this machine. `status` is the buffer's, None if it does not answer."""
+    up = sum(child.process is not None and child.ready for child in children)
+    starting = sum(child.process is not None and not child.ready for child in children)
+    parts = [f"{up}/{quantity(len(children), 'searcher')} up" + (f", {starting} starting" if starting else "")]
+    parts += [trouble for child in children if (trouble := _trouble(child, child.failures > max_restarts))]
     if status is None:
         return "; ".join([*parts, "the buffer does not answer"])
-    told = {client.sender.rpartition(".")[0]: client for client in searchers(status)}
-    ours = {state.label: told[state.sender] for state in states if state.sender in told}
+    reported = {client.sender.rpartition(".")[0]: client for client in searchers(status)}
+    senders = {child.name: f"{socket.gethostname()}-{child.name}" for child in children}
+    ours = {name: reported[sender] for name, sender in senders.items() if sender in reported}
     return "; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours)])
+
+
+def _trouble(child: Child, broken: bool) -> str:
+    """Return why a searcher does not search; empty if it does, or is done."""
+    if child.ended or (child.process is not None and not broken):
+        return ""
+    how = "broken, " if broken else ""
+    starts_in = max(child.start_at - time.monotonic(), 0.0)
+    when = "is being restarted" if child.process is not None else f"starts again in {starts_in:.0f} s"
+    return f"{child.name} {how}{when} (failed {quantity(child.failures, 'time')}, last exit code {child.last_code})"
 
 
 def _fleet_figures(clients: Sequence[ClientStatus]) -> str:
@@ -207,7 +193,7 @@ def _fleet_figures(clients: Sequence[ClientStatus]) -> str:
 
 
 def _fleet_waits(clients: dict[str, ClientStatus]) -> list[str]:
-    """`waiting: REASON (gpu0, gpu2)`, one for each reason."""
+    """Return `waiting: REASON (gpu0, gpu2)` for each reason."""
     reasons: dict[str, list[str]] = {}
     for label, client in clients.items():
         if client.activity == "waiting":
@@ -216,9 +202,9 @@ def _fleet_waits(clients: dict[str, ClientStatus]) -> list[str]:
 
 
 def clients_table(status: Status) -> Table:
-    """One row for each client."""
+    """Return a table with one row per searcher and trainer."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("role", "name", "activity", "weights", "tokens/s", "trajectories", "heard"):
+    for heading in ("role", "name", "activity", "weights", "tokens/s", "trajectories", "last seen"):
         table.add_column(heading, justify="left" if heading in ("role", "name", "activity") else "right")
     for client in sorted(status.clients, key=lambda client: (client.role, client.sender)):
         if client.role in ("searcher", "trainer"):
@@ -239,10 +225,8 @@ def clients_table(status: Status) -> Table:
 
 
 def _numbers(status: Status) -> Text:
-    trainer = client_of(status, "trainer")
-    metrics = trainer.metrics if trainer else {}
-    parts = [f"{name} {metrics[key]:.3g}" for name, key in _SHOWN if key in metrics]
-    parts += [
+    parts = [
+        *_trainer_metrics(status),
         f"{status.puts_per_second:.0f} trajectories/s",
         f"{status.trajectories:,} in the buffer",
         f"{status.database_bytes / 2**20:.1f} MiB",
@@ -265,7 +249,7 @@ def _version(client: ClientStatus) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`1:02:03`, `2:03`, or a dash if unknown."""
+    """Return `1:02:03`, `2:03`, or a dash if unknown."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,43 +1,64 @@
-"""`tba doctor`: what this machine has, and what would stop a run."""
+"""`tba doctor`: checks of this machine for problems that would stop a run."""
 
 import importlib.metadata
 import platform
-import shutil
 import socket
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from tba.common.client import BufferClient
 from tba.common.config import Config, RewardModelSection, TaskSection
-from tba.common.devices import CPU, choose_gpus, list_gpus
+from tba.common.config.paths import check_data
 from tba.common.errors import MissingExtra, TbaError
-from tba.common.model_files import check_model, is_hub_name
-from tba.common.paths import check_data, check_places, nearest_existing
-from tba.common.probe import ask_status
+from tba.common.system.devices import CPU, choose_gpus, list_gpus
+from tba.common.weights.model_files import check_model, is_hub_name
+from tba.common.wire.client import BufferClient
+from tba.common.wire.probe import ask_status
+from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology
+from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weights_directory, unchecked_data
 
 Finding = dict[str, str]
-_LOW_DISK_GIB = 10
+
+
+class MemoryReport(Protocol):
+    """What `tba.trainer.preflight` says of the trainer's memory."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough."""
+
+    def sentence(self) -> str:
+        """Return needs, what there is, and what would fit instead."""
 
 
 def examine(
     config: Config,
     load_task: Callable[[TaskSection], object],
     check_reward_model: Callable[[RewardModelSection], str],
+    trainer_memory: Callable[[Config], MemoryReport | None],
 ) -> list[Finding]:
-    """All checks; `result` is ok, warn or fail.
+    """Run all checks and return their findings; `result` is ok, warn, fail, or unchecked.
 
-    `load_task` raises TbaError for a task that does not load, and so does `check_reward_model`, which else says what
-    the model is.
+    `load_task` and `check_reward_model` raise TbaError for what does not load. The latter returns a description of the
+    model. `trainer_memory` estimates the trainer's memory, None if nothing can be said. They are passed in, because
+    this package imports neither searcher nor trainer.
     """
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
         ("python", _python),
         ("packages", _packages),
         ("engine", _engine),
         ("gpus", _gpus),
-        ("disk", _disk),
+        ("cuda", check_cuda),
+        ("compiler", check_compiler),
+        ("caches", check_caches),
+        ("topology", check_topology),
+        ("disk", check_disk),
+        ("weights directory", check_weights_directory),
+        ("trainer memory", partial(_memory, trainer_memory)),
         ("buffer address", _address),
+        ("other nodes", check_other_nodes),
         ("model", _model),
         ("task", partial(_task, load_task)),
         ("reward model", partial(_reward_model, check_reward_model)),
@@ -83,13 +104,14 @@ def _gpus(config: Config) -> tuple[str, str]:
     return "ok", f"{len(present)} present; search.gpus = {config.search.gpus}, train.gpu = {config.train.gpu}"
 
 
-def _disk(config: Config) -> tuple[str, str]:
+def _memory(estimate: Callable[[Config], MemoryReport | None], config: Config) -> tuple[str, str]:
     try:
-        check_places(config)
+        report = estimate(config)
     except TbaError as error:
         return "fail", str(error)
-    free = shutil.disk_usage(nearest_existing(config.run.dir)).free / 2**30
-    return ("ok" if free >= _LOW_DISK_GIB else "warn"), f"{free:.0f} GiB free for {config.run.dir}"
+    if report is None:
+        return "unchecked", "nvidia-smi tells no memory, torch is not installed, or the model is not on this machine"
+    return ("ok" if report.fits else "fail"), report.sentence()
 
 
 def _address(config: Config) -> tuple[str, str]:
@@ -109,11 +131,11 @@ def _address(config: Config) -> tuple[str, str]:
         status = ask_status(client, deadline_seconds=2.0)
     if status is None:
         return "fail", (
-            f"{address} is taken, by something that does not answer as a buffer does: set buffer.address, or run this "
+            f"{address} is in use by a program that does not answer like a buffer: set buffer.address, or run this "
             "again if a buffer is starting there"
         )
     if status.run_name != config.run.name:
-        return "fail", f"{address} is taken by the buffer of run {status.run_name}: set buffer.address, or run.name"
+        return "fail", f"{address} is in use by the buffer of run {status.run_name}: set buffer.address or run.name"
     return "ok", f"{address}: the buffer of run {status.run_name} answers"
 
 
@@ -124,7 +146,7 @@ def _model(config: Config) -> tuple[str, str]:
             return "ok", path
     except TbaError as error:
         return "fail", str(error)
-    return "warn", f"{path} is no directory here: it will be taken from the hub"
+    return "unchecked", f"{path} is not a local directory: it will be downloaded from the hub"
 
 
 def _reward_model(check: Callable[[RewardModelSection], str], config: Config) -> tuple[str, str]:
@@ -132,11 +154,11 @@ def _reward_model(check: Callable[[RewardModelSection], str], config: Config) ->
     if not path:
         return "ok", "none is configured"
     if is_hub_name(path):
-        return "warn", f"{path} is no directory here: it will be taken from the hub"
+        return "unchecked", f"{path} is not a local directory: it will be downloaded from the hub"
     try:
         return "ok", check(config.reward_model)
     except MissingExtra as error:
-        return "warn", f"{path} is not looked into: {error}"
+        return "unchecked", f"{path}: {error}"
     except TbaError as error:
         return "fail", str(error)
 
@@ -148,6 +170,8 @@ def _task(load_task: Callable[[TaskSection], object], config: Config) -> tuple[s
         check_data(config.task)
     except TbaError as error:
         return "fail", str(error)
+    if unchecked := unchecked_data(config):
+        return "unchecked", unchecked
     return "ok", config.task.train if config.task.reads_files else config.task.name
 
 

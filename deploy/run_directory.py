@@ -1,6 +1,7 @@
 """The directory of a run belongs to one `tba run` at a time.
 
-Who holds it says in the lock file who it is, and when it begins to end: the next one then waits for it.
+The holder of its lock writes into the lock file which process it is, and later that it is about to end. The next
+`tba run` then waits for it.
 """
 
 import contextlib
@@ -11,62 +12,63 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tba.common.config import Config
-from tba.common.durable import exclusive_lock
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken
 from tba.common.log import get_logger
-from tba.common.probe import check_address
-from tba.deploy.picture import METRICS_FILE
+from tba.common.system.durable import exclusive_lock
+from tba.common.wire.probe import check_address
+from tba.deploy.drain import drain_seconds, trainer_drain_seconds
+from tba.deploy.plot import METRICS_FILE
 
 log = get_logger(__name__)
 
 _LOCK_FILE = "launcher.lock"
 _ENDING = "ending"
-# What a launcher needs beside the time of its children, which it ends in three groups, one after another.
+# The time a launcher needs in addition to that of its children, which it ends in three groups one after another.
 _MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 
 def holds_run(config: Config) -> bool:
-    """Whether steps were trained there. The trainer makes the file: an attempt that failed before is no run."""
+    """Return whether run.dir holds trained steps. The trainer creates the metrics: an attempt that failed has none."""
     metrics = config.run.dir / METRICS_FILE
     return metrics.exists() and metrics.stat().st_size > 0
 
 
 @contextlib.contextmanager
 def sole_launcher(config: Config) -> Iterator[None]:
-    """Hold the run's directory while the block runs, after a look at the buffer's address.
+    """Hold the run's directory while the block runs, after a check that the buffer's address is free.
 
-    Raises RunTaken if another `tba run` has it; AddressInUse, and then leaves no directory that was not there.
+    Raises RunTaken if another `tba run` holds it, and AddressInUse after it has removed the directories it created.
     """
     directory = config.run.dir
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     lock_file = directory / _LOCK_FILE
     with _lock(lock_file):
-        _tell(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
+        _write_line(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
         try:
             check_address(config.buffer.address)
         except (AddressInUse, ConfigError):
-            if made:
-                _remove_unused(lock_file, made)
+            if created:
+                _remove_unused(lock_file, created)
             raise
         yield
 
 
-def tell_ending(config: Config) -> None:
-    """Let whoever wants the directory know that its holder, this process, is about to end."""
-    _tell(config.run.dir / _LOCK_FILE, "a", _ENDING)
+def mark_ending(config: Config) -> None:
+    """Record in the lock file that its holder, this process, is about to end."""
+    _write_line(config.run.dir / _LOCK_FILE, "a", _ENDING)
 
 
-def await_former(config: Config, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
-    """Return when no `tba run` has the directory, or `stop()`; one that is about to end is waited for, and told once.
+def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[str], None]) -> None:
+    """Wait until no `tba run` holds the directory, or `stop()`. `report` receives one sentence if there is a wait.
 
-    Raises RunTaken if there is one that goes on, or that has not ended after the time that all its
-    children may take, and some more.
+    Raises RunTaken if the holder is not about to end, or has not ended within the time that its children may use.
     """
     path = config.run.dir / _LOCK_FILE
-    patience = 3 * config.launch.drain_seconds + _MARGIN_SECONDS
+    patience = trainer_drain_seconds(config) + 2 * drain_seconds(config) + _MARGIN_SECONDS
     deadline = 0.0
-    while os.path.exists(path) and not stop():  # Path's raises where this user may not look; that is told later
+    # os.path, since Path.exists raises where this user has no access. A later check reports that.
+    while os.path.exists(path) and not stop():
         try:
             with _lock(path):
                 return
@@ -76,10 +78,10 @@ def await_former(config: Config, stop: Callable[[], bool], say: Callable[[str], 
                 raise
         if not deadline:
             deadline = time.monotonic() + patience
-            say(f"the former `tba run` ({holder}) is still ending: waiting for it, {patience:.0f} s at most")
+            report(f"the previous `tba run` ({holder}) is still ending: waiting for it, {patience:.0f} s at most")
         elif time.monotonic() > deadline:
             raise RunTaken(
-                f"the former `tba run` of {config.run.dir} ({holder}) has not ended within {patience:.0f} s: "
+                f"the previous `tba run` of {config.run.dir} ({holder}) has not ended within {patience:.0f} s: "
                 "try again later, or end it"
             )
         time.sleep(_POLL_SECONDS)
@@ -92,14 +94,14 @@ def _lock(path: Path) -> Iterator[None]:
             held.enter_context(exclusive_lock(path, ""))
         except LockTaken:
             raise RunTaken(
-                f"{path.parent} is being run already by another `tba run` ({_holder(path)[0]}): stop it first, or wait "
-                "for its end"
+                f"{path.parent} is in use by another `tba run` ({_holder(path)[0]}): stop that one, or wait until it "
+                "ends"
             ) from None
         yield
 
 
-def _tell(path: Path, mode: str, line: str) -> None:
-    """For whoever comes next. A full disk must not keep this process from its work, least of all from its end."""
+def _write_line(path: Path, mode: str, line: str) -> None:
+    """Write a line for the next launcher. An error, such as a full disk, must not stop this one: it is logged."""
     try:
         with path.open(mode, encoding="utf-8") as file:
             file.write(f"{line}\n")
@@ -108,7 +110,7 @@ def _tell(path: Path, mode: str, line: str) -> None:
 
 
 def _holder(path: Path) -> tuple[str, bool]:
-    """Who holds the lock, for people, and whether it is about to end."""
+    """Return a description of the lock's holder, and whether it is about to end."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -116,9 +118,10 @@ def _holder(path: Path) -> tuple[str, bool]:
     return (lines[0] if lines else "one that has just started"), _ENDING in lines
 
 
-def _remove_unused(lock_file: Path, made: Sequence[Path]) -> None:
-    """Remove the lock file and the directories that were made for it, the innermost first."""
+def _remove_unused(lock_file: Path, created: Sequence[Path]) -> None:
+    """Remove the lock file and the directories that were created for it, the innermost first."""
     lock_file.unlink()
-    with contextlib.suppress(OSError):  # something else has come into it
-        for folder in made:
+    # A directory that another process has put something into stays.
+    with contextlib.suppress(OSError):
+        for folder in created:
             folder.rmdir()

@@ -1,16 +1,16 @@
-"""Child processes: started, watched, restarted after a failure, and never left behind.
+"""Supervision of child processes: they are started, restarted after a failure, and never left behind.
 
-    waiting ──► running ──► done          (exit code 0, unless it is to run always)
+    waiting ──► running ──► ended         (exit code 0, unless its restart policy is ALWAYS)
        ▲           │
-       └── backoff ┴──► hopeless          (78 or 2: restarting cannot help)
+       └── backoff ┴──► ended             (an exit code in NO_RESTART, or the policy NEVER)
 
-Every child is the leader of a session of its own, so that Ctrl-C reaches only the supervisor, which then ends them
-in order. Three things see to it that nothing is left behind:
-- a child ends when the supervisor is killed (PR_SET_PDEATHSIG, `tba.common.process`);
-- when a child ends, its session is killed, and so is what had left that session: the supervisor is the subreaper,
-  so orphans become its own children;
-- when the supervisor is killed, `tba.common.guard` kills the sessions. Only a process that has left its child's
-  session survives that; under systemd the control group catches it.
+Every child leads a session of its own. Ctrl-C therefore reaches only the supervisor, which ends the children in order.
+Three mechanisms ensure that no process is left behind:
+- a child ends when the supervisor is killed (PR_SET_PDEATHSIG, `tba.common.system.process`);
+- when a child ends, its session is killed, and so are descendants that have left the session: the supervisor is their
+  subreaper, so that orphans become its children;
+- when the supervisor is killed, `orphan_guard` kills the sessions. Only a process that has left its child's session
+  survives that; under systemd the control group catches it.
 """
 
 import contextlib
@@ -19,94 +19,39 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 from tba.common.config import LaunchSection
-from tba.common.cores import Core, starting_on
-from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError
-from tba.common.guard import SessionGuard, session_of
 from tba.common.log import get_logger
-from tba.common.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
-from tba.deploy.relay import Relay
+from tba.common.system.backoff import backoff
+from tba.common.system.cpu_affinity import starting_on
+from tba.common.system.orphan_guard import SessionGuard, session_of
+from tba.common.system.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
+from tba.deploy.child import NO_RESTART, Child
+from tba.deploy.log_relay import Relay
 
 log = get_logger(__name__)
 
-HOPELESS = (EXIT_CONFIG, EXIT_USAGE, EXIT_BROKEN)
 _POLL_SECONDS = 0.1
 _LAST_LINES_SECONDS = 2.0
 _ORPHANS_SECONDS = 5.0
 _REAP_SECONDS = 0.005
-_TAIL_LINES = 15
-
-
-@dataclass(slots=True)
-class Child:
-    """One `tba` process. `after_first` are arguments that only a restart gets, such as --resume.
-
-    Its output goes to `log_file`, or line by line where ours goes if that is None.
-    """
-
-    name: str
-    kind: str  # children of one kind can stand in for each other
-    arguments: Sequence[str]
-    log_file: Path | None
-    after_first: Sequence[str] = ()
-    always: bool = False  # also start it again when it ended with exit code 0
-    once: bool = False  # never start it again
-    after: "Child | None" = None  # it starts, and starts again, only while that one is ready
-    environment: dict[str, str] = field(default_factory=dict)
-    cores: Sequence[Core] | None = None  # None: those of the supervisor
-    process: subprocess.Popen[bytes] | None = None
-    relay: Relay | None = None
-    ready: bool = False  # it has said so since its last start
-    starts: int = 0
-    failures: int = 0  # in a row; forgotten when it has run well for a while
-    last_code: int | None = None  # of its last end
-    started_at: float = 0.0  # monotonic
-    start_at: float = 0.0  # monotonic; when a restart is due
-    exit_code: int | None = None  # of the last end; None while it runs or waits for a restart
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self.process.pid if self.process else None
-
-    @property
-    def ended(self) -> bool:
-        """It is not running and will not be started again."""
-        return self.exit_code is not None
-
-    @property
-    def due(self) -> bool:
-        """It may start now, if it does not run."""
-        return not self.ended and (self.after is None or self.after.ready) and time.monotonic() >= self.start_at
-
-    def log_tail(self) -> str:
-        """The last lines that it wrote."""
-        if self.relay is not None:
-            return "\n".join(self.relay.tail)
-        if self.log_file is not None:
-            with contextlib.suppress(OSError), self.log_file.open(encoding="utf-8", errors="replace") as file:
-                return "".join(deque(file, _TAIL_LINES)).rstrip()
-        return ""
 
 
 class Supervisor:
-    """Runs children and restarts those that fail. Used by one thread, as a context: none outlives it."""
+    """Runs children and restarts those that fail. A context manager for one thread: no child outlives it."""
 
     def __init__(self, children: Sequence[Child], launch: LaunchSection) -> None:
         self.children = list(children)
         self._launch = launch
         self._guard = SessionGuard()
-        self._not_ours: frozenset[int] = frozenset()  # children that were there before
+        # Child processes that were there before the supervisor.
+        self._foreign: frozenset[int] = frozenset()
         self._notices = {child.name: NotifySocket() for child in children}
 
     def __enter__(self) -> Self:
-        self._not_ours = frozenset(child_pids())
+        self._foreign = frozenset(child_pids())
         adopt_orphans()
         return self
 
@@ -116,58 +61,64 @@ class Supervisor:
             notices.close()
         self._guard.close()
 
-    def tend(self) -> None:
-        """Start what is due, notice what has ended. Call it often."""
-        self._guard.keep()
+    def poll(self) -> None:
+        """Start children that are due and process those that have ended. Call it several times a second."""
+        self._guard.ensure_running()
         self._reap_orphans()
         for child in self.children:
             if child.process is not None:
-                child.ready |= "READY=1" in self._notices[child.name].receive()
-                self._notice_end(child)
+                child.notices = self._notices[child.name].receive()
+                child.ready |= "READY=1" in child.notices
+                self._check_running(child)
             elif child.due:
                 self._start(child)
 
     def broken(self, child: Child) -> bool:
-        """It has failed too often in a row."""
+        """Return whether a child has failed more than `launch.max_restarts` times in a row."""
         return child.failures > self._launch.max_restarts
 
     def failed(self) -> Child | None:
-        """A child whose end is the end of all: no restart can help it, or it is broken and so are all like it."""
+        """Return a child whose failure ends everything: a restart cannot help it, or all of its kind are broken."""
         for child in self.children:
             peers = [other for other in self.children if other.kind == child.kind]
-            if child.exit_code in HOPELESS or (
+            if child.exit_code in NO_RESTART or (
                 self.broken(child) and all(self.broken(other) or other.ended for other in peers)
             ):
                 return child
         return None
 
     def stop(self, children: Sequence[Child], *, drain_seconds: float) -> None:
-        """SIGTERM, time to drain, then SIGKILL to the whole session."""
+        """Send SIGTERM, wait for the children to drain, then kill what is left of their sessions."""
         for child in children:
-            if _running(child):
+            if child.running:
                 assert child.process is not None
                 child.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + drain_seconds
-        while any(_running(child) for child in children) and time.monotonic() < deadline:
+        while any(child.running for child in children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        for child in filter(_running, children):
-            log.warning("child killed: it did not end in time", child=child.name, pid=child.pid)
+        for child in children:
+            if child.running:
+                log.warning("child killed: it did not end in time", child=child.name, pid=child.pid)
         self.kill(children)
 
     def kill(self, children: Sequence[Child]) -> None:
-        """End children and their own children now."""
+        """Kill children and their descendants immediately."""
         for child in children:
             if child.process is not None:
-                child.exit_code = self._bury(child)
+                child.exit_code = self._collect(child)
             elif child.exit_code is None:
-                child.exit_code = 0  # it was waiting for a restart that nobody needs now
+                # It was waiting for a restart.
+                child.exit_code = 0
 
     def _start(self, child: Child) -> None:
-        command = [sys.executable, "-m", "tba", *child.arguments, *(child.after_first if child.starts else ())]
+        notices = self._notices[child.name]
+        command = [sys.executable, "-m", "tba", *child.arguments, *(child.restart_arguments if child.starts else ())]
         environment = {**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())}
-        environment["NOTIFY_SOCKET"] = self._notices[child.name].address  # what systemd hears is ours to tell
-        self._notices[child.name].receive()  # the last words of the one before
-        with _output_of(child) as output, starting_on(child.cores):
+        # Only the supervisor reports to systemd.
+        environment["NOTIFY_SOCKET"] = notices.address
+        # Discard notices of the previous process.
+        notices.receive()
+        with child.open_log() as output, starting_on(child.cores):
             child.process = subprocess.Popen(  # noqa: S603
                 command,
                 env=environment,
@@ -184,29 +135,31 @@ class Supervisor:
         child.started_at = time.monotonic()
         log.info("child started", child=child.name, pid=child.process.pid, start=child.starts)
 
-    def _notice_end(self, child: Child) -> None:
+    def _check_running(self, child: Child) -> None:
+        """Process the end of a child's process, if it has ended."""
         assert child.process is not None
+        if time.monotonic() - child.started_at > self._launch.stable_seconds:
+            child.failures = 0
         if child.process.poll() is None:
-            self._forget_failures(child)
             return
-        self._forget_failures(child)
-        code = child.last_code = self._bury(child)
+        code = child.last_code = self._collect(child)
         child.failures += code != 0
-        if child.once or code in HOPELESS or (code == 0 and not child.always):
+        if not child.restarts_after(code):
             child.exit_code = code
             log.info("child ended", child=child.name, exit_code=code)
             return
-        delay = backoff(self._launch, child.failures)
+        delay = backoff(child.failures, self._launch.restart_delay_seconds, self._launch.restart_delay_max_seconds)
         child.start_at = time.monotonic() + delay
-        say = log.warning if code else log.info  # a searcher that leaves a finished run is no trouble
-        say("child ended, and starts again", child=child.name, exit_code=code, in_seconds=delay)
+        # Code 0 is no failure: a searcher leaves a finished run.
+        log_end = log.warning if code else log.info
+        log_end("child ended, and starts again", child=child.name, exit_code=code, in_seconds=delay)
 
-    def _forget_failures(self, child: Child) -> None:
-        if time.monotonic() - child.started_at > self._launch.stable_seconds:
-            child.failures = 0
+    def _collect(self, child: Child) -> int:
+        """Kill a child and its descendants, wait for them, and return the child's exit code.
 
-    def _bury(self, child: Child) -> int:
-        """Kill a child and all that it started; its exit code."""
+        The order matters. The session is killed before `wait` frees the child's pid, which is also the session's id
+        and could be given to another process. The guard forgets the session only when no process of it is left.
+        """
         assert child.process is not None
         pid = child.process.pid
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -220,12 +173,15 @@ class Supervisor:
         return code
 
     def _reap_orphans(self, *, kill: bool = False) -> None:
-        """Take the exit codes of adopted processes; `kill` those that are in no running child's session."""
+        """Collect the exit codes of adopted processes; `kill` ends those outside every running child's session.
+
+        A killed process leaves its own children to the supervisor, so this repeats until none is left to kill. The
+        deadline is for a process that hangs in a driver and does not die before that call returns.
+        """
         living = {child.pid for child in self.children if child.pid}
-        known = living | self._not_ours | ({self._guard.pid} if self._guard.pid else set())
-        deadline = time.monotonic() + _ORPHANS_SECONDS  # one that hangs in a driver does not die before that returns
+        known = living | self._foreign | ({self._guard.pid} if self._guard.pid else set())
+        deadline = time.monotonic() + _ORPHANS_SECONDS
         while orphans := child_pids() - known:
-            # What a doomed one has started becomes ours when it ends, so again until there is none.
             doomed = {pid for pid in orphans if kill and session_of(pid) not in living}
             for pid in doomed:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -236,23 +192,3 @@ class Supervisor:
             if not doomed or time.monotonic() > deadline:
                 return
             time.sleep(_REAP_SECONDS)
-
-
-def backoff(launch: LaunchSection, failures: int) -> float:
-    """Seconds before the next start after so many failures in a row."""
-    doublings = min(max(failures - 1, 0), 60)
-    return min(launch.restart_delay_seconds * 2.0**doublings, launch.restart_delay_max_seconds)
-
-
-def _output_of(child: Child) -> contextlib.AbstractContextManager[IO[bytes] | None]:
-    if child.log_file is None:
-        return contextlib.nullcontext()
-    try:
-        child.log_file.parent.mkdir(parents=True, exist_ok=True)
-        return child.log_file.open("ab")
-    except OSError as error:
-        raise ConfigError(f"run.dir: {child.log_file} cannot be written: {error.strerror}") from error
-
-
-def _running(child: Child) -> bool:
-    return child.process is not None and child.process.poll() is None

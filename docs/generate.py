@@ -1,4 +1,4 @@
-"""Make `docs/configuration.md` and `docs/cli.md` from the code; with --check, fail if they are not up to date."""
+"""Generate `docs/configuration.md` and `docs/cli.md` from the code; with --check, fail if they are out of date."""
 
 import argparse
 import subprocess
@@ -6,19 +6,19 @@ import sys
 from pathlib import Path
 
 from tba.common.config import Config
-from tba.common.config_layers import fields, value_of
+from tba.common.config.layers import fields, value_of
 
 DOCS = Path(__file__).parent
 
 
 def configuration() -> str:
-    """One table per section."""
+    """Return docs/configuration.md: one table per section."""
     lines = [
         "# Configuration",
         "",
-        "One TOML file for all roles. A flag wins over an environment variable, that over the file, that over the",
-        "default. `TBA_TRAIN__LEARNING_RATE=1e-6` sets `train.learning_rate`; `--set` does the same.",
-        "`tba config show` prints every value with its origin. This page is made by `docs/generate.py`.",
+        "One TOML file configures all roles. A flag overrides an environment variable, which overrides the file, which",
+        "overrides the default. `TBA_TRAIN__LEARNING_RATE=1e-6` and `--set train.learning_rate=1e-6` set the same key.",
+        "`tba config show` prints every value with its origin. `docs/generate.py` generates this page.",
     ]
     default, section = Config(), ""
     for key, field in fields():
@@ -35,14 +35,14 @@ def _cell(text: str | None) -> str:
 
 
 def command_line() -> str:
-    """What typer says of the commands."""
+    """Return docs/cli.md, as typer renders it."""
     command = [sys.executable, "-m", "typer", "tba.cli", "utils", "docs", "--name", "tba", "--title", "Command line"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip() + "\n"  # noqa: S603
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     check = parser.parse_args().check
     stale = []
     for name, text in (("configuration.md", configuration()), ("cli.md", command_line())):

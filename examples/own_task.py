@@ -1,4 +1,4 @@
-"""A task of one's own: `task.name = "own_task:ReverseTask"`, with this directory on PYTHONPATH."""
+"""A custom task: `task.name = "own_task:ReverseTask"`, with this directory on PYTHONPATH."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class ReverseTask:
         return [_prompt(_WORDS[-1])]
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
-        """1 for the right word from a response that ended itself, else 0."""
+        """Return 1 for the right word in a response that ended by itself, else 0."""
         correct = float(finished and response.strip() == prompt.answer)
         return Reward(correct, {CORRECT: correct})
 

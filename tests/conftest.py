@@ -1,27 +1,35 @@
-"""Fixtures that several folders use. A fixture ends only processes that it started."""
+"""Fixtures that several test folders use. A fixture ends only processes that it started."""
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Read when torch is imported. Two OpenMP threads on a busy machine are many times slower than one.
+from tba.tests.helpers.puts import make_trajectory, put_message, reference
+
+# Torch reads it at import. On a busy machine, two OpenMP threads are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import pytest
 
-from tba.buffer.rows import service_message
-from tba.buffer.service import BufferService
-from tba.buffer.store import Store
-from tba.common import wire
-from tba.common.clock import ManualClock
-from tba.common.codec import Request, RequestHeader
+from tba.buffer.service.put_columns import to_columns
+from tba.buffer.service.service import BufferService
+from tba.buffer.store.store import Store
 from tba.common.config import Config
-from tba.common.trajectory import Trajectory, pack
+from tba.common.weights import node_store
+from tba.common.wire import messages
+from tba.common.wire.codec import Request, RequestHeader
+from tba.common.wire.trajectory import Trajectory
+from tba.tests.helpers.clock import ManualClock
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE_MODEL = ROOT / "examples/arithmetic/model"
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers in this process publish below a directory of the test, not in the machine's memory."""
+    monkeypatch.setattr(node_store, "MEMORY", tmp_path_factory.mktemp("memory"))
 
 
 @pytest.fixture
@@ -32,31 +40,11 @@ def example_model() -> Path:
 
 @pytest.fixture
 def test_data() -> Path:
-    """The folder with gsm8k and math500, or a skip: users have no such folder."""
+    """The folder with gsm8k and math500. Skips the test without it, because users do not have it."""
     folder = os.environ.get("TBA_TEST_DATA")
     if not folder or not Path(folder, "gsm8k").is_dir():
         pytest.skip("TBA_TEST_DATA does not name a folder with gsm8k/")
     return Path(folder)
-
-
-def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **changes: Any) -> Trajectory:
-    """A small valid trajectory; `tokens` sets the response."""
-    tokens = np.asarray(changes.pop("tokens", [5, 6, 7]), np.int32)
-    fields = {
-        "prompt_key": prompt_key,
-        "lease": lease,
-        "prompt_ids": np.array([1, 2], np.int32),
-        "response_ids": tokens,
-        "logprobs": np.full(len(tokens), -0.5, np.float32),
-        "version_runs": np.array([[version, len(tokens)]], np.int32),
-        "reward": 1.0,
-        "reward_parts": {"correct": 1.0},
-        "stop_reason": "eos",
-        "sampling": {"temperature": 1.0, "top_p": 1.0},
-        "created_at": 1000.0,
-        "generation_seconds": 0.1,
-    }
-    return Trajectory(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -76,53 +64,53 @@ class ServiceHarness:
         self.service = BufferService(self.store, self.run, config, self.clock)
 
     def ask(
-        self, message: wire.Message, frames: list[bytes] | None = None, sender: str = "s.1", role: str = "searcher"
+        self, message: messages.Message, frames: list[bytes] | None = None, sender: str = "s.1", role: Any = "searcher"
     ):
-        """Handle one request in a transaction of its own."""
+        """Handle one request in its own transaction. Returns None if it is parked."""
         header = RequestHeader(v=1, type=message.TYPE, id=1, run=self.run.uuid, role=role, sender=sender)
         views = [memoryview(frame) for frame in frames or []]
-        self.service.hear(header)
-        with self.store.transaction():
-            return self.service.handle(header, service_message(Request(header, message, views)))
+        self.service.state.clients.mark_seen(sender, role)
+        with self.service.transaction():
+            return self.service.handle(header, to_columns(Request(header, message, views)))
 
     def register(self, count: int) -> None:
         """Register prompts p0, p1, ..."""
         keys = [f"p{n}" for n in range(count)]
-        self.ask(wire.RegisterPrompts(task="t", fingerprint="0" * 64, total=count, offset=0, keys=keys))
+        self.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=count, offset=0, keys=keys))
 
     def announce(self, version: int, step: int) -> None:
         """Announce a snapshot."""
-        ref = wire.WeightsRef(version=version, step=step, path=f"/v{version}", manifest_sha256="0" * 64)
-        self.ask(wire.AnnounceSnapshot(weights=ref, bytes=1), role="publisher", sender="pub.1")
+        self.ask(messages.AnnounceSnapshot(weights=reference(version, step), bytes=1), role="publisher", sender="pub.1")
 
     def lease(self, want: int, held: list[int] | None = None, version: int = 0, sender: str = "s.1"):
-        """Ask for leases; None if the request would wait."""
-        message = wire.LeasePrompts(want=want, held=held or [], weights_version=version, wait_seconds=0.0)
+        """Ask for leases. Returns None if the request is parked."""
+        message = messages.LeasePrompts(want=want, held=held or [], weights_version=version, wait_seconds=0.0)
         answer = self.ask(message, sender=sender)
         return None if answer is None else answer.message
 
     def put(self, trajectories: list[Trajectory], first_sequence: int, sender: str = "s.1"):
         """Put trajectories."""
-        columns, frames = pack(trajectories)
-        message = wire.PutTrajectories(first_sequence=first_sequence, rows=wire.Rows.model_validate(columns))
+        message, frames = put_message(trajectories, first_sequence)
         return self.ask(message, frames, sender=sender).message
 
     def sample(self, step: int, prompts: int, samples: int):
-        """Ask for the batch of a step; None if it would wait."""
-        message = wire.SampleBatch(step=step, prompts=prompts, samples=samples, reference="initial", wait_seconds=0.0)
+        """Ask for the batch of a step. Returns None if the request is parked."""
+        message = messages.SampleBatch(
+            step=step, prompts=prompts, samples=samples, reference="initial", wait_seconds=0.0
+        )
         return self.ask(message, role="trainer", sender="t.1")
 
     def report(self, step: int, ids: list[int] | None = None, logprobs: list[float] | None = None) -> None:
-        """Report a step as done."""
-        message = wire.ReportStep(
+        """Report a step as trained."""
+        message = messages.ReportStep(
             step=step, metrics={}, reference="initial", trajectory_ids=ids or [], reference_logprobs=logprobs or []
         )
         self.ask(message, role="trainer", sender="t.1")
 
     def fill(self, prompts: int, samples: int, version: int = 0) -> None:
-        """Register prompts and put a group of different responses for each."""
+        """Register prompts, and put a group of different responses to each."""
         self.register(prompts)
-        if version not in self.service._served.versions:
+        if version not in self.service.state.versions:
             self.announce(version, version)
         for n in range(prompts if samples else 0):
             group = [make_trajectory(f"p{n}", lease=0, version=version, tokens=[n, k]) for k in range(samples)]

@@ -1,9 +1,9 @@
 """The trainer process: sample a batch, make a step, report it, publish and save when due, repeat.
 
-`step` s is the number of updates made before a batch; the batch of step s makes update s + 1, and weights
-published then are of step s + 1.
+Step s comes after s updates: its batch makes update s + 1, and weights published after it are those of step s + 1.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from tba.common import wire
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
-from tba.common.durable import exclusive_lock
 from tba.common.errors import (
     BufferUnavailable,
     CheckpointError,
@@ -24,26 +22,32 @@ from tba.common.errors import (
     UsageError,
 )
 from tba.common.log import get_logger
-from tba.common.model_files import model_directory
-from tba.common.process import keep_freed_memory, objects_frozen
 from tba.common.quantity import quantity
-from tba.trainer import checkpoint
-from tba.trainer.batch import TrainBatch
-from tba.trainer.batches import Batches
-from tba.trainer.build import build
-from tba.trainer.checkpoint import Checkpoint
-from tba.trainer.checkpoint_writer import CheckpointWriter
-from tba.trainer.connection import Connection, Dial, network
-from tba.trainer.flops import Throughput
-from tba.trainer.follow import END, PUBLISH, SAVE, STEP, follow, pack_batch, step_in_memory
-from tba.trainer.host_copies import HostCopies
-from tba.trainer.metrics import MetricsLog
-from tba.trainer.publish import Publisher
-from tba.trainer.ranks import ALONE, Ranks, join, until_lost
-from tba.trainer.sign_of_life import SignOfLife
-from tba.trainer.sinks.choose import open_sinks
-from tba.trainer.step import StepResult
-from tba.trainer.stopwatch import Stopwatch
+from tba.common.system.cuda import why_no_cuda
+from tba.common.system.durable import exclusive_lock
+from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
+from tba.common.system.watchdog import Watchdog
+from tba.common.weights.model_files import model_directory
+from tba.common.wire import messages
+from tba.trainer.batch.batch import TrainBatch
+from tba.trainer.buffer_link.batch_fetcher import BatchFetcher
+from tba.trainer.buffer_link.connection import Dial, goodbye, hello, network
+from tba.trainer.buffer_link.heartbeat import HeartbeatThread
+from tba.trainer.checkpoints import checkpoint
+from tba.trainer.checkpoints.checkpoint import Checkpoint
+from tba.trainer.checkpoints.checkpoint_writer import CheckpointWriter
+from tba.trainer.distributed.ranks import ALONE, Ranks, join, until_lost
+from tba.trainer.metrics.flops import Throughput
+from tba.trainer.metrics.metrics_log import MetricsLog
+from tba.trainer.metrics.sinks.trackers import open_sinks
+from tba.trainer.metrics.stopwatch import Stopwatch
+from tba.trainer.model.host_buffers import HostBuffers
+from tba.trainer.other_ranks import END, PUBLISH, SAVE, STEP, run_other_rank
+from tba.trainer.preflight.check import Report, require
+from tba.trainer.publishing.publisher import Publisher
+from tba.trainer.step.broadcast import pack_batch
+from tba.trainer.step.build import build
+from tba.trainer.step.learner import StepResult
 
 log = get_logger(__name__)
 
@@ -60,75 +64,73 @@ def train(
     dial: Dial | None = None,
     last_step: int | None = None,
 ) -> None:
-    """Train until `train.steps`, or until `stop()`: then save a checkpoint and return.
+    """Train until `train.steps` or until `stop()`, then save a checkpoint and return.
 
-    `dial` says who answers as the buffer, by default the server at `buffer.address`. `last_step` ends training
-    earlier than the schedules do. Raises ConfigError if another trainer works in the run's directory, RankLost if
-    another process of this trainer ends.
+    `dial` makes the clients of the buffer, by default of the server at `buffer.address`. `last_step` ends training
+    early without changing the schedules. Raises ConfigError if another trainer works in the run's directory, RankLost
+    if another process of this trainer ends.
     """
     prepare(config, device)
     keep_freed_memory()
+    lock, holder = config.run.dir / "trainer.lock", f"another trainer works in {config.run.dir}: stop it first"
     with until_lost():
         ranks = join(torch.device(device))
-        if ranks.rank == 0:
-            _lead(config, torch.device(device), ranks, stop, resume=resume, dial=dial, last_step=last_step)
-        else:
-            _follow(config, torch.device(device), ranks)
-
-
-def _lead(
-    config: Config,
-    device: torch.device,
-    ranks: Ranks,
-    stop: Callable[[], bool],
-    *,
-    resume: bool,
-    dial: Dial | None,
-    last_step: int | None,
-) -> None:
-    """Train as rank 0, or alone."""
-    with exclusive_lock(config.run.dir / "trainer.lock", f"another trainer works in {config.run.dir}: stop it first"):
-        found = find_checkpoint(config, resume=resume)
-        log.info("starting", model=config.model.path, buffer=config.buffer.address if dial is None else "offline")
-        ranks.send(str(found.path) if found else "")
-        trainer = Trainer(config, found, device, stop, dial=dial, last_step=last_step, ranks=ranks)
-        try:
-            with objects_frozen():
+        report = require_memory(config, torch.device(device), ranks)
+        if ranks.rank > 0:
+            _train_other_rank(config, torch.device(device), ranks, report)
+            return
+        with exclusive_lock(lock, holder):
+            found = find_checkpoint(config.checkpoints, resume=resume, otherwise="set another run.dir")
+            if found is not None and found.run != config.run.name:
+                raise ConfigError(
+                    f"{found.path} belongs to run {found.run}, not to {config.run.name}: set another run.dir"
+                )
+            log.info("starting", model=config.model.path, buffer=config.buffer.address if dial is None else "offline")
+            ranks.send(str(found.path) if found else "")
+            trainer = Trainer(
+                config, found, torch.device(device), stop, dial=dial, last_step=last_step, ranks=ranks, report=report
+            )
+            with contextlib.closing(trainer), objects_frozen():
                 trainer.run()
-        finally:
-            trainer.close()
 
 
-def _follow(config: Config, device: torch.device, ranks: Ranks) -> None:
-    """Train as one of the others."""
+def require_memory(config: Config, device: torch.device, ranks: Ranks, *, supervised: bool = False) -> Report:
+    """Raise ConfigError before anything is loaded if the model does not fit. `supervised` is `tba sft`."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    files = model_directory(config.model.path)
+    report = require(config, files, ranks=ranks.size, gpu_total=total, supervised=supervised)
+    log.info("memory", estimate=report.sentence())
+    return report
+
+
+def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report: Report) -> None:
     path, _ = ranks.receive()
-    learner, _ = build(config, model_directory(config.model.path), device, ranks)
+    learner, _ = build(config, model_directory(config.model.path), device, ranks, report)
     if path:
         checkpoint.restore(checkpoint.read(Path(path)), learner)
     with objects_frozen():
-        follow(learner, ranks, micro_batch_tokens=config.train.micro_batch_tokens)
+        run_other_rank(learner, ranks)
     ranks.close()
 
 
-def find_checkpoint(config: Config, *, resume: bool) -> Checkpoint | None:
-    """The checkpoint to go on from. Raises UsageError if there is one and `--resume` was not said."""
+def find_checkpoint(directory: Path, *, resume: bool, otherwise: str) -> Checkpoint | None:
+    """Return the newest checkpoint, None if there is none.
+
+    Raises UsageError if there is one and `resume` is false; `otherwise` is what the user can do instead of resuming.
+    """
     if not resume:
-        if existing := checkpoint.list_checkpoints(config.checkpoints):
+        if existing := checkpoint.list_checkpoints(directory):
             raise UsageError(
-                f"{existing[-1]} is a checkpoint of an earlier start: pass --resume to go on from it, "
-                "or set another run.dir"
+                f"{existing[-1]} is of an earlier start: pass --resume to continue from it, or {otherwise}"
             )
         return None
-    found = checkpoint.newest(config.checkpoints)
-    if found is not None and found.run != config.run.name:
-        raise ConfigError(f"{found.path} belongs to run {found.run}, not to {config.run.name}: set another run.dir")
-    return found
+    return checkpoint.newest(directory)
 
 
 def prepare(config: Config, device: str) -> None:
-    """The seed, the threads, the GPU of this process, and on a CPU only operations that repeat bit for bit."""
+    """Set seed, threads and GPU of this process, and on a CPU deterministic operations. Raises ConfigError."""
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError('train.gpu names a GPU, but torch sees none: set train.gpu = "cpu" or pass --cpu')
+        raise ConfigError(f"train.gpu names a GPU, but torch sees none: {_why_no_cuda()}; or train on the CPU (--cpu)")
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     transformers_logging.disable_progress_bar()
@@ -138,8 +140,18 @@ def prepare(config: Config, device: str) -> None:
         torch.set_num_threads(config.train.threads)
 
 
+def _why_no_cuda() -> str:
+    error = ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    # AssertionError: torch is built without CUDA. RuntimeError: of the driver.
+    except (AssertionError, RuntimeError) as problem:
+        error = str(problem)
+    return why_no_cuda(torch.__version__, torch.version.cuda, error)
+
+
 class Trainer:
-    """One start of the trainer. `found` is the checkpoint to go on from."""
+    """One start of the trainer, on rank 0. `found` is the checkpoint to resume from."""
 
     def __init__(
         self,
@@ -152,32 +164,31 @@ class Trainer:
         dial: Dial | None = None,
         last_step: int | None = None,
         ranks: Ranks = ALONE,
+        report: Report | None = None,
     ) -> None:
         self._ranks = ranks
         self._config = config
         self._steps = config.train.steps if last_step is None else min(last_step, config.train.steps)
-        self._stop = stop
+        self._should_stop, self._watchdog = stop, Watchdog()
         self._clock = clock or SystemClock()
         self._model_files = model_directory(config.model.path)
-        self.learner, self._plain = build(config, self._model_files, device, ranks)
-        self._watch = self.learner.watch = Stopwatch(self._clock, _settler(device))
+        self.learner, self._unwrapped = build(config, self._model_files, device, ranks, report)
+        self._watch = self.learner.watch = Stopwatch(self._clock, _wait_for_compute(device))
         self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
-        self._skipped = 0  # steps in a row, of this start
-        self._unreported: dict[str, Any] | None = None
-        saved_step = None
+        self._skipped_in_a_row = 0
+        self._unreported: dict[str, Any] | None = found.unreported if found is not None else None
         if found is not None:
             checkpoint.restore(found, self.learner)
-            self._unreported, saved_step = found.unreported, found.step
             log.info("resumed", checkpoint=found.path, step=found.step)
-        self._metrics = MetricsLog(
-            config.run.dir, first_step=self.learner.steps_done, sinks=open_sinks(config, self.learner.steps_done)
-        )
+        first_step = self.learner.steps_done
+        self._metrics = MetricsLog(config.run.dir, first_step=first_step, sinks=open_sinks(config, first_step))
         self._dial = dial or network(config.buffer.address)
-        self._connection = Connection(self._dial, stop, self._clock)
-        self._life = SignOfLife(self._dial)
+        self._client = self._dial("trainer", "trainer")
+        self._heartbeat = HeartbeatThread(self._dial)
         self._publisher: Publisher | None = None
-        self._batches = Batches(
-            self._connection, config, reference_at=self.learner.reference.name_at, last=self._steps, watch=self._watch
+        name_at = self.learner.reference.name_at
+        self._batches = BatchFetcher(
+            self._client, config, stop=self._stop, reference_at=name_at, last=self._steps, watch=self._watch
         )
         self._checkpoints = CheckpointWriter(
             config.checkpoints,
@@ -188,18 +199,23 @@ class Trainer:
             min_free=config.train.min_free_mib << 20,
             gathered=ranks.size > 1,
             gather=lambda: ranks.send(SAVE),
-            saved_step=saved_step,
+            saved_step=None if found is None else found.step,
         )
-        self._copies = HostCopies(device, gathered=self._plain is not self.learner.policy)
+        self._host_buffers = HostBuffers(device, gathered=self._unwrapped is not self.learner.policy)
         self.learner.before_writing = self._before_writing
 
+    def _stop(self) -> bool:
+        """Whether to stop. Every step and every wait of the training thread asks, which shows that it is alive."""
+        self._watchdog.beat()
+        return self._should_stop()
+
     def _before_writing(self) -> None:
-        """Weights that are still being copied to the host must not change."""
-        self._copies.before_update()
+        """Make the device wait for copies to the host that still read the weights."""
+        self._host_buffers.before_update()
         self._checkpoints.copies.before_update()
 
     def run(self) -> None:
-        """The life of a trainer. Returns after the last step, or after a checkpoint when `stop()`."""
+        """Train to the last step, or until `stop()`, and save a checkpoint."""
         try:
             self.connect()
             self.publish()
@@ -207,63 +223,64 @@ class Trainer:
                 self._one_step()
             self.save()
             self.finish()
-        except BufferUnavailable:  # raised only when asked to stop while waiting for the buffer
+        # Raised only if `stop()` becomes true while a request waits for the buffer.
+        except BufferUnavailable:
             self.save()
         self._ranks.send(END)
         self._ranks.close()
         log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps)
 
     def close(self) -> None:
-        """Close everything, whatever happened."""
+        """Close everything, also after an error."""
         if self._publisher is not None:
             self._publisher.close()
-        self._life.close()  # what it said after the goodbye would be a trainer at work
-        self._connection.close()
+        # Before the goodbye: after a later heartbeat the buffer would consider the trainer alive.
+        self._heartbeat.close()
+        goodbye(self._client)
         self._checkpoints.close()
         self._metrics.close()
 
     def connect(self) -> None:
-        welcome = self._connection.hello()
-        self._life.start()
+        """Introduce the trainer to the buffer, and send the report that the last start could not send."""
+        welcome = hello(self._client, self._stop, self._clock)
+        self._heartbeat.start()
+        notify_systemd("READY=1")
         if welcome.run_name != self._config.run.name:
             raise ConfigError(
                 f"the buffer at {self._config.buffer.address} serves run {welcome.run_name}, "
                 f"this configuration is of run {self._config.run.name}"
             )
         if self._unreported is not None:
-            self._report(wire.ReportStep.model_validate(self._unreported))
-        self._compare_history(welcome.recorded_steps)
-        self._publisher = Publisher(
-            self._config,
-            self.learner.policy,
-            self._model_files,
-            plain=self._plain,
-            next_version=welcome.next_version,
-            stop=self._stop,
-            dial=self._dial,
-            copies=self._copies,
-        )
-
-    def _compare_history(self, recorded: int) -> None:
-        done = self.learner.steps_done
+            self._report(messages.ReportStep.model_validate(self._unreported))
+        done, recorded = self.learner.steps_done, welcome.recorded_steps
         if recorded > done:
             log.info("repeating recorded steps", first=done, recorded=recorded)
         if recorded < done:
             log.warning("the buffer knows fewer steps than the checkpoint: another database?", step=done)
+        self._publisher = Publisher(
+            self._config,
+            self.learner.policy,
+            self._model_files,
+            unwrapped=self._unwrapped,
+            next_version=welcome.next_version,
+            stop=self._stop,
+            dial=self._dial,
+            copies=self._host_buffers,
+            gather=lambda kinds: self._ranks.send(PUBLISH, " ".join(kinds).encode()),
+        )
 
     def publish(self) -> None:
-        """Searchers are to serve what trains: also at the start, where a resume may be behind the newest."""
+        """Publish the current weights. At the start too: after a resume they may be older than the newest snapshot."""
         assert self._publisher is not None
-        self._life.show("publishing", self._publisher.trouble)  # it may wait for the snapshot before
-        self._ranks.send(PUBLISH, " ".join(self._publisher.gathers).encode())
-        self._life.weights_version = self._publisher.publish(self.learner.steps_done)
+        self._heartbeat.show("publishing", self._publisher.trouble)
+        self._heartbeat.weights_version = self._publisher.publish(self.learner.steps_done)
 
     def _one_step(self) -> None:
         with self._watch.phase("wait"):
             batch = self.sample()
         if batch is None:
             return
-        self._batches.ask_ahead(batch.step + 1)
+        self._batches.prefetch(batch.step + 1)
         self.learn(batch)
         done, train = self.learner.steps_done, self._config.train
         if done % train.publish_every == 0 or done == self._steps:
@@ -274,31 +291,34 @@ class Trainer:
                 self._checkpoints.begin(self.learner)
 
     def sample(self) -> TrainBatch | None:
-        """The batch of this step; None when `stop()`."""
+        """Wait for the batch of this step. Returns None when `stop()`."""
         while not self._stop():
             if self._publisher is not None:
                 self._publisher.check()
-            batch = self._batches.take(self.learner.steps_done)
+            batch = self._batches.fetch(self.learner.steps_done)
             if isinstance(batch, TrainBatch):
                 return batch
             trouble = self._publisher.trouble if self._publisher is not None else ""
-            self._life.show("waiting", trouble or batch)
+            self._heartbeat.show("waiting", trouble or batch)
+            # The buffer may wait for newer weights, and there was no room for them.
+            if self._publisher is not None and self._publisher.missed:
+                self.publish()
         return None
 
     def learn(self, batch: TrainBatch) -> None:
-        """Make the update of a batch, and have it on record here and in the buffer.
+        """Make the update of a batch, and record it in metrics.jsonl and in the buffer.
 
-        Raises TrainingBroken, after a checkpoint, if it is one skipped step too many; MemoryShort.
+        Raises MemoryShort, and TrainingBroken, after a checkpoint, if too many steps in a row were skipped.
         """
-        self._life.show("training")
+        self._heartbeat.show("training")
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
-        result = step_in_memory(self.learner, batch, micro_batch_tokens=self._config.train.micro_batch_tokens)
+        result = self.learner.step_in_memory(batch)
         seconds = self._watch.take()
         metrics = result.metrics | seconds | self._throughput.metrics(batch, seconds["seconds_step"])
         # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
         self._metrics.record(batch.step, self._clock.wall(), metrics, blamed=result.blamed)
         self._report(
-            wire.ReportStep(
+            messages.ReportStep(
                 step=batch.step,
                 metrics=metrics,
                 reference=self.learner.reference.name_at(batch.step),
@@ -311,15 +331,15 @@ class Trainer:
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
         if not result.skipped:
-            self._skipped = 0
+            self._skipped_in_a_row = 0
             return
-        self._skipped += 1
-        log.warning("step skipped: no update was made", step=step, in_a_row=self._skipped, reason=result.skipped)
-        if self._skipped >= self._config.train.max_skipped_steps:
-            skipped = quantity(self._skipped, "step was", "steps in a row were")
+        self._skipped_in_a_row += 1
+        count = self._skipped_in_a_row
+        log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
+        if count >= self._config.train.max_skipped_steps:
             raise TrainingBroken(
-                f"{skipped} skipped, the last is step {step}: {result.skipped}. {self._last_checkpoint()}: look at "
-                "these trajectories, then pass --resume"
+                f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
+                f"{result.skipped}. {self._last_checkpoint()}: inspect these trajectories, then pass --resume"
             )
 
     def _last_checkpoint(self) -> str:
@@ -333,18 +353,18 @@ class Trainer:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
-        self._life.show("training", metrics=shown | progress)
+        self._heartbeat.show("training", metrics=shown | progress)
         kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
         log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 
-    def _report(self, report: wire.ReportStep) -> None:
+    def _report(self, report: messages.ReportStep) -> None:
         self._unreported = report.model_dump()
         try:
-            self._connection.ask(report, wire.Done)
+            self._client.call(report, messages.Done, stop=self._stop)
         except Refused as refusal:
             if refusal.code != "unknown_step":
                 raise
-            # The update is made, and no later start could report it either: what would another try be for?
+            # The update has been made, and a later start could not report it either, so retrying is of no use.
             log.warning(
                 "the buffer does not know this step: is its database an older copy? Training goes on, and the step "
                 "stays missing in it",
@@ -353,14 +373,14 @@ class Trainer:
         self._unreported = None
 
     def save(self) -> None:
-        """A checkpoint of the present step, unless there is one or nothing has been trained; it waits for it."""
+        """Save a checkpoint of the current step and wait for it, unless it exists or nothing has been trained."""
         if self.learner.steps_done:
-            self._life.show("saving")
+            self._heartbeat.show("saving")
             with self._watch.phase("checkpoint"):
                 self._checkpoints.save(self.learner, self._unreported)
 
     def finish(self) -> None:
-        """See the last snapshot announced, then tell everybody that the run is over."""
+        """Wait until the last snapshot is announced, then declare the run finished."""
         assert self._publisher is not None
         if self._stop():
             self._publisher.flush(_STOP_FLUSH_SECONDS)
@@ -368,12 +388,13 @@ class Trainer:
         while not self._publisher.flush(_FLUSH_WAIT_SECONDS):
             if self._stop():
                 return
-            self._life.show("publishing", self._publisher.trouble)
-        self._connection.ask(wire.FinishRun(step=self.learner.steps_done), wire.Done)
+            self._heartbeat.show("publishing", self._publisher.trouble)
+        self._client.call(messages.FinishRun(step=self.learner.steps_done), messages.Done, stop=self._stop)
+        self._publisher.finish()
 
 
-def _settler(device: torch.device) -> Callable[[], None]:
-    """Waits for what computes, and not for copies to the host that are under way beside it."""
+def _wait_for_compute(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for queued computation, but not for copies to the host on other streams."""
     if device.type != "cuda":
         return lambda: None
     return lambda: torch.cuda.current_stream(device).synchronize()

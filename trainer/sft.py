@@ -1,12 +1,13 @@
-"""Supervised fine-tuning: the warm start that reinforcement learning needs.
+"""Supervised fine-tuning, to give reinforcement learning a model that already solves some prompts.
 
-The step is the trainer's own (`Learner`), with the likelihood as its objective and a batch of one response for each
-prompt. The order of the rows is a function of seed and step, so a resume needs nothing but the checkpoint.
+The step is that of reinforcement learning (`Learner`), with the likelihood as its objective and one response per
+prompt. The order of the rows is a function of seed and step, so a resume needs only the checkpoint.
 
-Beside the directory of the model, `OUT`, there is `OUT.work` while it is being made: lock, metrics and checkpoints. The
-model appears at once and complete.
+While training runs, lock, metrics and checkpoints are in `OUT.work`, next to the directory `OUT` of the model, which
+appears atomically at the end.
 """
 
+import contextlib
 import hashlib
 import math
 import shutil
@@ -18,32 +19,44 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
-from tba.common.durable import exclusive_lock, publish_directory, temporary_directory
 from tba.common.errors import CheckpointError, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
-from tba.common.model_files import eos_ids, model_directory, share_weights
-from tba.trainer import checkpoint
-from tba.trainer.batch import Row, TrainBatch, cut
-from tba.trainer.loop import prepare
-from tba.trainer.metrics import MetricsLog
-from tba.trainer.model import load_model
-from tba.trainer.objectives.choose import Objective
+from tba.common.system.durable import exclusive_lock, publish_directory, temporary_directory
+from tba.common.weights.model_files import eos_ids, model_directory, share_weights
+from tba.common.weights.tokenizer import load_tokenizer
+from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.batch.sft_data import Encoder, read_rows
+from tba.trainer.checkpoints import checkpoint
+from tba.trainer.checkpoints.checkpoint import Checkpoint
+from tba.trainer.distributed.ranks import ALONE, Ranks, join, until_lost
+from tba.trainer.distributed.sharding import release_gathered
+from tba.trainer.loop import find_checkpoint, prepare, require_memory
+from tba.trainer.metrics.metrics_log import MetricsLog
+from tba.trainer.model.adapters import MERGED, gathered
+from tba.trainer.model.scorer import load_model, structure_of
+from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.likelihood import negative_log_likelihood
-from tba.trainer.sft_data import Encoder, read_rows
-from tba.trainer.step import Learner
+from tba.trainer.preflight.check import Report
+from tba.trainer.step.host_optimizer import take_masters
+from tba.trainer.step.learner import Learner
 
 log = get_logger(__name__)
 
 _METRICS = "metrics.jsonl"
+# What rank 0 tells the others before each step.
+_GO, _STOP = "go", "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to train on, how long (`steps`, or else `epochs`), and where to. A batch has `batch_size` rows."""
+    """What to train on, for how long (`steps` or, if None, `epochs`), and where to write the model.
+
+    A batch has `batch_size` rows.
+    """
 
     data: Sequence[Path]
     out: Path
@@ -54,7 +67,7 @@ class Plan:
 
     @property
     def work(self) -> Path:
-        """Where unfinished work is."""
+        """The directory of lock, metrics and checkpoints during training."""
         return self.out.with_name(f"{self.out.name}.work")
 
 
@@ -65,72 +78,128 @@ def sft(
     resume: bool,
     device: str,
     stop: Callable[[], bool],
-    tell: Callable[[dict[str, float]], None],
+    on_step: Callable[[dict[str, float]], None],
     clock: Clock | None = None,
 ) -> bool:
-    """Make the model in `plan.out`. False if `stop()` came first: then there is a checkpoint to go on from.
+    """Train the model and write it to `plan.out`. Returns False if `stop()` came first, after saving a checkpoint.
 
-    `tell` hears of every step. Of the configuration, `model`, `run.seed` and the optimiser's part of `train` apply.
+    Every rank calls this. `on_step` is called with the metrics of each step. Of the configuration, `model`, `run.seed`
+    and the optimiser settings of `train` apply. Raises UsageError, ConfigError, TaskError for data, CheckpointError,
+    TrainingBroken, RankLost, MemoryShort.
     """
     if plan.out.exists():
         raise UsageError(f"{plan.out} exists already: name another --out")
-    with exclusive_lock(plan.work / "trainer.lock", f"another process makes {plan.out}: stop it first"):
-        prepare(config, device)
-        job = Job(config, plan, resume=resume, device=torch.device(device), clock=clock or SystemClock())
-        try:
-            finished = job.run(stop, tell)
-        finally:
-            job.close()
+    prepare(config, device)
+    with until_lost(), contextlib.ExitStack() as stack:
+        ranks = join(torch.device(device))
+        if ranks.rank == 0:
+            lock = plan.work / "trainer.lock"
+            stack.enter_context(exclusive_lock(lock, f"another process makes {plan.out}: stop it first"))
+        report = require_memory(config, torch.device(device), ranks, supervised=True)
+        clock = clock or SystemClock()
+        job = Job(config, plan, resume=resume, device=torch.device(device), clock=clock, ranks=ranks, report=report)
+        with contextlib.closing(job):
+            finished = job.run(stop, on_step)
         if finished:
             job.publish()
+        ranks.close()
+        if finished and ranks.rank == 0:
             shutil.rmtree(plan.work)
     return finished
 
 
 class Job:
-    """One start of the training."""
+    """One start of supervised fine-tuning, on one of the ranks. All have the same rows; rank 0 writes the files.
 
-    def __init__(self, config: Config, plan: Plan, *, resume: bool, device: torch.device, clock: Clock) -> None:
+    `report` is the preflight's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        *,
+        resume: bool,
+        device: torch.device,
+        clock: Clock,
+        ranks: Ranks = ALONE,
+        report: Report | None = None,
+    ) -> None:
         files = model_directory(config.model.path)
-        self._plan, self._clock = plan, clock
-        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(files)
-        policy = load_model(files, device)
+        self._plan, self._clock, self._ranks = plan, clock, ranks
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
+        offload = config.train.offload == "optimizer"
+        # FSDP moves each layer's shard to the GPU, HostAdamW the rounded weights.
+        home = device if ranks.size == 1 else torch.device("cpu")
+        policy = load_model(files, torch.device("cpu") if offload else home)
+        self._unwrapped = structure_of(policy)
         encoder = _encoder(files, self._tokenizer, policy)
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
         self._name = _fingerprint(self._rows, config.run.seed, plan.batch_size)
-        found = _find_checkpoint(plan.work, self._name, resume=resume)
+        found = self._find_checkpoint(resume=resume)
+        if found is not None and found.run != self._name:
+            raise UsageError(f"{found.path} is of other data, another seed or another --batch-size: name another --out")
         self._seed = config.run.seed
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        autocast = device.type == "cuda" and config.model.dtype == "bfloat16"
+        half = device.type == "cuda" and config.model.dtype == "bfloat16"
+        masters = take_masters(policy, home, half=half) if offload else None
         self.steps = plan.steps or math.ceil(plan.epochs * len(self._rows) / plan.batch_size)
         self._train = config.train.model_copy(update={"steps": self.steps})
-        objective = Objective("likelihood", lambda responses, _: negative_log_likelihood(responses), False)
-        self.learner = Learner(policy, None, self._train, objective, autocast=autocast)
+        objective = Objective("likelihood", negative_log_likelihood, False)
+        fits = report is None or report.setup.gathered
+        self.learner = Learner(
+            policy, None, self._train, objective, autocast=half, ranks=ranks, masters=masters, fits_gathered=fits
+        )
+        self.learner.states_fill = report is not None and report.states_fill
         if found is not None:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
         self._saved_step = self.learner.steps_done
-        self._metrics = MetricsLog(plan.work, first_step=self.learner.steps_done)
+        self._metrics: MetricsLog | None = None
+        if ranks.rank == 0:
+            self._metrics = MetricsLog(plan.work, first_step=self.learner.steps_done)
 
-    def run(self, stop: Callable[[], bool], tell: Callable[[dict[str, float]], None]) -> bool:
-        """Train to the last step; False if `stop()` came first."""
-        while self.learner.steps_done < self.steps and not stop():
-            tell(self._step())
+    def _find_checkpoint(self, *, resume: bool) -> Checkpoint | None:
+        """Return the checkpoint that rank 0 finds, on every rank."""
+        if self._ranks.rank:
+            path, _ = self._ranks.receive()
+            return checkpoint.read(Path(path)) if path else None
+        work = self._plan.work
+        found = find_checkpoint(work / "checkpoints", resume=resume, otherwise=f"delete {work}")
+        self._ranks.send(str(found.path) if found else "")
+        return found
+
+    def _stops(self, stop: Callable[[], bool]) -> bool:
+        """Return whether rank 0 is to stop, on every rank, so that all make the same steps."""
+        if self._ranks.rank:
+            return self._ranks.receive()[0] == _STOP
+        stops = stop()
+        self._ranks.send(_STOP if stops else _GO)
+        return stops
+
+    def run(self, stop: Callable[[], bool], on_step: Callable[[dict[str, float]], None]) -> bool:
+        """Train to the last step. Returns False if `stop()` came first."""
+        while self.learner.steps_done < self.steps and not self._stops(stop):
+            on_step(self._step())
             if self.learner.steps_done % self._train.checkpoint_every == 0:
                 self._save()
         self._save()
         return self.learner.steps_done >= self.steps
 
     def close(self) -> None:
-        """Close the file of the metrics."""
-        self._metrics.close()
+        """Close the metrics file."""
+        if self._metrics is not None:
+            self._metrics.close()
 
     def publish(self) -> None:
-        """The model under its name, in the type of `model.dtype`, with the metrics of its training."""
+        """Write the model directory, weights in `model.dtype`, together with the metrics of its training."""
+        weights = {name: tensor.to(self._dtype).cpu() for name, tensor in gathered(self.learner.policy, MERGED)}
+        if self._ranks.rank:
+            return
         temporary = temporary_directory(self._plan.out)
         try:
-            self.learner.policy.to(self._dtype).save_pretrained(temporary)
+            self._unwrapped.to(self._dtype).save_pretrained(temporary, state_dict=weights)
             self._tokenizer.save_pretrained(temporary)
             share_weights(temporary)
             shutil.copyfile(self._plan.work / _METRICS, temporary / f"sft_{_METRICS}")
@@ -138,20 +207,20 @@ class Job:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"{self._plan.out} cannot be written: {error}; --resume goes on from there"
+                f"{self._plan.out} cannot be written: {error}; --resume continues from the last checkpoint"
             ) from error
         log.info("model saved", path=self._plan.out)
 
     def _step(self) -> dict[str, float]:
-        """One update; the record of it has the held-out loss after it where that is due."""
+        """Make one update. Returns its metrics, with the held-out loss after it when that is due."""
         started = self._clock.monotonic()
         step = self.learner.steps_done
         measured = {"held_out_loss_before": self._held_out_loss()} if step == 0 and self._held_out else {}
-        made = self.learner.step(_batch(self.rows_of(step), step))
+        made = self.learner.step_in_memory(_batch(self.rows_of(step), step))
         if made.skipped:
             raise TrainingBroken(
-                f"step {step} was not made, {made.skipped} (rows are counted from 0): --resume goes on from the newest "
-                "checkpoint, a smaller train.learning_rate may help"
+                f"step {step} was skipped, {made.skipped} (rows are counted from 0): --resume continues from the "
+                "newest checkpoint, a smaller train.learning_rate may help"
             )
         result = made.metrics
         seconds = self._clock.monotonic() - started
@@ -160,34 +229,41 @@ class Job:
             measured["held_out_loss"] = self._held_out_loss()
         kept = {name: result[name] for name in ("loss", "grad_norm", "learning_rate", "tokens")}
         speed = {"tokens_per_second": result["tokens"] / max(seconds, 1e-9)}
-        self._metrics.record(step, self._clock.wall(), kept | speed | measured)
+        if self._metrics is not None:
+            self._metrics.record(step, self._clock.wall(), kept | speed | measured)
         return {"step": done, "steps": self.steps, **kept, **speed, **measured}
 
     def rows_of(self, step: int) -> list[Row]:
-        """Epoch after epoch in a shuffled order each; a batch may begin in one and end in the next."""
+        """Return the rows of a step. Each epoch has its own shuffled order; a batch may span two epochs."""
         rows, size = len(self._rows), self._plan.batch_size
         last = math.inf if self._plan.steps else self._plan.epochs * rows
         positions = [at for at in range(step * size, (step + 1) * size) if at < last]
-        orders = {epoch: _order(self._seed, epoch, rows) for epoch in {at // rows for at in positions}}
+        epochs = {at // rows for at in positions}
+        orders = {epoch: np.random.default_rng([self._seed, epoch]).permutation(rows) for epoch in epochs}
         return [self._rows[orders[at // rows][at % rows]] for at in positions]
 
     @torch.no_grad()
     def _held_out_loss(self) -> float:
-        """Nats per token."""
-        groups = [[index] for index in range(len(self._held_out))]
-        total = 0.0
-        for part in cut(groups, lambda row: self._held_out[row].tokens, self._train.micro_batch_tokens):
-            total -= float(
-                self.learner.scorer.score([self._held_out[index] for index in part]).logprob_R.double().sum()
-            )
-        return total / sum(len(row.response_ids) for row in self._held_out)
+        """Return the mean negative log-likelihood of the held-out rows, in nats per token."""
+        total = torch.zeros((), dtype=torch.float64)
+        for micro_batch in self.learner.plan(self._held_out, 1):
+            # A group of one row is never split.
+            (chunk,) = micro_batch.chunks
+            scores = self.learner.scorer.score([self._held_out[index] for index in micro_batch.rows], chunk.passes)
+            total -= scores.logprob_R.double().sum().cpu()
+        release_gathered(self.learner.scorer)
+        return float(self._ranks.sum(total)) / sum(len(row.response_ids) for row in self._held_out)
 
     def _save(self) -> None:
         if self.learner.steps_done == self._saved_step:
             return
-        self._metrics.sync()
-        keep = self._train.keep_checkpoints
-        checkpoint.save(self._plan.work / "checkpoints", self.learner, run=self._name, keep=keep)
+        if self._metrics is not None:
+            self._metrics.sync()
+            keep = self._train.keep_checkpoints
+            checkpoint.save(self._plan.work / "checkpoints", self.learner, run=self._name, keep=keep)
+        else:
+            for _ in checkpoint.tensors_of(self.learner):
+                pass
         self._saved_step = self.learner.steps_done
 
 
@@ -199,33 +275,16 @@ def _encoder(files: Path, tokenizer: PreTrainedTokenizerBase, policy: PreTrained
     return Encoder(tokenizer, ends, vocabulary, getattr(policy.config, "max_position_embeddings", None) or 1 << 30)
 
 
-def _order(seed: int, epoch: int, rows: int) -> list[int]:
-    order: list[int] = np.random.default_rng([seed, epoch]).permutation(rows).tolist()
-    return order
-
-
 def _batch(rows: list[Row], step: int) -> TrainBatch:
-    """Groups of one. Rewards and references have no part in the likelihood."""
+    """Return a batch of groups of one row. The likelihood uses neither rewards nor reference."""
     zero_B1: Tensor = torch.zeros(len(rows), 1, dtype=torch.float64)
     return TrainBatch(step, rows, zero_B1, torch.full_like(zero_B1, math.nan), zero_B1)
 
 
 def _fingerprint(rows: Sequence[Row], seed: int, batch_size: int) -> str:
-    """What decides which rows a step trains on: a resume with other data would be another run."""
+    """Return a name for everything that determines the rows of a step. A resume must have the same."""
     digest = hashlib.sha256(repr((seed, batch_size)).encode())
     for row in rows:
         for tokens in (row.prompt_ids, row.response_ids):
             digest.update(len(tokens).to_bytes(4, "little") + tokens.tobytes())
     return f"sft-{digest.hexdigest()[:16]}"
-
-
-def _find_checkpoint(work: Path, name: str, *, resume: bool) -> checkpoint.Checkpoint | None:
-    directory = work / "checkpoints"
-    if not resume:
-        if existing := checkpoint.list_checkpoints(directory):
-            raise UsageError(f"{existing[-1]} is of an earlier start: pass --resume to go on from it, or delete {work}")
-        return None
-    found = checkpoint.newest(directory)
-    if found is not None and found.run != name:
-        raise UsageError(f"{found.path} is of other data, another seed or another --batch-size: name another --out")
-    return found

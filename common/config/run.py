@@ -1,4 +1,4 @@
-"""[run], [model], [eval] and [launch]: what a run is called, what it starts from, and how its processes are watched."""
+"""[run], [model], [eval] and [launch]: name and directory, model, evaluation, and supervision of processes."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,46 +9,51 @@ from tba.common.config.section import NonNegative, NonNegativeFloat, PositiveFlo
 
 
 class RunSection(Section):
-    """What the run is called and where it writes."""
+    """The name of the run and where it writes."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,100}$")] = "run"
     """Name of the run: letters, digits, dot, dash and underscore."""
     dir: Path = Path("runs/run")
     """Directory for the database, snapshots, checkpoints and metrics."""
     seed: NonNegative = 0
-    """Seed of everything random: prompt order, sampling from the buffer, generation, initialisation."""
+    """Seed of all randomness: prompt order, sampling from the buffer, generation, initialisation."""
 
 
 class ModelSection(Section):
-    """The model to start from."""
+    """The model that training starts from."""
 
     path: str = ""
     """A Hugging Face model directory, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the published weights and of the engines. The trainer's masters are float32."""
+    """Dtype of the published weights and of the engines. The trainer's master weights are float32."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Dtype of the logits in vLLM and in the trainer: `model` rounds them to model.dtype, `float32` keeps the sums of
+    the head's product, whose factors stay in model.dtype. Both sides then agree better, and each step costs a little
+    more ([measured](benchmarks-models.md#logits-in-float32))."""
 
 
 class EvalSection(Section):
-    """Held-out evaluation, greedy."""
+    """Greedy evaluation on held-out prompts."""
 
     at_end: bool = False
-    """`tba run` evaluates the kept snapshots when training is done, and draws the picture. With
-    `train.keep_snapshot_every` some of the way are kept too, besides the newest."""
+    """Whether `tba run` evaluates the kept snapshots and draws the plot after training. By default only the newest are
+    kept; `train.keep_snapshot_every` also keeps some from the course of the run."""
 
 
 class LaunchSection(Section):
-    """`tba run`, and `tba search` with several searchers: how children are watched."""
+    """Supervision of child processes by `tba run`, and by `tba search` with several searchers."""
 
     max_restarts: NonNegative = 5
-    """Failures in a row after which a child counts as broken. It is still restarted while another child does its work:
-    the launcher gives up when the buffer, the trainer, or all searchers are broken."""
+    """A child with more failures in a row than this counts as broken. It is still restarted while another child can do
+    its work: the launcher gives up when the buffer, the trainer, or all searchers are broken."""
     restart_delay_seconds: NonNegativeFloat = 1.0
-    """Pause before a restart, in seconds; doubles with each failure in a row."""
+    """Delay before a restart, in seconds. It doubles with each failure in a row."""
     restart_delay_max_seconds: NonNegativeFloat = 60.0
-    """Longest pause before a restart, in seconds."""
+    """Maximum delay before a restart, in seconds."""
     stable_seconds: PositiveFloat = 600.0
-    """A child that ran for so long, in seconds, has its failures forgotten."""
+    """The count of failures is reset when a child has run for this many seconds."""
     summary_seconds: PositiveFloat = 10.0
-    """`tba search` with several searchers: seconds between two summary lines."""
-    drain_seconds: PositiveFloat = 20.0
-    """Time for a child to end after SIGTERM, before it is killed."""
+    """Seconds between two summary lines of `tba search` with several searchers."""
+    drain_seconds: PositiveFloat | Literal["auto"] = "auto"
+    """Seconds that a child has to end after SIGTERM, before it is killed. auto is 20, and for a trainer also the time
+    for two checkpoints of its model, of 12 bytes per trained parameter, at 0.5 GB/s: 386 s for 7 B parameters."""

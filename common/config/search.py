@@ -6,87 +6,108 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from tba.common.config.section import GpuList, NonNegative, Positive, PositiveFloat, Section
+from tba.common.config.engine_arguments import own_argument
+from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
-# One value, several to choose from, or the ends of a range.
+# One value, several to draw from, or the two ends of a range.
 Explored = float | tuple[float, ...] | dict[Literal["min", "max"], float]
 
 
 class SearchSection(Section):
-    """Generation: the engine, and how it explores."""
+    """Generation: the engine, its devices, and exploration."""
 
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
     gpus: GpuList = "all"
-    """GPUs, one searcher each: `0-6`, `0,2,4`, UUIDs, `all`, or `cpu`."""
+    """The GPUs, with one searcher on each: `0-6`, `0,2,4`, UUIDs, `all`; or `cpu`."""
     tensor_parallel: Positive = 1
-    """vLLM: GPUs that share one engine; `gpus` is cut into consecutive groups of so many, one searcher each."""
+    """vLLM: GPUs per engine. `gpus` is cut into consecutive groups of this size, with one searcher on each."""
     cpu_searchers: Positive = 1
-    """Number of searchers when gpus is `cpu`."""
+    """Number of searchers if `gpus` is `cpu`."""
     samples_per_prompt: Positive = 24
-    """S: responses generated for each leased prompt, handed over together."""
-    max_in_flight: Positive = 256
-    """Responses generated at the same time by one engine."""
+    """S: responses per visit of a prompt, sent to the buffer together."""
+    max_in_flight: Positive | Literal["auto"] = "auto"
+    """Maximum number of responses that one engine generates concurrently. `auto`: vLLM as many as its KV cache holds
+    with half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; the Transformers engine 256."""
     temperature: Explored = 1.0
     """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
-    0 is greedy. Each trajectory records its own; the trainer compares log-probabilities only with those sampled at
-    temperature 1 and top_p 1."""
+    0 is greedy. Each trajectory records its temperature. The trainer compares its log-probabilities with the recorded
+    ones only for trajectories sampled at temperature 1 and top_p 1."""
     top_p: Explored = 1.0
-    """Nucleus sampling: the smallest set of tokens with this much probability. One value, several or a range, drawn
-    apart from the temperature."""
+    """Nucleus sampling from the smallest set of tokens with this total probability. One value, several or a range,
+    drawn independently of the temperature."""
     explore: Literal["sample", "group", "searcher"] = "sample"
-    """What temperature and top_p are drawn for, where they are several or a range: each response, each prompt's
-    responses together, or each searcher once. All follow from run.seed."""
+    """How often temperature and top_p are drawn if they are several or a range: for each response, for each visit of a
+    prompt, or once per searcher. All draws are derived from run.seed."""
     max_tokens: Positive = 512
-    """Longest response, in tokens."""
+    """Maximum length of a response, in tokens."""
     reference_logprobs: bool = False
-    """Compute the reference log-probabilities in the searcher (the paper's way), with a frozen copy of model.path on
-    its device, in a thread beside generation; else the trainer computes those of the trajectories that it samples."""
+    """Compute the reference log-probabilities in the searcher, as in the paper: with a frozen copy of model.path on
+    its device, in a thread parallel to generation. Otherwise the trainer computes those of its batches."""
     spool_dir: Path | None = None
-    """Directory where searchers keep what the buffer has not acknowledged; by default `spool` in run.dir. One that
-    died is delivered for by the next one that starts with this directory on the same machine."""
+    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir. The spool of
+    a dead searcher is delivered by the next searcher that starts with this directory on the same machine."""
     spool_mib: PositiveFloat = 512.0
-    """Size of one searcher's spool in MiB, at which it stops to generate until the buffer is back."""
+    """Maximum size of one searcher's spool in MiB. When it is full, the searcher pauses until the buffer is back."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest |log-probability difference| to the trainer that a hot reload may show on the canary. By default
-    1e-3 where model.dtype is float32 and 0.5 where it is bfloat16, whose rounding alone makes up to about 0.15."""
+    """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload. By default
+    1e-3 if model.dtype is float32, and 0.5 if it is bfloat16, whose rounding alone causes up to about 0.15. The mean
+    may be a quarter of it. Models with routed experts have no maximum; see docs/vllm.md for the calibration."""
     max_model_len: NonNegative = 0
-    """vLLM: longest prompt plus response; 0 is the model's own limit."""
+    """vLLM: maximum length of prompt plus response, in tokens; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """vLLM on a GPU: the part of its memory that the engine may take."""
+    """vLLM on a GPU: the fraction of its memory that the engine may use."""
     kv_cache_gib: PositiveFloat = 1.0
     """vLLM on a CPU: size of the KV cache in GiB."""
+    step_seconds: NonNegativeFloat = 300.0
+    """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds writes the stacks of
+    its threads to its log and exits with code 75, so that it is restarted. Until its first response is complete it has
+    four times as long, for compilation. 0 is no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """vLLM: further engine arguments, such as `{ kv_cache_dtype = "fp8", max_num_batched_tokens = 8192 }`. Arguments
+    that other keys or tba itself set are refused."""
     keep_prefix_cache: bool = False
-    """vLLM: let prompts reuse keys and values that older weights computed. Faster, and the log-probabilities that are
-    recorded are then those of mixed weights."""
+    """vLLM: keep the prefix cache after a reload, with keys and values of older weights. Faster, but the recorded
+    log-probabilities are then those of mixed weights."""
     weights_from: Literal["auto", "path", "trainer"] = "auto"
-    """Where snapshots come from. path: the trainer's directory, on a shared file system; trainer: its
-    `train.serve_snapshots`; auto: the path where it is there, else the trainer."""
+    """The source of snapshots. path: the trainer's directory, on a shared file system; trainer: its
+    `train.serve_snapshots`; auto: the path if it exists on this node, else the trainer."""
+    serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
+    """ZeroMQ endpoint (tcp://HOST:PORT) where this node serves its snapshots, and those it is fetching, to other nodes
+    that set this key. One of the node's searchers listens there. The buffer learns the address, with the name of this
+    machine if HOST is `*`, and has each node ask others before the trainer. Empty: only the trainer is asked."""
     weights_dir: Path | None = None
-    """Where a node keeps the weights that its searchers serve or prepare, three to four times the model, and once more
-    with `lora.publish = "adapter"`: a local disk, or /dev/shm. By default a directory of the user and the run in the
-    system's temporary directory."""
+    """Directory of the weights that the trainer of a node publishes and its searchers serve or prepare: /dev/shm or a
+    local disk, with room for four times the model. By default /dev/shm if it is that large, else run.dir."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _check_vllm(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if reason := own_argument(name):
+                raise ValueError(f"{name} cannot be set here: {reason}")
+        return value
 
     @field_validator("temperature", mode="before")
     @classmethod
     def _check_temperature(cls, value: Any) -> Any:
-        # vLLM takes what is between for 0.01, and the recorded temperature would not be the true one.
+        # vLLM raises smaller temperatures to 0.01, and the recorded temperature would be wrong.
         if any(0 < number < 0.01 or number < 0 for number in _explored_numbers(value)):
-            raise ValueError("a temperature is 0 (greedy) or at least 0.01")
+            raise ValueError("a temperature must be 0 (greedy) or at least 0.01")
         return value
 
     @field_validator("top_p", mode="before")
     @classmethod
     def _check_top_p(cls, value: Any) -> Any:
         if not all(0 < number <= 1 for number in _explored_numbers(value)):
-            raise ValueError("top_p is more than 0 and at most 1")
+            raise ValueError("top_p must be more than 0 and at most 1")
         return value
 
 
 def _explored_numbers(value: Any) -> list[float]:
-    """The numbers of an `Explored`, for checks. Raises ValueError if it is none."""
+    """Return the numbers of an `Explored`. Raises ValueError if the value is not one."""
     if isinstance(value, dict):
         if set(value) != {"min", "max"}:
             raise ValueError("a range has two ends: { min = 0.7, max = 1.3 }")

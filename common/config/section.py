@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of."""
+"""The base class and the field types of the sections."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ GpuList = Annotated[str, Field(pattern=r"^(cpu|all|((\d+(-\d+)?|GPU-[^,\s]+|MIG-
 
 
 class Section(BaseModel):
-    """Base of the sections: frozen, and unknown keys are errors."""
+    """Base of the sections: immutable, with unknown keys as errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True

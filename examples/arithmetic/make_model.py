@@ -1,7 +1,7 @@
-"""Makes examples/arithmetic/model: a small Llama that has learned arithmetic from careless demonstrations.
+"""Train examples/arithmetic/model: a small Llama that learns arithmetic from demonstrations with errors.
 
-The demonstrations forget the carry, and the minus sign, more often than not, so the trained model makes the same
-slips. It can also give the right answer, which is what reinforcement learning then has to bring out.
+Most demonstrations omit the carry and the minus sign, so the trained model usually makes the same errors. It sometimes
+gives the correct answer, which reinforcement learning then reinforces.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ CHARACTERS = "0123456789+-="
 BATCH_SIZE = 256
 PEAK_LEARNING_RATE = 2e-3
 WARM_UP_STEPS = 30
-IGNORED_LABEL = -100  # cross_entropy's default ignore_index
+# The default ignore_index of cross_entropy.
+IGNORED_LABEL = -100
 MAX_NEW_TOKENS = 6
 
 
 def main() -> None:
     args = parse_arguments()
-    # One thread, because the order in which several add up floats varies from run to run.
+    # One thread, because several add up floats in an order that differs from run to run.
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     task = ArithmeticTask()
@@ -47,14 +48,14 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the demonstrations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the demonstrations")
     parser.add_argument("--steps", type=int, default=1200, help=f"optimiser steps of {BATCH_SIZE} demonstrations")
-    parser.add_argument("--slip-rate", type=float, default=0.65, help="how often a carry or a sign is forgotten")
+    parser.add_argument("--slip-rate", type=float, default=0.65, help="probability that a carry or a sign is omitted")
     return parser.parse_args()
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character. There is no BOS token."""
+    """Return a tokenizer with one token per character and no BOS token."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -78,7 +79,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=32,  # the smallest that vLLM's CPU attention supports
+        # The smallest that vLLM's CPU attention supports.
+        head_dim=32,
         max_position_embeddings=128,
         # vLLM's CPU build keeps a stale copy of a tied output layer when weights are reloaded.
         tie_word_embeddings=False,
@@ -90,16 +92,16 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def demonstrations(prompts: Sequence[Prompt], slip_rate: float, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
-    """Endless batches of (prompt, careless answer)."""
+    """Yield batches of (prompt, careless answer) without end."""
     while True:
         batch = rng.sample(prompts, BATCH_SIZE)
         yield [(prompt.text, careless_answer(prompt, slip_rate, rng)) for prompt in batch]
 
 
 def careless_answer(prompt: Prompt, slip_rate: float, rng: random.Random) -> str:
-    """The answer of someone who forgets the carry, and the minus sign, each with probability `slip_rate`.
+    """Return an answer that omits the carry and the minus sign, each with probability `slip_rate`.
 
-    47+38 becomes 75, and 23-61 becomes 38. Problems that need neither carry nor sign are always answered right.
+    47+38 becomes 75, and 23-61 becomes 38. The answer is correct if the problem needs neither carry nor sign.
     """
     left, sign, right = int(prompt.key[:2]), prompt.key[2], int(prompt.key[3:])
     forgets_carry, forgets_minus = rng.random() < slip_rate, rng.random() < slip_rate
@@ -139,7 +141,7 @@ def train(
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to 5 %."""
+    """Return the factor of a linear warm-up, then of a cosine decay to 5 %."""
     warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
     return warm_up * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
@@ -147,10 +149,10 @@ def learning_rate_factor(step: int, steps: int) -> float:
 def answer_loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, batch: list[tuple[str, str]]
 ) -> torch.Tensor:
-    """Cross-entropy of the answers and their EOS, given the prompts."""
+    """Return the cross-entropy of the answers and their EOS tokens, given the prompts."""
     rows = [[*tokenizer.encode(prompt + answer), tokenizer.eos_token_id] for prompt, answer in batch]
     length = max(len(row) for row in rows)
-    # Padding goes on the right, where a causal model never looks at it, so no attention mask is needed.
+    # Padding on the right does not affect the tokens before it in a causal model, so no attention mask is needed.
     tokens_BT = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])
     labels_BT = tokens_BT.masked_fill(tokens_BT == tokenizer.pad_token_id, IGNORED_LABEL)
     for label_T, (prompt, _) in zip(labels_BT, batch, strict=True):
@@ -160,14 +162,14 @@ def answer_loss(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """bfloat16 halves the file. Whoever trains loads it as float32."""
+    """Save the model in bfloat16, which halves the file. Training loads it as float32."""
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"saved in {out}")
 
 
 def report(out: Path, task: ArithmeticTask) -> None:
-    """Measures what was saved, not what was in memory: the rounding to bfloat16 is part of the model."""
+    """Print the accuracy of the saved model, which includes the rounding to bfloat16."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out)
     greedy = correct_answers(model, tokenizer, task, do_sample=False)
@@ -180,7 +182,7 @@ def report(out: Path, task: ArithmeticTask) -> None:
 def correct_answers(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: ArithmeticTask, **sampling: object
 ) -> torch.Tensor:
-    """1 or 0 for every response to the held-out prompts, the responses of one prompt together."""
+    """Return 1 or 0 for every response to the held-out prompts, grouped by prompt."""
     prompts = task.held_out()
     inputs = tokenizer([prompt.text for prompt in prompts], return_tensors="pt", return_token_type_ids=False)
     outputs = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **sampling)

@@ -1,17 +1,23 @@
-"""The tasks, by name."""
+"""Tasks: prompts with stable keys, and a scorer for their responses."""
 
 import importlib
+from collections.abc import Callable
 
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
-from tba.searcher.tasks.limited import LimitedTask
-from tba.searcher.tasks.task import Task
+from tba.searcher.tasks.task import LimitedTask, Task
+
+# The names are those of `tba.common.config.task.TASKS`.
+_SHIPPED: dict[str, Callable[[TaskSection], Task]] = {
+    "arithmetic": lambda _: ArithmeticTask(),
+    "gsm8k": lambda config: Gsm8kTask(config.train, config.test),
+}
 
 
 def load_task(config: TaskSection) -> Task:
-    """The task of a configuration. Raises TaskError if its data is missing or malformed."""
+    """Load the task that the configuration names. Raises TaskError if it cannot be loaded or its data is malformed."""
     task = _task(config)
     if config.limit or config.held_out_limit:
         return LimitedTask(task, config.limit, config.held_out_limit)
@@ -19,20 +25,20 @@ def load_task(config: TaskSection) -> Task:
 
 
 def _task(config: TaskSection) -> Task:
-    if config.name == "arithmetic":
-        return ArithmeticTask()
-    if config.name == "gsm8k":
-        return Gsm8kTask(config.train, config.test)
+    if (shipped := _SHIPPED.get(config.name)) is not None:
+        return shipped(config)
     module, _, factory = config.name.partition(":")
     try:
         task: Task = getattr(importlib.import_module(module), factory)()
-    except MemoryError:  # which may pass
+    # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
+    except MemoryError:
         raise
-    except Exception as error:  # user code: whatever else it raises, the task cannot be loaded
+    # User code may raise anything.
+    except Exception as error:
         raise TaskError(
             f"task.name {config.name} cannot be loaded: {type(error).__name__}: {error}; the module must be on "
             "PYTHONPATH and the factory take no arguments"
         ) from error
     if missing := [name for name in ("name", "prompts", "held_out", "score") if not hasattr(task, name)]:
-        raise TaskError(f"task.name {config.name}: what the factory returned has no {', '.join(missing)}")
+        raise TaskError(f"task.name {config.name}: the object that the factory returned has no {', '.join(missing)}")
     return task

@@ -1,17 +1,17 @@
 """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): grade-school word problems; the answer is the last number.
 
-Prompt format and reward are those of the TBA paper (section B.1): 1 if the last number of the response is
-the gold answer. The data is a jsonl file with `question` and `answer` (final answer after `#### `), or a
-data set of the Hugging Face hub.
+Prompt format and reward follow the TBA paper (section B.1): the reward is 1 if the last number of the response is the
+gold answer. The data is a JSON-lines file with `question` and `answer` (final answer after `#### `), or a data set on
+the Hugging Face hub.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba.common import jsonl
 from tba.common.errors import MissingExtra, TaskError
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
@@ -25,8 +25,8 @@ class Gsm8kTask:
     name = "gsm8k"
 
     def __init__(self, train: str, test: str = "") -> None:
-        self._prompts = _unique(_load(train, "train"))
-        self._held_out = _unique(_load(test or train, "test")) if test or not _is_file(train) else []
+        self._prompts = _load(train, "train")
+        self._held_out = _load(test or train, "test") if test or not _is_file(train) else []
 
     def prompts(self) -> Sequence[Prompt]:
         return self._prompts
@@ -41,7 +41,7 @@ class Gsm8kTask:
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, thousands separators allowed; None if there is none."""
+    """Return the last number in a text, or None if it has none. Thousands separators are allowed."""
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
@@ -55,21 +55,17 @@ def _load(source: str, split: str) -> list[Prompt]:
     prompts = [_prompt(row, source, number) for number, row in enumerate(rows, 1)]
     if not prompts:
         raise TaskError(f"task gsm8k: {source} has no rows")
-    return prompts
+    # A question that appears twice is one prompt: the first one of its key.
+    return list({prompt.key: prompt for prompt in reversed(prompts)}.values())[::-1]
 
 
 def _read_jsonl(path: Path) -> Iterable[Any]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split inside strings
+        yield from (row for _, row in jsonl.read(path))
     except OSError as error:
         raise TaskError(f"task gsm8k: {path} cannot be read: {error.strerror}: set task.train and task.test") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise TaskError(f"task gsm8k: {path}:{number} is not JSON: {error}") from error
+    except ValueError as error:
+        raise TaskError(f"task gsm8k: {error}") from error
 
 
 def _read_hub(name: str, split: str) -> Iterable[Any]:
@@ -79,7 +75,8 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
         raise MissingExtra("datasets", "hub") from None
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, _HUB_CONFIG, split=split)
-    except Exception as error:  # the library raises many kinds; all mean that the data is not there
+    # The library raises many types; each means that the data is not available.
+    except Exception as error:
         raise TaskError(f"task gsm8k: data set {name!r} ({split}) cannot be loaded: {error}") from error
     return rows
 
@@ -93,8 +90,3 @@ def _prompt(row: Any, source: str, number: int) -> Prompt:
         raise TaskError(f"task gsm8k: the answer in row {number} of {source} has no final number")
     key = hashlib.sha256(question.encode()).hexdigest()[:16]
     return Prompt(key, f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)
-
-
-def _unique(prompts: list[Prompt]) -> list[Prompt]:
-    """The first of each key: a question that stands in the file twice is one prompt."""
-    return list({prompt.key: prompt for prompt in reversed(prompts)}.values())[::-1]

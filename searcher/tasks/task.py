@@ -1,4 +1,4 @@
-"""What a task is: prompts with stable keys, and a score for each response."""
+"""The task protocol: prompts with stable keys, and a scorer for their responses."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ CORRECT = "correct"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question. `key` is unique in the task and the same in every process and run."""
+    """One problem. `key` is unique within the task and the same in every process and run."""
 
     key: str
     text: str
@@ -20,7 +20,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A score. `total` is what is trained on; `parts` are named numbers for people, `correct` among them."""
+    """A score. `total` is the reward of training; `parts` are named numbers for reports, one of them `correct`."""
 
     total: float
     parts: dict[str, float]
@@ -32,17 +32,34 @@ class Task(Protocol):
     name: str
 
     def prompts(self) -> Sequence[Prompt]:
-        """The training prompts, in an order that never changes."""
+        """Return the training prompts, always in the same order."""
 
     def held_out(self) -> Sequence[Prompt]:
-        """Prompts that are never trained on."""
+        """Return the prompts of evaluation, which are never trained on."""
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
-        """Score a response: decoded, without special tokens. `finished`: it ended itself, not by length."""
+        """Score a decoded response without special tokens. `finished` is False if it was cut off by its length."""
+
+
+class LimitedTask:
+    """The first `limit` training and `held_out_limit` held-out prompts of another task; 0 means all of them."""
+
+    def __init__(self, task: Task, limit: int, held_out_limit: int) -> None:
+        self.name = task.name
+        self.score = task.score
+        self._task = task
+        self._limit = limit or None
+        self._held_out_limit = held_out_limit or None
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._task.prompts()[: self._limit]
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._task.held_out()[: self._held_out_limit]
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Hex sha256 over keys, texts and answers in order: equal for equal data."""
+    """Return the hex sha256 of all keys, texts and answers, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(f"{prompt.key}\0{prompt.text}\0{prompt.answer}\0".encode())

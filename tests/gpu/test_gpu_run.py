@@ -1,14 +1,8 @@
-"""What only a GPU shows: the loop with vLLM and the trainer on CUDA, sharing the first GPU."""
+"""The demo on a GPU that vLLM and the trainer share."""
 
 import json
 import subprocess
 import sys
-
-import pytest
-
-from tba.common.devices import list_gpus
-
-pytestmark = pytest.mark.skipif(not list_gpus(), reason="this machine has no GPU")
 
 
 def test_the_demo_gains_25_points_with_vllm_and_trainer_on_one_gpu(tmp_path, pytestconfig):

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tba.common.process import PARENT_VARIABLE
+from tba.common.system.process import PARENT_VARIABLE
+from tba.tests.conftest import EXAMPLE_MODEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,14 +39,14 @@ def free_port() -> int:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without tba's own variables; but a process that asks for its parent ends with this one."""
+    """Return the environment without tba's variables, except the one that makes processes end with this one."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TBA_")}
     return inherited | {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
 
 
 @pytest.fixture
 def make_config_in() -> Callable[..., RunConfig]:
-    """Writes a configuration into a directory; keyword arguments are sections."""
+    """A function that writes a configuration into a directory; keyword arguments are sections."""
 
     def make(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         address = f"tcp://127.0.0.1:{free_port()}"
@@ -56,9 +57,7 @@ def make_config_in() -> Callable[..., RunConfig]:
             "search": {"weights_dir": str(folder / "weights")},
         }
         file = folder / "run.toml"
-        file.write_text(
-            "\n".join(toml(name, defaults.get(name, {}) | sections.get(name, {})) for name in {**defaults, **sections})
-        )
+        file.write_text("\n".join(toml(name, values) for name, values in merged(defaults, sections).items()))
         return RunConfig(str(file), address, directory)
 
     return make
@@ -66,12 +65,43 @@ def make_config_in() -> Callable[..., RunConfig]:
 
 @pytest.fixture
 def make_config(make_config_in, tmp_path: Path) -> Callable[..., RunConfig]:
-    """Writes a configuration; keyword arguments are sections."""
+    """A function that writes a configuration into `tmp_path`; keyword arguments are sections."""
     return partial(make_config_in, tmp_path)
 
 
+def arithmetic(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of a small run of the arithmetic example on the CPU, with changes."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"path": str(EXAMPLE_MODEL), "dtype": "float32"},
+        "task": {"name": "arithmetic", "limit": 96, "held_out_limit": 32},
+        "search": {
+            "engine": "transformers",
+            "gpus": "cpu",
+            "samples_per_prompt": 4,
+            "max_in_flight": 32,
+            "max_tokens": 6,
+        },
+        "train": {
+            "gpu": "cpu",
+            "steps": 12,
+            "prompts_per_step": 8,
+            "samples_per_prompt": 4,
+            "learning_rate": 1e-4,
+            "schedule": "constant",
+            "warmup_steps": 2,
+            "publish_every": 1,
+        },
+    }
+    return merged(defaults, sections)
+
+
+def merged(defaults: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return sections with defaults for the keys that they lack."""
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in {**defaults, **sections}}
+
+
 def toml(section: str, values: dict[str, Any]) -> str:
-    """A section of TOML; JSON literals are TOML literals for what is used here."""
+    """Return a section as TOML. The values that tests use are written the same in JSON and TOML."""
     import json
 
     return "\n".join([f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
@@ -79,24 +109,24 @@ def toml(section: str, values: dict[str, Any]) -> str:
 
 @pytest.fixture
 def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
-    """The plainest configuration; one prompt is enough for a batch."""
+    """A minimal configuration, with one prompt per batch."""
     return make_config(train={"prompts_per_step": 1})
 
 
 @pytest.fixture
 def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts `tba ...` in the background; output goes to a file that a failing test can show.
+    """A function that starts `tba ...` in the background, with its output in a file of `tmp_path`.
 
-    `patch` is Python that runs first, for faults of the system; keywords are more of the environment.
+    `patch` is Python code to run first, to simulate faults of the system; keyword arguments are environment variables.
     """
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: str, patch: str = "", **environment: str) -> subprocess.Popen[bytes]:
-        output = (tmp_path / f"tba{len(started)}.log").open("wb")
         program = ["-c", f"{patch}\nfrom tba.cli import main\nmain()"] if patch else ["-m", "tba"]
         command = [sys.executable, *program, *arguments]
         env = clean_environment() | environment
-        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output)
+        with (tmp_path / f"tba{len(started)}.log").open("wb") as output:
+            process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output)
         started.append(process)
         return process
 
@@ -114,7 +144,7 @@ def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def tba(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs `tba ...` to its end."""
+    """A function that runs `tba ...` and returns when it has ended."""
 
     def run(*arguments: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tba", *arguments]

@@ -1,4 +1,4 @@
-"""The command line, as a user runs it: real processes, exit codes, one sentence for each mistake."""
+"""The command line as a user runs it: real processes, exit codes, one sentence per mistake."""
 
 import json
 import shutil
@@ -13,27 +13,29 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common import wire
-from tba.common.client import BufferClient
-from tba.common.devices import list_gpus
 from tba.common.errors import EXIT_INTERRUPTED
-from tba.tests.classifiers import make_classifier
+from tba.common.system.devices import list_gpus
+from tba.common.wire.client import BufferClient
+from tba.common.wire.status_messages import GetStatus, Status
+from tba.tests.helpers.checks import not_none
+from tba.tests.process.conftest import clean_environment
 
-from .conftest import clean_environment
-
+# Commands that take the configuration as an argument.
+TOP_LEVEL = ("run", "search", "train", "eval", "plot", "status", "doctor")
+BUFFER_COMMANDS = ("serve", "stats", "tail", "compact", "check", "migrate")
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
 
 def refused(result: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
-    """One sentence on standard error with the given words, no traceback, the given exit code."""
+    """Check that a command failed with this exit code and these words in its message, and without a traceback."""
     assert result.returncode == exit_code, result.stderr
     assert "Traceback" not in result.stderr
     for word in words:
         assert word in result.stderr
 
 
-def test_help_loads_only_what_prints_it():
-    """Half a second is what a person bears, and each of these packages takes longer than all the rest."""
+def test_help_imports_no_slow_package():
+    """`tba --help` must take under half a second, and each of these packages takes longer than everything else."""
     command = [sys.executable, "-X", "importtime", "-m", "tba", "--help"]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
@@ -41,23 +43,21 @@ def test_help_loads_only_what_prints_it():
     assert not loaded & {"torch", "vllm", "transformers", "numpy", "pydantic", "zmq", "msgpack", "sqlite_utils"}
 
 
-@pytest.mark.parametrize("command", [[], ["buffer"], ["config"], ["run"], ["search"], ["train"], ["eval"], ["status"]])
+@pytest.mark.parametrize("command", [[], ["buffer"], *([name] for name in ("config", *TOP_LEVEL))])
 def test_every_command_has_help(tba, command):
     result = tba(*command, "--help")
     assert result.returncode == 0
     assert "Usage" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "command", ["serve", "stats", "query", "show", "tail", "export", "import", "compact", "check", "backup", "migrate"]
-)
-def test_every_buffer_command_has_help_and_takes_a_file(tba, command):
+@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup"])
+def test_every_buffer_command_has_help_and_accepts_a_database(tba, command):
     result = tba("buffer", command, "--help")
     assert result.returncode == 0
     assert "--buffer" in result.stdout
 
 
-def test_output_into_a_closed_pipe_is_no_traceback(tba, run_config, tmp_path):
+def test_a_closed_pipe_causes_no_traceback(tba, run_config, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
     assert tba("buffer", "import", "one.jsonl", "--config", run_config.file).returncode == 0
     many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 200000) SELECT i FROM n"
@@ -66,33 +66,25 @@ def test_output_into_a_closed_pipe_is_no_traceback(tba, run_config, tmp_path):
         with subprocess.Popen(
             command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
-            process.stdout.readline()
-            process.stdout.close()
-            errors = process.stderr.read()
+            not_none(process.stdout).readline()
+            not_none(process.stdout).close()
+            errors = not_none(process.stderr).read()
         assert process.returncode == 1
         assert errors == b""
 
 
-def test_version(tba):
+def test_version_is_printed(tba):
     assert tba("--version").stdout.startswith("tba ")
 
 
-def test_an_unknown_option_is_wrong_usage(tba):
-    refused(tba("train", "--frobnicate"), 2, "No such option")
-
-
-def test_an_unknown_key_in_the_file_is_exit_78(tba, make_config):
+def test_an_unknown_key_in_the_file_exits_with_78(tba, make_config):
     file = make_config(train={"stepz": 3}).file
     refused(tba("train", "--config", file), 78, "unknown key train.stepz", "did you mean train.steps?")
 
 
-def test_a_missing_file_is_exit_78(tba):
-    refused(tba("run", "nowhere.toml"), 78, "nowhere.toml does not exist")
-
-
 @NO_GPU
 @pytest.mark.parametrize(
-    ("command", "way_out"),
+    ("command", "remedy"),
     [
         (["search", "--gpus", "0-6"], 'pass --cpu 1, or set search.gpus = "cpu"'),
         (["train", "--gpu", "7"], 'pass --cpu, or set train.gpu = "cpu"'),
@@ -102,11 +94,9 @@ def test_a_missing_file_is_exit_78(tba):
         (["run", "--set", "search.gpus=cpu"], 'installed): set train.gpu = "cpu"'),
     ],
 )
-def test_a_machine_without_a_gpu_says_so_and_names_what_the_command_has(
-    tba, make_config, example_model, command, way_out
-):
+def test_an_error_without_a_gpu_names_the_options_of_the_command(tba, make_config, example_model, command, remedy):
     file = make_config(model={"path": str(example_model)}).file
-    refused(tba(*command, "--config", file), 2, "this machine shows no GPU", way_out)
+    refused(tba(*command, "--config", file), 2, "this machine shows no GPU", remedy)
 
 
 @NO_GPU
@@ -117,14 +107,8 @@ def test_doctor_names_the_setting_that_asks_for_a_gpu(tba, make_config, example_
     assert 'installed): set train.gpu = "cpu"' in result.stdout
 
 
-def test_a_missing_model_is_exit_78(tba, make_config):
-    file = make_config(search={"engine": "transformers"}, model={"path": "/nowhere"}).file
-    result = tba("search", "--cpu", "1", "--config", file, timeout=120)
-    refused(result, 78, "/nowhere")
-
-
-def test_a_missing_extra_is_one_sentence(tmp_path):
-    """As on a buffer host: torch is hidden from this process."""
+def test_a_missing_extra_is_reported_in_one_sentence(tmp_path):
+    """torch is hidden from this process, as on a host of the buffer."""
     hidden = "import sys; sys.modules['torch'] = None; sys.argv = ['tba', 'train', '--cpu']; "
     code = hidden + "import importlib.util as u; f = u.find_spec; "
     code += "u.find_spec = lambda name, *a: None if name == 'torch' else f(name, *a); import tba.cli; tba.cli.main()"
@@ -140,7 +124,7 @@ def test_config_show_names_the_origin_of_each_value(tba, run_config):
     assert rows["train.beta"]["origin"] == "default"
 
 
-def test_config_check(tba, make_config, example_model):
+def test_config_check_requires_a_model(tba, make_config, example_model):
     assert tba("config", "check", "--config", make_config(model={"path": str(example_model)}).file).returncode == 0
     refused(tba("config", "check", "--config", make_config().file), 78, "model.path is not set")
 
@@ -155,10 +139,10 @@ def test_config_check(tba, make_config, example_model):
         ({"model.path": "TMP/half"}, "half lacks model-2.safetensors, which its index names"),
         ({"reward_model.path": "./nothing"}, "reward_model.path ./nothing does not exist"),
         ({"task.name": "gsm8k", "task.train": "missing.jsonl"}, "task.train missing.jsonl does not exist"),
-        ({"run.dir": "TMP/run.toml/run"}, "run.toml is no directory"),
+        ({"run.dir": "TMP/run.toml/run"}, "run.toml is not a directory"),
     ],
 )
-def test_config_check_names_the_key_and_the_path_of_what_is_not_there(
+def test_config_check_names_the_key_and_the_path_of_missing_files(
     tba, make_config, example_model, tmp_path, settings, sentence
 ):
     for name, removed in (("no-tokenizer", "tokenizer*"), ("no-weights", "*.safetensors"), ("half", "nothing")):
@@ -193,34 +177,30 @@ def test_adapters_without_peft_are_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("command", [["search", "--cpu", "2"], ["train", "--cpu", "--processes", "2"]])
-def test_a_model_that_is_not_set_is_told_once_and_nothing_is_made(tba, tmp_path, command):
+def test_a_missing_model_setting_is_reported_once_and_nothing_is_created(tba, tmp_path, command):
     result = tba(*command, "--set", f"run.dir={tmp_path / 'run'}")
     refused(result, 78, "model.path is not set")
     assert result.stderr.count("model.path") == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_config_check_says_what_will_come_from_the_hub_and_loads_no_torch(make_config, tmp_path):
+def test_config_check_names_models_to_download_and_loads_no_torch(make_config, tmp_path):
     file = make_config(model={"path": "some/model"}).file
     command = [sys.executable, "-X", "importtime", "-m", "tba", "config", "check", file]
     result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean_environment())
-    assert "model.path some/model is no directory here: it will be taken from the hub" in result.stderr
+    assert "model.path some/model is not a local directory: it will be downloaded from the hub" in result.stderr
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "pydantic" in loaded
     assert not loaded & {"torch", "vllm", "transformers"}
 
 
-ALONE = ("run", "search", "train", "eval", "plot", "status", "doctor")
-OF_THE_BUFFER = ("serve", "stats", "tail", "compact", "check", "migrate")
-
-
-@pytest.mark.parametrize("command", [*([one] for one in ALONE), *(["buffer", one] for one in OF_THE_BUFFER)])
+@pytest.mark.parametrize("command", [*([one] for one in TOP_LEVEL), *(["buffer", one] for one in BUFFER_COMMANDS)])
 def test_the_configuration_is_an_argument_or_an_option(tba, command):
     for way in (["nowhere.toml"], ["--config", "nowhere.toml"], ["-c", "nowhere.toml"]):
         refused(tba(*command, *way), 78, "nowhere.toml does not exist")
 
 
-def test_a_configuration_given_in_both_ways_is_wrong_usage(tba):
+def test_a_configuration_given_twice_is_a_usage_error(tba):
     refused(tba("config", "show", "one.toml", "--config", "two.toml"), 2, "FILE one.toml and --config two.toml exclude")
 
 
@@ -232,7 +212,7 @@ def test_doctor_reports_every_check(tba, make_config, example_model):
     assert result.returncode == 0
 
 
-def test_doctor_tells_who_has_the_address_of_the_buffer(tba, start_tba, run_config):
+def test_doctor_names_the_program_at_the_address_of_the_buffer(tba, start_tba, run_config):
     def found(*sets: str) -> tuple[str, str]:
         result = tba(
             "doctor", "--json", "--config", run_config.file, *(part for one in sets for part in ("--set", one))
@@ -243,29 +223,18 @@ def test_doctor_tells_who_has_the_address_of_the_buffer(tba, start_tba, run_conf
     address = run_config.address
     with socket.create_server(("127.0.0.1", 0)) as other:
         result, detail = found(f"buffer.address=tcp://127.0.0.1:{other.getsockname()[1]}")
-    assert (result, "does not answer as a buffer does" in detail) == ("fail", True)
+    assert (result, "does not answer like a buffer" in detail) == ("fail", True)
     assert found() == ("ok", f"{address}: nothing listens there")
     start_tba("buffer", "serve", "--config", run_config.file)
     with closing(BufferClient(address, role="monitor", name="test")) as client:
-        client.call(wire.GetStatus(), wire.Status, deadline_seconds=20)
+        client.call(GetStatus(), Status, deadline_seconds=20)
     assert found() == ("ok", f"{address}: the buffer of run test answers")
     result, detail = found("run.name=other")
-    assert (result, "is taken by the buffer of run test" in detail) == ("fail", True)
-
-
-def test_doctor_looks_into_the_reward_model(tba, make_config, example_model, tmp_path):
-    classifier = make_classifier(tmp_path / "classifier")
-    model, reward_model = {"path": str(example_model)}, {"path": str(classifier), "template": "chat"}
-    roles = {"search": {"gpus": "cpu"}, "train": {"gpu": "cpu"}}
-    result = tba("doctor", "--json", "--config", make_config(model=model, reward_model=reward_model, **roles).file)
-    (finding,) = [row for row in json.loads(result.stdout) if row["check"] == "reward model"]
-    assert finding["result"] == "fail"
-    assert "has no chat template" in finding["detail"]
-    assert result.returncode == 1
+    assert (result, "is in use by the buffer of run test" in detail) == ("fail", True)
 
 
 @pytest.mark.parametrize("command", [("config", "check", "--config"), ("doctor", "--config"), ("run",)])
-def test_a_task_of_ones_own_that_does_not_load_is_told_before_anything_starts(
+def test_a_user_task_that_does_not_load_is_reported_before_anything_starts(
     tba, make_config, example_model, tmp_path, command
 ):
     run = make_config(
@@ -283,7 +252,7 @@ def test_a_task_of_ones_own_that_does_not_load_is_told_before_anything_starts(
 
 @pytest.fixture
 def own_task(make_config, example_model, tmp_path):
-    """A configuration whose task is this source code."""
+    """Return a function that makes a configuration whose task has this source code."""
 
     def make(source: str):
         (tmp_path / "my_task.py").write_text(source)
@@ -294,20 +263,20 @@ def own_task(make_config, example_model, tmp_path):
 
 
 @pytest.mark.parametrize("raised", ["raise MemoryError", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
-def test_a_task_that_finds_too_little_memory_is_no_wrong_configuration(tba, own_task, raised):
+def test_a_task_that_runs_out_of_memory_is_not_a_configuration_error(tba, own_task, raised):
     refused(tba("run", own_task(raised).file), 1, "task.name my_task:Mine")
 
 
-def test_a_real_time_signal_that_ends_what_loads_a_task_is_named_by_its_number(tba, own_task):
+def test_a_real_time_signal_that_ends_the_check_of_a_task_is_named_by_its_number(tba, own_task):
     ended = "import os; os.kill(os.getpid(), 40)"
-    refused(tba("run", own_task(ended).file), 1, "was ended by signal 40: it said nothing")
+    refused(tba("run", own_task(ended).file), 1, "was ended by signal 40: it wrote nothing")
 
 
-def test_what_a_task_prints_does_not_hide_why_it_does_not_load(tba, own_task):
+def test_the_output_of_a_task_does_not_hide_its_load_error(tba, own_task):
     refused(tba("run", own_task("print('loading\\n' * 50)\nraise KeyError('split')").file), 78, "KeyError: 'split'")
 
 
-LOADS_FOR_EVER = """
+HANGING_TASK = """
 import os, subprocess, time
 worker = subprocess.Popen(["sleep", "600"])
 open("pids", "w").write(f"{os.getpid()} {worker.pid}\\n")
@@ -315,56 +284,53 @@ time.sleep(600)
 """
 
 
-def loaders(pids: Path, launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that loads a task, and the one that the task started, as soon as both are there."""
+def loading_processes(pids: Path, launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Wait for the process that loads a task and for the one that the task started, and return both."""
     while not (pids.exists() and pids.read_text().endswith("\n")):
         assert launcher.poll() is None
         time.sleep(0.05)
     return [psutil.Process(int(pid)) for pid in pids.read_text().split()]
 
 
-def test_ctrl_c_while_a_task_is_loaded_is_an_interrupt_and_ends_what_loads_it(own_task, start_tba, tmp_path):
-    run = own_task(LOADS_FOR_EVER)
+@pytest.mark.parametrize(
+    ("end", "exit_code"),
+    [
+        (signal.SIGINT, EXIT_INTERRUPTED),
+        (signal.SIGHUP, -signal.SIGHUP),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_no_process_of_a_task_outlives_a_launcher_that_ends_while_it_loads(
+    own_task, start_tba, tmp_path, end, exit_code
+):
+    run = own_task(HANGING_TASK)
     launcher = start_tba("run", run.file)
-    started = loaders(tmp_path / "pids", launcher)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(60) == EXIT_INTERRUPTED
+    started = loading_processes(tmp_path / "pids", launcher)
+    launcher.send_signal(end)
+    assert launcher.wait(60) == exit_code
     assert psutil.wait_procs(started, timeout=60)[1] == []
     assert not run.directory.exists()
 
 
-@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGKILL])
-def test_nothing_of_a_task_outlives_a_launcher_that_is_ended_while_it_loads(own_task, start_tba, tmp_path, end):
-    launcher = start_tba("run", own_task(LOADS_FOR_EVER).file)
-    started = loaders(tmp_path / "pids", launcher)
-    launcher.send_signal(end)
-    assert launcher.wait(60) == -end
-    assert psutil.wait_procs(started, timeout=60)[1] == []
-
-
-def test_what_a_task_has_started_ends_with_its_check(own_task, tba, tmp_path):
-    loads = LOADS_FOR_EVER.replace("time.sleep(600)", "raise KeyError('split')")
+def test_processes_that_a_task_started_end_with_its_check(own_task, tba, tmp_path):
+    loads = HANGING_TASK.replace("time.sleep(600)", "raise KeyError('split')")
     refused(tba("run", own_task(loads).file), 78, "KeyError: 'split'")
     _, worker = (tmp_path / "pids").read_text().split()
     assert not psutil.pid_exists(int(worker))
 
 
-def test_a_busy_address_is_told_before_a_task_is_loaded_and_leaves_no_directory(own_task, tba, tmp_path):
+def test_an_address_in_use_is_reported_before_a_task_loads_and_leaves_no_directory(own_task, tba, tmp_path):
     run = own_task("open('loaded', 'w').close()")
     with socket.create_server(("127.0.0.1", int(run.address.rpartition(":")[2]))):
         refused(tba("run", run.file), 1, f"buffer.address {run.address} is in use")
         assert not (tmp_path / "loaded").exists()
-        of_ours = ("--set", "task.name=arithmetic", "--set", f"run.dir={tmp_path}/new/folder/run")
-        refused(tba("run", run.file, *of_ours), 1, f"buffer.address {run.address} is in use")
+        own_options = ("--set", "task.name=arithmetic", "--set", f"run.dir={tmp_path}/new/folder/run")
+        refused(tba("run", run.file, *own_options), 1, f"buffer.address {run.address} is in use")
     assert not (tmp_path / "new").exists()
 
 
-def test_status_without_a_buffer_says_what_to_start(tba, run_config):
+def test_status_without_a_buffer_names_the_command_to_start_one(tba, run_config):
     refused(tba("status", "--config", run_config.file), 1, "is `tba buffer serve` running?")
-
-
-def test_stats_without_a_database_say_so(tba, run_config):
-    refused(tba("buffer", "stats", "--config", run_config.file), 2, "does not exist")
 
 
 def test_debug_shows_the_traceback(tba):

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments under load: what was acknowledged is there, once, and everything else agrees with it."""
+"""SIGKILL at random moments under load: every acknowledged row is stored once, and all else is consistent with it."""
 
 import json
 import os
@@ -15,19 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba.buffer.service import BufferService
-from tba.buffer.store import Store
-from tba.common import wire
-from tba.common.client import BufferClient
-from tba.common.clock import ManualClock
+from tba.buffer.service.service import BufferService
+from tba.buffer.store.store import Store
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.status_messages import GetStatus, Status
+from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.producers import PROMPTS, tokens_of
+from tba.tests.helpers.puts import connected, prepare
+from tba.tests.process.conftest import clean_environment
+from tba.tests.runner import size
 
-from .conftest import clean_environment
-from .load import prepare, tokens_of
-
-KILLS = int(os.environ.get("TBA_KILLS", "50"))
-PRODUCERS = (3, 3, 2)  # of each process; the last process is itself killed now and then
+KILLS = size(12, 50)
+# Producers per process. The last process is itself killed now and then.
+PRODUCERS = (3, 3, 2)
 TOKENS = 64
 
 
@@ -41,7 +44,8 @@ class Load:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int, producers: int) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("load.py")), self._address, str(self.ledger)]
+        program = Path(__file__).parents[1] / "helpers/producers.py"
+        command = [sys.executable, str(program), self._address, str(self.ledger)]
         with self._output.open("ab") as output:
             self._processes[number] = subprocess.Popen(
                 [*command, str(producers), "50", str(TOKENS)], env=clean_environment(), stdout=output, stderr=output
@@ -52,7 +56,7 @@ class Load:
         self._processes[number].wait()
 
     def drain(self, timeout: float) -> list[int]:
-        """Let every producer finish what it has put; their exit codes."""
+        """Stop the producers once all their puts are acknowledged. Returns their exit codes."""
         for process in self._processes.values():
             process.terminate()
         return [process.wait(timeout) for process in self._processes.values()]
@@ -64,19 +68,19 @@ class Load:
                 process.wait()
 
     def acknowledged(self) -> list[tuple[str, int, int, int, int]]:
-        """(sender, first sequence, rows, stored, duplicates) of each acknowledgement."""
+        """Return (sender, first sequence, rows, stored, duplicates) of each acknowledgement."""
         rows = [line.split() for line in self.ledger.read_text().splitlines()]
-        return [(row[0], *map(int, row[1:])) for row in rows]
+        return [(row[0], int(row[1]), int(row[2]), int(row[3]), int(row[4])) for row in rows]
 
 
 class Trainer(threading.Thread):
-    """Samples and reports without pause, and asks for earlier steps again: the batch must be the same."""
+    """Requests batches and reports steps without pause. An earlier step must return the same batch again."""
 
     def __init__(self, address: str) -> None:
         super().__init__(name="trainer", daemon=True)
         self.batches: dict[int, list[int]] = {}
         self.reported: set[int] = set()
-        self.asked_again = 0
+        self.repeated = 0
         self.failure: BaseException | None = None
         self.stopping = threading.Event()
         self._address = address
@@ -85,37 +89,37 @@ class Trainer(threading.Thread):
         client = BufferClient(self._address, role="trainer", name="trainer")
         try:
             while not self.stopping.is_set():
-                self._turn(client, random.Random(len(self.batches)))
+                self._train_a_step(client, random.Random(len(self.batches)))
         except BufferUnavailable:
             pass
-        except BaseException as error:  # noqa: BLE001  # the test raises it
+        except BaseException as error:  # noqa: BLE001
             self.failure = error
         finally:
             client.close()
 
-    def _turn(self, client: BufferClient, rng: random.Random) -> None:
+    def _train_a_step(self, client: BufferClient, rng: random.Random) -> None:
         step = len(self.batches)
         if step and rng.random() < 0.3:
             earlier = rng.randrange(step)
-            assert self._sample(client, earlier) == self.batches[earlier], f"batch {earlier} has changed"
-            self.asked_again += 1
+            assert self._sample(client, earlier) == self.batches[earlier], f"batch {earlier} changed"
+            self.repeated += 1
         if (ids := self._sample(client, step)) is None:
             return
         self.batches[step] = ids
-        report = wire.ReportStep(
+        report = messages.ReportStep(
             step=step, metrics={}, reference="r", trajectory_ids=ids[:2], reference_logprobs=[-1.0] * 2
         )
-        client.ask(report, wire.Done, self.stopping.is_set)
+        client.call(report, messages.Done, stop=self.stopping.is_set)
         self.reported.add(step)
         self.stopping.wait(0.02)
 
     def _sample(self, client: BufferClient, step: int) -> list[int] | None:
-        message = wire.SampleBatch(step=step, prompts=4, samples=4, reference="r", wait_seconds=0.1)
-        asked = client.post(message)
+        message = messages.SampleBatch(step=step, prompts=4, samples=4, reference="r", wait_seconds=0.1)
+        request = client.post(message)
         while not self.stopping.is_set():
             for reply in client.poll(0.1):
-                if reply.header.id == asked:
-                    return reply.message.trajectory_ids if isinstance(reply.message, wire.Batch) else None
+                if reply.header.id == request:
+                    return reply.message.trajectory_ids if isinstance(reply.message, messages.Batch) else None
         raise BufferUnavailable("stopped")
 
 
@@ -135,27 +139,25 @@ def trainer(run_config):
         trainer.join(10)
 
 
-def wait_until_it_serves(address: str) -> wire.Status:
-    client = BufferClient(address, role="monitor", name="monitor")
-    try:
-        return client.call(wire.GetStatus(), wire.Status, deadline_seconds=30)[0]
-    finally:
-        client.close()
+def wait_until_it_serves(address: str) -> Status:
+    with connected(address) as client:
+        return client.call(GetStatus(), Status, deadline_seconds=30)[0]
 
 
-def test_what_was_acknowledged_survives_fifty_kills_and_is_there_once(start_tba, run_config, load, trainer):
+def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_config, load, trainer):
     seed = int(os.environ.get("TBA_SEED", "0"))
-    print(f"TBA_SEED={seed}")  # shown if the test fails
+    # Shown if the test fails.
+    print(f"TBA_SEED={seed}")
     rng = random.Random(seed)
     server = start_tba("buffer", "serve", "--config", run_config.file)
-    client = BufferClient(run_config.address, role="searcher", name="first")
-    prepare(client)
-    client.close()
+    with connected(run_config.address, "searcher") as client:
+        prepare(client, PROMPTS)
     for number, producers in enumerate(PRODUCERS):
         load.start(number, producers)
     trainer.start()
     for kill in range(KILLS):
-        if rng.random() < 0.15:  # perhaps while it opens the database
+        # Sometimes the kill comes while the server opens the database.
+        if rng.random() < 0.15:
             time.sleep(rng.uniform(0.3, 0.8))
         else:
             wait_until_it_serves(run_config.address)
@@ -166,7 +168,7 @@ def test_what_was_acknowledged_survives_fifty_kills_and_is_there_once(start_tba,
         server.send_signal(signal.SIGKILL)
         server.wait()
         server = start_tba("buffer", "serve", "--config", run_config.file)
-    assert load.drain(60) == [0, 0, 0], "a producer heard what it should not"
+    assert load.drain(60) == [0, 0, 0], "a producer received an unexpected reply"
     trainer.stopping.set()
     trainer.join(10)
     assert trainer.failure is None
@@ -179,7 +181,7 @@ def test_what_was_acknowledged_survives_fifty_kills_and_is_there_once(start_tba,
 
 
 def check_rows(database: Path, load: Load) -> None:
-    """Every acknowledged row is there once, whole, and is its sender's own."""
+    """Check that every acknowledged row is stored once, with its sender's tokens."""
     acks = load.acknowledged()
     acknowledged = {(sender, first + k) for sender, first, rows, _, _ in acks for k in range(rows)}
     with sqlite3.connect(database) as connection:
@@ -201,14 +203,14 @@ def check_rows(database: Path, load: Load) -> None:
     assert acknowledged <= set(times), f"{len(acknowledged - set(times))} acknowledged rows are lost"
     for sender, sequence, response in stored:
         assert np.array_equal(np.frombuffer(response, "<i4"), tokens_of(sender, sequence, TOKENS))
-    assert done == with_rows, "a visit is closed by the transaction that has its rows"
+    assert done == with_rows, "a visit is closed by the transaction with its rows"
     assert len(acks) > 10 * KILLS
-    assert sum(duplicates for *_, duplicates in acks) > 0, "no put was committed without its acknowledgement"
-    print(f"{len(acks)} acks, {len(stored)} rows, {sum(d for *_, d in acks)} came again")
+    assert sum(duplicates for *_, duplicates in acks) > 0, "no kill came between a commit and its acknowledgement"
+    print(f"{len(acks)} acks, {len(stored)} rows, {sum(d for *_, d in acks)} repeated")
 
 
 def check_training(database: Path, trainer: Trainer) -> None:
-    """The batches are those that were handed out, and what was reported is recorded."""
+    """Check that the recorded batches are those handed out, and that reported steps are recorded."""
     with sqlite3.connect(database) as connection:
         for step, ids in trainer.batches.items():
             rows = connection.execute("SELECT trajectory FROM consumption_rows WHERE step = ? ORDER BY slot", (step,))
@@ -220,21 +222,21 @@ def check_training(database: Path, trainer: Trainer) -> None:
         ).fetchone()
     assert trainer.reported <= trained
     assert half == (0,)
-    assert trainer.asked_again > 0
-    print(f"{len(trainer.batches)} batches, {trainer.asked_again} asked again")
+    assert trainer.repeated > 0
+    print(f"{len(trainer.batches)} batches, {trainer.repeated} repeated")
 
 
-def check_status(database: Path, status: wire.Status) -> None:
-    """What the living server counted is what a new one counts."""
+def check_status(database: Path, status: Status) -> None:
+    """Check that a new server counts what the last one counted."""
     store = Store(database, durability="process")
     try:
         config = Config.model_validate({"train": {"prompts_per_step": 1}})
         run = store.open_run("test", seed=0, config={}, software={})
-        again = BufferService(store, run, config, ManualClock()).status()
+        rebuilt = BufferService(store, run, config, ManualClock()).status()
         rows, errors = store.trajectories.counts(run)
     finally:
         store.close()
     counts = ("trajectories", "errors", "sampleable", "step", "epoch", "prompts")
-    assert {name: getattr(status, name) for name in counts} == {name: getattr(again, name) for name in counts}
+    assert {name: getattr(status, name) for name in counts} == {name: getattr(rebuilt, name) for name in counts}
     assert (status.trajectories, status.errors) == (rows, errors)
     assert json.dumps(status.rejected) == "{}"

@@ -1,4 +1,4 @@
-"""A searcher that is asked to stop while its engine starts, which takes minutes on a GPU."""
+"""A searcher that receives SIGTERM while its engine starts, which takes minutes on a GPU."""
 
 import os
 import time
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 def has_begun(searcher: psutil.Process, workers: int) -> bool:
-    """Whether vLLM is at it: its own code is mapped, or there are the processes of a tensor-parallel engine."""
+    """Whether vLLM is starting: its libraries are mapped, or a tensor-parallel engine has its processes."""
     if workers == 1:
         return any("/vllm/" in part.path for part in searcher.memory_maps())
     same = [child for child in searcher.children(recursive=True) if os.getsid(child.pid) == os.getsid(searcher.pid)]
@@ -19,7 +19,7 @@ def has_begun(searcher: psutil.Process, workers: int) -> bool:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_searcher_that_is_asked_to_stop_while_vllm_starts_leaves_at_once_with_all_that_it_started(
+def test_a_searcher_stopped_while_vllm_starts_exits_immediately_with_its_child_processes(
     make_config, start_tba, example_model, tmp_path, workers
 ):
     search = {"engine": "vllm", "gpus": "cpu", "tensor_parallel": workers, "max_model_len": 64, "kv_cache_gib": 0.1}
@@ -33,5 +33,5 @@ def test_a_searcher_that_is_asked_to_stop_while_vllm_starts_leaves_at_once_with_
     started.terminate()
     assert started.wait(30) == 0
     assert psutil.wait_procs(children, timeout=60)[1] == []
-    # One whose engine has started takes leave of the buffer, and says so.
+    # A searcher whose engine has started says goodbye to the buffer and logs it; this one had not.
     assert " left " not in (tmp_path / "tba0.log").read_text()

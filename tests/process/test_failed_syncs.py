@@ -1,6 +1,6 @@
-"""A sync that fails loses what was written before it, and the next one succeeds: nothing acknowledged may hang on it.
+"""A failed sync loses the data written before it, and the next one succeeds: no acknowledgement may depend on it.
 
-Real servers on a disk that failing_disk.c plays. Each test ends with a power cut, which shows what the disk holds.
+Real servers on a disk simulated by failing_disk.c. Each test ends with a power cut, which leaves what the disk holds.
 """
 
 import os
@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import clean_environment
-from .fault_lab import ROWS, assert_all_is_stored_once, producing, stored, wait_for
+from tba.tests.helpers.checks import not_none, wait_until
+from tba.tests.helpers.faults import ROWS, assert_all_is_stored_once, producing, stored
+from tba.tests.process.conftest import clean_environment
 
-TOKENS = 8192  # a put is 256 KiB
-PUTS = 40  # the log is copied after 32
+# A put is 256 KiB.
+TOKENS = 8192
+# The WAL is checkpointed after 32 puts.
+PUTS = 40
 
-# Another program that has the database open, and a view of it that keeps the log from being copied completely.
+# Another program with an open read transaction, which prevents a complete checkpoint.
 PROGRAM = """
 import sqlite3, sys
 connection = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -34,18 +37,18 @@ sys.stdin.readline()
 connection.close()
 """
 
-# A writer whose SQLite syncs: the database at the end of a checkpoint, the log when it is begun anew.
+# A writer whose SQLite syncs by itself: the database at the end of a checkpoint, the WAL when it is reset.
 WRITER = """
 import sys
 from pathlib import Path
-from tba.buffer.store import Store
+from tba.buffer.store.store import Store
 from tba.common.errors import SyncFailed
 store = Store(Path(sys.argv[1]), durability="process")
-store.log.finish()
+store.log.checkpoint_all()
 Path(sys.argv[2]).write_text(sys.argv[3])
 try:
     store.open_run("test", seed=0, config={}, software={})
-    store.log.finish()
+    store.log.checkpoint_all()
 except SyncFailed as error:
     print(type(error.__cause__).__name__, error.__cause__.sqlite_errorname)
 try:
@@ -58,7 +61,7 @@ store.close()
 
 @dataclass(frozen=True)
 class Disk:
-    """What `failing_disk.c` plays for the processes that get its environment."""
+    """The disk that `failing_disk.c` simulates for processes with this environment."""
 
     library: Path
     database: Path
@@ -75,16 +78,16 @@ class Disk:
     def log(self) -> Path:
         return self.database.with_name(self.database.name + "-wal")
 
-    def beginning_of_the_log(self) -> bytes:
-        """It is another one when the log has been begun anew."""
+    def log_header(self) -> bytes:
+        """Return the header of the WAL, which changes when the WAL is reset."""
         with self.log.open("rb") as log:
             return log.read(32)
 
-    def refuse_a_sync_of(self, kind: str) -> None:
+    def fail_the_next_sync_of(self, kind: str) -> None:
         self.fault.write_text(kind)
 
     def cut_power(self) -> None:
-        """What is left is what was synced."""
+        """Keep only what was synced."""
         for file in (self.database, self.log):
             file.unlink(missing_ok=True)
             if (held := file.with_name(f"{file.name}.disk")).exists():
@@ -95,7 +98,7 @@ class Disk:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     if (compiler := shutil.which("cc")) is None or sys.platform != "linux":
-        pytest.skip("there is no C compiler, or no Linux, for a disk that fails")
+        pytest.skip("the failing disk needs Linux and a C compiler")
     built = tmp_path_factory.mktemp("disk") / "failing_disk.so"
     source = Path(__file__).with_name("failing_disk.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", built, source, "-ldl", "-lpthread"], check=True)
@@ -113,26 +116,33 @@ def serve(start_tba, run_config, disk):
 
 
 def wait_for_acknowledged(producers, puts: int) -> None:
-    """Until they have so many more."""
+    """Wait until the producers have received this many more acknowledgements."""
     enough = sum(len(producer.acknowledged) for producer in producers) + puts
-    wait_for(lambda: sum(len(producer.acknowledged) for producer in producers) >= enough, 60, "acknowledged")
+    wait_until(lambda: sum(len(producer.acknowledged) for producer in producers) >= enough, 60, "acknowledged")
 
 
 def assert_ends_with_a_sentence(server, folder) -> None:
     assert server.wait(30) == 1
-    said = (folder / "tba0.log").read_text()
-    assert re.search(r"error: the disk of \S+ failed to take what was written there \(.+\): nothing more is ack", said)
-    assert "Traceback" not in said
+    output = (folder / "tba0.log").read_text()
+    assert re.search(r"error: the disk of \S+ failed to write data \(.+\): nothing more is ack", output)
+    assert "Traceback" not in output
+
+
+def assert_stored(disk, producers, acknowledged) -> None:
+    """Assert that the rows of the puts that each producer had acknowledged are on the disk."""
+    found = stored(disk.database)
+    for producer, firsts in zip(producers, acknowledged, strict=True):
+        assert {first + k for first in firsts for k in range(ROWS)} <= set(found.sequences(producer.number))
 
 
 @pytest.mark.parametrize("kind", ["database", "log"])
-def test_a_failed_sync_ends_the_server_and_the_next_one_has_all_that_was_acknowledged(
+def test_a_failed_sync_ends_the_server_and_the_next_one_has_every_acknowledged_row(
     serve, disk, run_config, tmp_path, kind
 ):
     server = serve()
     with producing(run_config.address, 2, tokens=TOKENS) as producers:
         wait_for_acknowledged(producers, 4)
-        disk.refuse_a_sync_of(kind)
+        disk.fail_the_next_sync_of(kind)
         assert_ends_with_a_sentence(server, tmp_path)
         assert disk.log.stat().st_size > 0
         server = serve()
@@ -146,7 +156,7 @@ def test_a_failed_sync_ends_the_server_and_the_next_one_has_all_that_was_acknowl
 
 
 @pytest.mark.parametrize("kind", ["database", "log"])
-def test_a_sync_that_sqlite_makes_is_the_last_one_too(disk, kind):
+def test_a_failed_sync_of_sqlite_itself_is_final_too(disk, kind):
     disk.database.parent.mkdir()
     command = [sys.executable, "-c", WRITER, disk.database, disk.fault, kind]
     environment = clean_environment() | disk.environment
@@ -155,60 +165,58 @@ def test_a_sync_that_sqlite_makes_is_the_last_one_too(disk, kind):
     assert disk.log.stat().st_size > 0
 
 
-def test_what_was_acknowledged_survives_a_power_cut_after_a_failed_sync(serve, disk, run_config, tmp_path):
+def test_acknowledged_rows_survive_a_power_cut_after_a_failed_sync(serve, disk, run_config, tmp_path):
     server = serve()
     with producing(run_config.address, 2, tokens=TOKENS) as producers:
         wait_for_acknowledged(producers, PUTS)
-        disk.refuse_a_sync_of("database")
+        disk.fail_the_next_sync_of("database")
         assert_ends_with_a_sentence(server, tmp_path)
         acknowledged = [set(producer.acknowledged) for producer in producers]
     disk.cut_power()
-    found = stored(disk.database)
-    for producer, firsts in zip(producers, acknowledged, strict=True):
-        assert {first + k for first in firsts for k in range(ROWS)} <= set(found.sequences(producer.number))
+    assert_stored(disk, producers, acknowledged)
 
 
 @contextmanager
 def another_program(disk):
-    """It reads; a line makes it end its view, the next one close the database."""
+    """Run PROGRAM: a first line ends its read transaction, a second line closes the database."""
     command = [sys.executable, "-c", PROGRAM, str(disk.database)]
     environment = clean_environment() | disk.environment
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
         try:
-            assert program.stdout.readline() == "reads\n"
+            assert not_none(program.stdout).readline() == "reads\n"
             yield program
         finally:
             program.kill()
 
 
-def tell(program) -> None:
+def send_line(program) -> None:
     program.stdin.write("\n")
     program.stdin.flush()
 
 
 @contextmanager
-def failed_half_way(serve, disk, run_config, folder):
-    """Producers, and a program with the database open; half of the log was copied when the disk refused a sync."""
+def failed_during_a_checkpoint(serve, disk, run_config, folder):
+    """Fail a sync when half of the WAL is checkpointed and another program has the database open."""
     server = serve()
     with producing(run_config.address, 2, tokens=TOKENS) as producers:
         wait_for_acknowledged(producers, PUTS)
         with another_program(disk) as program:
-            disk.refuse_a_sync_of("database")
+            disk.fail_the_next_sync_of("database")
             assert_ends_with_a_sentence(server, folder)
             yield producers, program
 
 
-def test_a_program_that_outlives_the_server_does_not_make_the_next_one_believe_in_what_is_lost(
+def test_a_program_that_outlives_the_server_does_not_hide_lost_pages_from_the_next_one(
     serve, disk, run_config, tmp_path
 ):
-    with failed_half_way(serve, disk, run_config, tmp_path) as (producers, program):
-        beginning = disk.beginning_of_the_log()
+    with failed_during_a_checkpoint(serve, disk, run_config, tmp_path) as (producers, program):
+        header = disk.log_header()
         server = serve()
-        tell(program)
-        assert program.stdout.readline() == "idle\n"
-        wait_for(lambda: disk.beginning_of_the_log() != beginning, 60, "all of the log is copied")
+        send_line(program)
+        assert not_none(program.stdout).readline() == "idle\n"
+        wait_until(lambda: disk.log_header() != header, 60, "all of the WAL is checkpointed")
         for producer in producers:
             producer.wait_until_all_is_answered(60)
         server.kill()
@@ -219,14 +227,12 @@ def test_a_program_that_outlives_the_server_does_not_make_the_next_one_believe_i
         assert_all_is_stored_once(disk.database, producers)
 
 
-def test_a_program_that_closes_the_database_last_deletes_no_log_that_is_needed(serve, disk, run_config, tmp_path):
-    with failed_half_way(serve, disk, run_config, tmp_path) as (producers, program):
+def test_a_program_that_closes_the_database_last_deletes_no_needed_log(serve, disk, run_config, tmp_path):
+    with failed_during_a_checkpoint(serve, disk, run_config, tmp_path) as (producers, program):
         acknowledged = [set(producer.acknowledged) for producer in producers]
-        tell(program)
-        tell(program)
+        send_line(program)
+        send_line(program)
         assert program.wait(30) == 0
         assert not os.path.exists(disk.log)
         disk.cut_power()
-        found = stored(disk.database)
-        for producer, firsts in zip(producers, acknowledged, strict=True):
-            assert {first + k for first in firsts for k in range(ROWS)} <= set(found.sequences(producer.number))
+        assert_stored(disk, producers, acknowledged)

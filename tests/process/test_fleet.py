@@ -1,4 +1,4 @@
-"""`tba search` with several searchers: real processes on the CPU, ended and killed in every way."""
+"""`tba search` with several searchers: real processes on the CPU that end, crash and are killed."""
 
 import contextlib
 import json
@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-# A searcher that has started a worker, as engines do, and one that has left the searcher's session.
+from tba.tests.helpers.checks import wait_until
+
+# Each searcher starts a worker, as engines do, and with `escape` a second one outside its session.
 WORKERS = """
 import subprocess, sys, os
 if "--index" in sys.orig_argv:
@@ -26,7 +27,7 @@ if "--index" in sys.orig_argv and {escape}:
 
 @pytest.fixture
 def fleet_config(make_config, example_model):
-    """A run whose searchers find no snapshot: they join, and wait."""
+    """A run without snapshots: its searchers join and wait."""
 
     def make(**launch):
         return make_config(
@@ -41,7 +42,7 @@ def fleet_config(make_config, example_model):
 
 @pytest.fixture
 def start_fleet(start_tba, tmp_path, monkeypatch):
-    """Starts a buffer and searchers. The `site` code runs first in every process of the fleet."""
+    """Start a buffer and searchers. The code `site` runs first in every process."""
 
     def start(run, count: int = 2, site: str = "", *options: str) -> subprocess.Popen[bytes]:
         start_tba("buffer", "serve", "--config", run.file)
@@ -54,13 +55,6 @@ def start_fleet(start_tba, tmp_path, monkeypatch):
     return start
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def output(tmp_path: Path) -> str:
     return (tmp_path / "tba1.log").read_text(errors="replace")
 
@@ -70,10 +64,11 @@ def wait_for_output(tmp_path: Path, pattern: str) -> None:
 
 
 def searchers_of(fleet: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
-    """The searchers by their index."""
+    """Return the searchers by index."""
     found = {}
     for child in psutil.Process(fleet.pid).children():
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        # The process may just have ended.
+        with contextlib.suppress(psutil.Error):
             if "--index" in (command := child.cmdline()):
                 found[command[-1]] = child
     return found
@@ -88,12 +83,12 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_sigterm_drains_all_and_exits_0(fleet_config, start_fleet, tmp_path):
+def test_sigterm_drains_all_searchers_and_exits_with_0(fleet_config, start_fleet, tmp_path):
     fleet = start_fleet(fleet_config())
     wait_for_output(tmp_path, r"2/2 searchers up; 0 tokens/s.*waiting: no snapshot is published yet \(cpu0, cpu1\)")
-    shares = [set(child.cpu_affinity()) for child in searchers_of(fleet).values()]
+    cores = [set(child.cpu_affinity()) for child in searchers_of(fleet).values()]
     if len(os.sched_getaffinity(0)) > 1:
-        assert shares[0].isdisjoint(shares[1])
+        assert cores[0].isdisjoint(cores[1])
     children = descendants(fleet)
     fleet.terminate()
     assert fleet.wait(30) == 0
@@ -102,7 +97,7 @@ def test_sigterm_drains_all_and_exits_0(fleet_config, start_fleet, tmp_path):
     assert all(re.match(r"cpu[01] \| |\d\d:\d\d:\d\d search ", line) for line in output(tmp_path).splitlines())
 
 
-def test_a_searcher_that_is_killed_comes_back_and_its_workers_go(fleet_config, start_fleet, tmp_path):
+def test_a_killed_searcher_is_restarted_and_its_workers_are_killed(fleet_config, start_fleet, tmp_path):
     fleet = start_fleet(fleet_config(), 2, WORKERS.format(escape=True))
     wait_for_output(tmp_path, "2/2 searchers up")
     victim, other = searchers_of(fleet)["0"], searchers_of(fleet)["1"]
@@ -115,7 +110,7 @@ def test_a_searcher_that_is_killed_comes_back_and_its_workers_go(fleet_config, s
     assert len(other.children()) == 2
 
 
-def test_nothing_outlives_a_fleet_that_is_killed(fleet_config, start_fleet, tmp_path):
+def test_no_process_outlives_a_killed_fleet(fleet_config, start_fleet, tmp_path):
     fleet = start_fleet(fleet_config(), 2, WORKERS.format(escape=False))
     wait_for_output(tmp_path, "2/2 searchers up")
     processes = descendants(fleet)
@@ -124,13 +119,13 @@ def test_nothing_outlives_a_fleet_that_is_killed(fleet_config, start_fleet, tmp_
     assert_gone(processes)
 
 
-def test_a_guard_that_was_killed_is_replaced(fleet_config, start_fleet, tmp_path):
+def test_a_killed_guard_is_replaced(fleet_config, start_fleet, tmp_path):
     fleet = start_fleet(fleet_config(), 2, WORKERS.format(escape=False))
     wait_for_output(tmp_path, "2/2 searchers up")
 
     def guards():
         children = [child for child in psutil.Process(fleet.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
-        return [child for child in children if "tba.common.guard" in child.cmdline()]
+        return [child for child in children if "tba.common.system.orphan_guard" in child.cmdline()]
 
     (guard,) = guards()
     guard.kill()
@@ -140,11 +135,11 @@ def test_a_guard_that_was_killed_is_replaced(fleet_config, start_fleet, tmp_path
     assert_gone(processes)
 
 
-def test_a_second_sigterm_stops_at_once(fleet_config, start_fleet, tmp_path):
-    deaf = "import signal, sys\nif '--index' in sys.orig_argv: signal.signal = lambda *_: None\n"
-    # SIGTERM ignored from the start is ignored after exec, too: these searchers never drain.
+def test_a_second_sigterm_stops_immediately(fleet_config, start_fleet, tmp_path):
+    ignore_signals = "import signal, sys\nif '--index' in sys.orig_argv: signal.signal = lambda *_: None\n"
+    # An ignored SIGTERM stays ignored after exec, so these searchers never drain.
     fleet = start_fleet(
-        fleet_config(drain_seconds=300.0), 2, f"import signal\nsignal.signal(15, signal.SIG_IGN)\n{deaf}"
+        fleet_config(drain_seconds=300.0), 2, f"import signal\nsignal.signal(15, signal.SIG_IGN)\n{ignore_signals}"
     )
     wait_for_output(tmp_path, "2/2 searchers up")
     processes = descendants(fleet)
@@ -158,28 +153,21 @@ def test_a_second_sigterm_stops_at_once(fleet_config, start_fleet, tmp_path):
 
 
 def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet, tmp_path):
-    broken = "import sys, os\nif sys.argv[-2:] == ['--index', '1']: os._exit(3)\n"
-    fleet = start_fleet(fleet_config(max_restarts=2, restart_delay_max_seconds=0.2), 2, _late(broken))
+    broken = "import sys, os\nif sys.orig_argv[-2:] == ['--index', '1']: os._exit(3)\n"
+    fleet = start_fleet(fleet_config(max_restarts=2, restart_delay_max_seconds=0.2), 2, broken)
     wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\)")
     assert fleet.poll() is None
     assert searchers_of(fleet)["0"].is_running()
 
 
 def test_a_fleet_whose_searchers_are_all_broken_fails(fleet_config, start_fleet, tmp_path):
-    fleet = start_fleet(
-        fleet_config(max_restarts=2), 2, _late("import sys, os\nif '--index' in sys.argv: os._exit(3)\n")
-    )
+    fleet = start_fleet(fleet_config(max_restarts=2), 2, "import sys, os\nif '--index' in sys.orig_argv: os._exit(3)\n")
     assert fleet.wait(60) == 1
     assert "failed with exit code 3" in output(tmp_path)
     assert output(tmp_path).count("child started") >= 6
 
 
-def _late(code: str) -> str:
-    """Code that needs sys.argv, which is not set yet when sitecustomize runs: the command line is in orig_argv."""
-    return code.replace("sys.argv", "sys.orig_argv")
-
-
-def test_a_wrong_configuration_of_one_ends_the_fleet_with_its_sentence(fleet_config, start_tba, tmp_path):
+def test_a_configuration_error_of_one_searcher_ends_the_fleet_with_its_message(fleet_config, start_tba, tmp_path):
     run = fleet_config()
     start_tba("buffer", "serve", "--config", run.file)
     fleet = start_tba("search", "--cpu", "2", "--config", run.file, "--set", "run.name=other")
@@ -189,17 +177,17 @@ def test_a_wrong_configuration_of_one_ends_the_fleet_with_its_sentence(fleet_con
     assert output(tmp_path).count("child started") == 2
 
 
-def test_readiness_and_status_reach_systemd_and_lines_are_json(fleet_config, start_fleet, tmp_path, monkeypatch):
-    from tba.common.process import NotifySocket
+def test_systemd_is_notified_of_readiness_and_lines_are_json(fleet_config, start_fleet, tmp_path, monkeypatch):
+    from tba.common.system.process import NotifySocket
 
     systemd = NotifySocket()
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
     monkeypatch.setenv("JOURNAL_STREAM", "1:1")
     fleet = start_fleet(fleet_config(), 2, "import sys\nif '--index' in sys.orig_argv: print('not ours', flush=True)\n")
-    told: list[str] = []
-    wait_until(lambda: told.extend(systemd.receive()) or any("2/2 searchers up" in line for line in told))
+    notified: list[str] = []
+    wait_until(lambda: notified.extend(systemd.receive()) or any("2/2 searchers up" in line for line in notified))
     systemd.close()
-    assert "READY=1" in told
+    assert "READY=1" in notified
     fleet.terminate()
     assert fleet.wait(30) == 0
     lines = [json.loads(line) for line in output(tmp_path).splitlines()]
@@ -210,9 +198,9 @@ def test_readiness_and_status_reach_systemd_and_lines_are_json(fleet_config, sta
 def test_lines_of_many_children_are_never_torn(tmp_path):
     program = """
 import subprocess, sys
-from tba.deploy.relay import Relay
-say = "import sys\\nfor n in range(2000): sys.stdout.write(sys.argv[1] * 50); sys.stdout.write('.\\\\n')"
-children = [subprocess.Popen([sys.executable, "-c", say, x], stdout=subprocess.PIPE) for x in "abcd"]
+from tba.deploy.log_relay import Relay
+program = "import sys\\nfor n in range(2000): sys.stdout.write(sys.argv[1] * 50); sys.stdout.write('.\\\\n')"
+children = [subprocess.Popen([sys.executable, "-c", program, x], stdout=subprocess.PIPE) for x in "abcd"]
 relays = [Relay(child.stdout, f"gpu{n}", n) for n, child in enumerate(children)]
 for relay in relays: relay.finish(60)
 """

@@ -1,31 +1,33 @@
-"""Random and mutated messages on the server's own path: none crashes it, none leaves a wrong file."""
+"""Random and mutated messages on the server's code path: none crashes it or corrupts the file."""
 
-import os
 import sqlite3
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tba.buffer.answer import Answer
-from tba.buffer.rows import service_message
-from tba.common import wire
-from tba.common.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
+from tba.buffer.service.put_columns import to_columns
+from tba.buffer.service.run_state import ReplyBody
 from tba.common.config import Config
 from tba.common.errors import Refused, WireError
-from tba.common.trajectory import pack
+from tba.common.wire import codec, messages
+from tba.common.wire.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
+from tba.common.wire.messages import Role
+from tba.common.wire.status_messages import GetStatus
+from tba.tests.conftest import ServiceHarness
+from tba.tests.helpers.mutations import Mutator
+from tba.tests.helpers.puts import make_trajectory, put_message, reference
+from tba.tests.runner import size
 
-from ..conftest import ServiceHarness, make_trajectory
-from .mutations import Mutator, reference
-
-MESSAGES = int(os.environ.get("TBA_FUZZ_MESSAGES", "100000"))
+MESSAGES = size(20_000, 100_000)
 GROUP = 100
 
 
 class Victim:
-    """A buffer on a real file that gets multiparts as the server does: checked one by one, committed in groups."""
+    """A buffer on a real file that handles multiparts as the server does: decoded one by one, committed in groups."""
 
     def __init__(self, harness) -> None:
         self.harness = harness
@@ -33,68 +35,62 @@ class Victim:
 
     def feed(self, multiparts: list[list[bytes]]) -> None:
         arrivals = [arrival for frames in multiparts if (arrival := self._decoded(frames)) is not None]
-        with self.harness.store.transaction():
+        with self.harness.service.transaction():
             outcomes = [self._outcome(*arrival) for arrival in arrivals]
-        state = self.harness.service.state()
-        for answer in outcomes:
-            if answer is not None:
-                deliver(answer, 1, state)
+        state = self.harness.service.state.for_replies()
+        for body in outcomes:
+            if body is not None:
+                deliver(body, 1, state)
 
     def _decoded(self, frames):
         views = [memoryview(frame) for frame in frames]
         try:
             request = decode_request(views)
-            return request.header, service_message(request)
+            return request.header, to_columns(request)
         except WireError as error:
             self.counts["malformed"] += 1
-            failure = Answer(wire.Failure(code=error.code, message=str(error)[:4000]))
-            deliver(failure, request_id_of(views), self.harness.service.state())
+            failure = ReplyBody(messages.Failure(code=error.code, message=str(error)[:4000]))
+            deliver(failure, request_id_of(views), self.harness.service.state.for_replies())
             return None
 
-    def _outcome(self, header, message) -> Answer | None:
-        self.harness.service.hear(header)
+    def _outcome(self, header, message) -> ReplyBody | None:
+        self.harness.service.state.clients.mark_seen(header.sender, header.role)
         try:
-            answer = self.harness.service.handle(header, message)
+            body = self.harness.service.handle(header, message)
         except Refused as refusal:
             self.counts[refusal.code] += 1
             return None
         self.counts[header.type] += 1
-        return answer or self.harness.service.waiting_answer(header, message)
+        return body or self.harness.service.timeout_reply(header, message)
 
 
-def deliver(answer: Answer, id_: int, state: wire.RunState) -> None:
-    """Whatever is answered can be sent, and read by who asked."""
-    frames = encode_reply(answer.message, id=id_, run="", state=state, frames=answer.frames)
+def deliver(body: ReplyBody, id_: int, state: messages.RunState) -> None:
+    """Check that a reply can be encoded and decoded."""
+    frames = encode_reply(body.message, id=id_, run="", state=state, frames=body.frames)
     decode_reply([memoryview(frame) for frame in frames])
 
 
 def memory(service) -> dict:
-    """What a rebuild must give again."""
-    served = service._served
-    index = served.index
+    """Return the memory that a rebuild must reproduce."""
+    state = service.state
+    index = state.index
     return {
         "entries": {prompt: index.entries(prompt) for prompt in sorted(index.prompts())},
-        "counts": (
-            served.trajectories,
-            served.errors,
-            served.sampled,
-            served.steps_done,
-            served.finished,
-        ),
-        "leases": {visit.id: (visit.epoch, visit.prompt) for visit in served.leases.open.values()},
-        "place": (served.leases.epoch, served.leases.place),
-        "versions": served.versions,
-        "ranges": {sender: ranges.ranges for sender, ranges in served.received.items() if ranges.ranges},
+        "counts": (state.trajectories, state.errors, state.sampled, state.steps_done, state.finished),
+        "leases": {visit.id: (visit.epoch, visit.prompt) for visit in state.leases.open.values()},
+        "position": (state.leases.epoch, state.leases.position),
+        "versions": state.versions,
+        "ranges": {sender: ranges.ranges for sender, ranges in state.received.items() if ranges.ranges},
     }
 
 
-def check_whole(harness, trajectory) -> None:
-    """The file is whole, the memory is what a rebuild makes of it, and a good put works."""
+def check_intact(harness, trajectory) -> None:
+    """Check that the file is intact, that the memory equals a rebuilt one, and that a valid put works."""
     before = memory(harness.service)
-    senders = list(harness.service._served.received)
-    harness.service.rebuild()
+    senders = list(harness.service.state.received)
+    harness.service.state.rebuild()
     for sender in senders:
-        harness.service._served.ranges_of(sender)
+        harness.service.state.ranges_of(sender)
     assert memory(harness.service) == before
     assert harness.put([trajectory(tokens=[1, 2, 3, 4])], first_sequence=0, sender="new.1").stored == 1
     with sqlite3.connect(harness.store.path) as database:
@@ -114,23 +110,23 @@ def prepared(harness):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_mutated_messages_are_refused_and_leave_everything_whole(harness, trajectory, seed):
+def test_mutated_messages_are_refused_and_do_no_harm(harness, trajectory, seed):
     buffer = prepared(harness)
     victim, mutator = Victim(buffer), Mutator(seed)
     for group in range(MESSAGES // 4 // GROUP):
-        messages = [mutator.message() for _ in range(GROUP)]
+        mutated = [mutator.message() for _ in range(GROUP)]
         try:
-            victim.feed(messages)
+            victim.feed(mutated)
         except Exception as error:
             error.add_note(f"seed {seed}, group {group}")
             raise
     print(victim.counts)
     assert victim.counts["malformed"] > MESSAGES // 16
-    assert set(wire.REQUESTS) <= set(victim.counts), "every type of message came through"
-    check_whole(buffer, trajectory)
+    assert set(codec.REQUESTS) <= set(victim.counts), "every type of message was handled"
+    check_intact(buffer, trajectory)
 
 
-# ---------------------------------------------------------------- valid, and odd
+# ---------------------------------------------------------------- valid messages with unusual values
 
 numbers = st.sampled_from([0, 1, 3, 2**31 - 2, 2**31 - 1, 2**53 + 1, 2**63 - 2, 2**63 - 1]) | st.integers(0, 20)
 names = st.sampled_from(["p0", "p5", "\x00", "é" * 200, " "])
@@ -143,10 +139,11 @@ json_values = st.recursive(
 
 @st.composite
 def groups(draw):
-    """A put that is well-formed: failed rows without tokens, runs of odd shapes, any lease, any sequence number."""
+    """Return a well-formed put: failed rows without tokens, unusual version runs, any lease and sequence number."""
     rows = []
     for _ in range(draw(st.integers(1, 4))):
         failed = draw(st.booleans())
+        error: dict[str, Any] = {"error": "no", "stop_reason": "error"} if failed else {}
         runs = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=6))
         if not runs:
             runs = [(draw(st.integers(0, 2**31 - 1)), 0)] if failed else [(0, 1)]
@@ -164,57 +161,54 @@ def groups(draw):
                 text=draw(st.none() | names),
                 metadata=draw(st.dictionaries(names, json_values, max_size=3)),
                 loss_mask=np.ones(draw(st.sampled_from([0, count])), np.uint8),
-                **({"error": "no", "stop_reason": "error"} if failed else {}),
+                **error,
             )
         )
-    columns, frames = pack(rows)
-    return wire.PutTrajectories(first_sequence=draw(numbers), rows=wire.Rows.model_validate(columns)), frames
+    return put_message(rows, draw(numbers))
 
 
-others = st.one_of(
-    st.builds(lambda n: wire.SampleBatch(step=n, prompts=1, samples=2, reference="r", wait_seconds=0.0), numbers),
+others: st.SearchStrategy[Any] = st.one_of(
+    st.builds(lambda n: messages.SampleBatch(step=n, prompts=1, samples=2, reference="r", wait_seconds=0.0), numbers),
     st.builds(
-        lambda n, ids, x: wire.ReportStep(
+        lambda n, ids, x: messages.ReportStep(
             step=n, metrics={"m": x}, reference="r", trajectory_ids=ids, reference_logprobs=[x] * len(ids)
         ),
         *(numbers, st.lists(numbers, max_size=3), floats),
     ),
-    st.builds(lambda v, s: wire.AnnounceSnapshot(weights=reference(v, s), bytes=v), numbers, numbers),
+    st.builds(lambda v, s: messages.AnnounceSnapshot(weights=reference(v, s), bytes=v), numbers, numbers),
     st.builds(
-        lambda w, held, v: wire.LeasePrompts(want=w, held=held, weights_version=v, wait_seconds=0.0),
+        lambda w, held, v: messages.LeasePrompts(want=w, held=held, weights_version=v, wait_seconds=0.0),
         *(st.integers(0, 9), st.lists(numbers, max_size=3), numbers),
     ),
     st.builds(
-        lambda n, o, keys: wire.RegisterPrompts(
+        lambda n, o, keys: messages.RegisterPrompts(
             task="t", fingerprint="0" * 64, total=max(n + 1, o + len(keys)), offset=o, keys=keys
         ),
         *(numbers, numbers, st.lists(names, max_size=3)),
     ),
-    st.builds(lambda n: wire.FinishRun(step=n), numbers),
+    st.builds(lambda n: messages.FinishRun(step=n), numbers),
     st.builds(
-        lambda n, x: wire.Heartbeat(activity="x", reason="", weights_version=n, metrics={"m": x}), numbers, floats
+        lambda n, x: messages.Heartbeat(activity="x", reason="", weights_version=n, metrics={"m": x}), numbers, floats
     ),
-    st.sampled_from([wire.Hello(host="h", pid=2**63 - 1, software="t"), wire.Goodbye(), wire.GetStatus()]),
+    st.sampled_from([messages.Hello(host="h", pid=2**63 - 1, software="t"), messages.Goodbye(), GetStatus()]),
 ).map(lambda message: (message, []))
 
 
-@settings(
-    deadline=None, max_examples=int(os.environ.get("TBA_FUZZ_EXAMPLES", "300")), suppress_health_check=list(HealthCheck)
-)
+@settings(deadline=None, max_examples=size(100, 300), suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(st.tuples(groups() | others, st.sampled_from(["a.1", "b.1", "c.1"])), max_size=12))
-def test_valid_messages_with_odd_values_are_answered_and_leave_everything_whole(tmp_path_factory, messages):
+def test_valid_messages_with_unusual_values_are_answered_and_do_no_harm(tmp_path_factory, messages):
     config = Config.model_validate({"train": {"prompts_per_step": 1}, "buffer": {"min_free_mib": 0}})
     buffer = ServiceHarness(tmp_path_factory.mktemp("odd") / "buffer.sqlite", config)
     try:
         buffer.register(6)
         buffer.announce(0, step=0)
-        roles = {"a.1": "searcher", "b.1": "trainer", "c.1": "publisher"}
+        roles: dict[str, Role] = {"a.1": "searcher", "b.1": "trainer", "c.1": "publisher"}
         Victim(buffer).feed(
             [
                 encode_request(message, id=1, role=roles[sender], sender=sender, run="", frames=frames)
                 for (message, frames), sender in messages
             ]
         )
-        check_whole(buffer, make_trajectory)
+        check_intact(buffer, make_trajectory)
     finally:
         buffer.store.close()

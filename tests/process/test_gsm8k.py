@@ -1,4 +1,4 @@
-"""The whole loop on GSM8K with a tiny random model, whose accuracy is not the point."""
+"""A complete run on GSM8K with a tiny random model; its accuracy is irrelevant."""
 
 import json
 import sqlite3
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def byte_model(tmp_path: Path) -> Path:
-    """A random Llama of 30 k parameters with a byte-level tokenizer: it can read and write anything, badly."""
+    """Create a random Llama of 30 k parameters with a byte-level tokenizer, which can encode any text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""A trainer that is ended twenty times, half of them with SIGKILL: what it leaves is one unbroken run."""
+"""A trainer that is stopped many times, about half of them with SIGKILL, leaves the history of one unbroken run."""
 
 import json
 import multiprocessing
@@ -14,25 +14,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tba.common import wire
 from tba.common.config import Config
-from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
+from tba.common.wire import messages
+from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
+from tba.tests.runner import size
 from tba.trainer.loop import train
 
-STEPS = 40
-ENDS = 20
+STEPS = size(16, 40)
+ENDS = size(6, 20)
 PROMPTS = 6
 SAMPLES = 5
-# A step that is repeated finds the reference stored that it had computed at first.
+# A repeated step finds the reference values stored that it computed the first time.
 _NOT_THE_SAME = {"time", "reference_computed", "tokens_per_second"}
 
-# Children are forked from a process that has loaded torch and nothing else: a start takes a moment, not seconds.
+# Children are forked from a process that has already imported torch, so they start fast.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tba.trainer.loop", "tba.tests.unit.tb_lab"])
+FORKS.set_forkserver_preload(["tba.trainer.loop", "tba.tests.helpers.trainer"])
 
 
 def train_in_child(config: Config, ready: Any) -> None:
-    """What `tba train --cpu --resume` does, after its imports."""
+    """Do what `tba train --cpu --resume` does after its imports."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     ready.set()
@@ -40,31 +41,15 @@ def train_in_child(config: Config, ready: Any) -> None:
 
 
 class KillableRun:
-    """A run on a database that is filled before the first batch, so that every run like it has the same history."""
+    """A run whose database is filled before the first batch, so that all such runs have the same history."""
 
     def __init__(self, root: Path, **sections: dict[str, Any]) -> None:
-        model = save_tiny_model(root / "model")
-        fixed = {
-            "run": {"dir": str(root / "run"), "name": "test"},
-            "model": {"path": str(model), "dtype": "float32"},
-            "train": {
-                "steps": STEPS,
-                "prompts_per_step": 2,
-                "samples_per_prompt": 3,
-                "learning_rate": 0.01,
-                "warmup_steps": 0,
-                "decay_steps": 2,
-                "publish_every": 2,
-                "checkpoint_every": 3,
-            },
-        }
-        # Which prompts come next depends on which have been trained on.
+        # With this rule the choice of prompts depends on which ones have been trained on.
         buffer = {"prompt_priority": "recency", "recency_fraction": 0.5}
-        self.buffer = BufferThread(Config.model_validate(fixed | {"buffer": buffer}))
-        self.config = Config.model_validate(fixed | sections | {"buffer": buffer | {"address": self.buffer.address}})
+        self.config, self.buffer = run_with_buffer(root, train={"steps": STEPS}, buffer=buffer, **sections)
         searcher = FakeSearcher(self.buffer.address, prompts=PROMPTS)
-        weights = wire.WeightsRef(version=0, step=0, path="/the/first", manifest_sha256="0" * 64)
-        searcher.client.call(wire.AnnounceSnapshot(weights=weights, bytes=1), wire.Done, deadline_seconds=10)
+        weights = messages.WeightsRef(version=0, step=0, path="/the/first", manifest_sha256="0" * 64)
+        searcher.client.call(messages.AnnounceSnapshot(weights=weights, bytes=1), messages.Done, deadline_seconds=10)
         searcher.put_groups(SAMPLES)
         searcher.close()
 
@@ -76,7 +61,7 @@ class KillableRun:
         return process
 
     def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl without times, and without a line that is being written."""
+        """Return metrics.jsonl without times, and without a line that is still being written."""
         path = self.config.run.dir / "metrics.jsonl"
         whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
         return [
@@ -90,7 +75,7 @@ class KillableRun:
         assert process.exitcode == 0
 
     def end_at(self, step: int, how: signal.Signals) -> None:
-        """Start the trainer, and end it when so many steps are on record."""
+        """Start the trainer, and signal it when `step` steps are recorded."""
         process = self.start()
         while process.is_alive() and len(self.lines()) < step:
             process.join(0.005)
@@ -117,7 +102,7 @@ MOVING = {"reference": {"kind": "ema", "every": 4, "decay": 0.5}}
 
 
 @pytest.mark.parametrize("two_runs", [MOVING], indirect=True)
-def test_a_run_that_was_ended_twenty_times_at_random_is_the_uninterrupted_run_bit_for_bit(two_runs):
+def test_a_run_stopped_at_random_steps_equals_the_uninterrupted_run_bit_for_bit(two_runs):
     straight, ended = two_runs
     straight.train_to_the_end()
     chance = random.Random(5)

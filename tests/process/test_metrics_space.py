@@ -1,18 +1,18 @@
-"""Metrics on a full disk: training goes on, no line is torn, and all are there once there is space."""
+"""Metrics on a full disk: training continues, no line is torn, and all are written when there is space."""
 
 import json
 import os
+from typing import Any
 
 import pytest
 
 from tba.common.errors import CheckpointError, TbaError
-from tba.trainer import line_file
-from tba.trainer.metrics import MetricsLog
-
-from .test_storage_faults import small_disk  # noqa: F401
+from tba.tests.process.test_storage_faults import small_disk  # noqa: F401
+from tba.trainer.metrics import metrics_log
+from tba.trainer.metrics.metrics_log import MetricsLog
 
 # No divisor of a page, so that the disk is full in the middle of a line.
-NUMBERS = {"text": "x" * 301}
+NUMBERS: Any = {"text": "x" * 301}
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def metrics(small_disk):  # noqa: F811
 
 
 def fill(disk) -> None:
-    """Take all space that is left."""
+    """Fill the remaining space."""
     with disk.ballast.open("wb") as file:
         free = os.statvfs(disk.path).f_bavail * os.statvfs(disk.path).f_frsize
         os.posix_fallocate(file.fileno(), 0, free)
 
 
 def record_until_lines_wait(log, first: int, waiting: int) -> int:
-    """Record steps; returns the next one."""
+    """Record steps. Returns the next one."""
     step = first
     while log._file.waiting < waiting:
         log.record(step, 0.0, NUMBERS)
@@ -43,7 +43,7 @@ def steps(disk) -> list[int]:
     return [json.loads(line)["step"] for line in (disk.path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_lines_wait_for_space_and_are_then_there_whole_and_in_order(metrics, small_disk, caplog):  # noqa: F811
+def test_lines_wait_for_space_and_are_then_written_whole_and_in_order(metrics, small_disk, caplog):  # noqa: F811
     metrics.record(0, 0.0, NUMBERS)
     fill(small_disk)
     step = record_until_lines_wait(metrics, 1, 20)
@@ -56,7 +56,7 @@ def test_lines_wait_for_space_and_are_then_there_whole_and_in_order(metrics, sma
     assert sum("lines wait in memory" in message for message in caplog.messages) == 1
 
 
-def test_a_checkpoint_alone_brings_the_lines_to_the_disk(metrics, small_disk):  # noqa: F811
+def test_sync_writes_the_waiting_lines(metrics, small_disk):  # noqa: F811
     fill(small_disk)
     step = record_until_lines_wait(metrics, 0, 3)
     small_disk.relieve()
@@ -64,8 +64,8 @@ def test_a_checkpoint_alone_brings_the_lines_to_the_disk(metrics, small_disk):  
     assert steps(small_disk) == list(range(step))
 
 
-def test_what_waits_is_bounded_the_oldest_are_lost_and_counted(metrics, small_disk, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(line_file, "_MOST_WAITING", 5)
+def test_beyond_the_limit_the_oldest_waiting_lines_are_dropped_and_counted(metrics, small_disk, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(metrics_log, "_MAX_WAITING", 5)
     fill(small_disk)
     for step in range(8):
         metrics.record(step, 0.0, NUMBERS)
@@ -75,7 +75,7 @@ def test_what_waits_is_bounded_the_oldest_are_lost_and_counted(metrics, small_di
     assert steps(small_disk) == [3, 4, 5, 6, 7, 8]
 
 
-def test_what_never_could_be_written_is_said_at_the_end(small_disk, caplog):  # noqa: F811
+def test_lines_that_were_never_written_are_logged_at_the_end(small_disk, caplog):  # noqa: F811
     log = MetricsLog(small_disk.path, first_step=0)
     fill(small_disk)
     log.record(0, 0.0, NUMBERS)
@@ -83,7 +83,7 @@ def test_what_never_could_be_written_is_said_at_the_end(small_disk, caplog):  # 
     assert any("lines were never written" in message for message in caplog.messages)
 
 
-def test_a_start_on_a_full_disk_is_one_sentence(small_disk):  # noqa: F811
+def test_starting_on_a_full_disk_is_a_one_line_error(small_disk):  # noqa: F811
     (small_disk.path / "metrics.jsonl").write_text('{"step": 0}\n')
     fill(small_disk)
     with pytest.raises(TbaError, match=r"metrics\.jsonl cannot be written: No space left on device"):

@@ -1,5 +1,6 @@
-"""Real searchers that come, go, die and are cut off: nothing is lost, nothing is skipped, generation goes on."""
+"""Real searchers that join, leave, die and are cut off: nothing is lost or skipped, and generation continues."""
 
+import contextlib
 import re
 import signal
 import sqlite3
@@ -12,20 +13,23 @@ from typing import Any
 import msgpack
 import pytest
 
-from tba.common import wire
-from tba.searcher.spool_records import Record, scan
-
-from .announcer import Announcer
-from .proxy import Proxy
+from tba.common.errors import RecordLost
+from tba.common.wire.status_messages import GetStatus, Status
+from tba.searcher.delivery.spool import read_put
+from tba.tests.helpers.announcer import Announcer
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.proxy import Proxy
+from tba.tests.process.conftest import arithmetic, merged
 
 SAMPLES = 4
 IN_FLIGHT = 32
-TWO_LOADS = 2 * IN_FLIGHT // SAMPLES  # groups
+# In groups.
+TWO_LOADS = 2 * IN_FLIGHT // SAMPLES
 PROMPTS = 96
 
 
 class System:
-    """A buffer with weights announced, searchers, and a network between them that can be cut."""
+    """A buffer with announced weights, searchers, and a network between them that can be cut."""
 
     def __init__(self, run: Any, start_tba: Callable[..., subprocess.Popen[bytes]], model: Path, folder: Path) -> None:
         self.run = run
@@ -42,7 +46,7 @@ class System:
         self.buffer = self._start("buffer", "serve")
 
     def search(self, label: int, *, through: str | None = None) -> "Process":
-        """A searcher; `through` is the address that it dials, the buffer's own by default."""
+        """Start a searcher that connects to the address `through`, by default directly to the buffer."""
         sets = ("--set", f"buffer.address={through}") if through else ()
         process = self._start("search", "--cpu", "1", "--index", str(label), *sets)
         return Process(self, process, f"-cpu{label}.", self.folder / f"tba{self._started - 1}.log")
@@ -59,11 +63,11 @@ class System:
         with sqlite3.connect(f"file:{self.run.database}?mode=ro", uri=True) as database:
             return database.execute(sql, values).fetchall()
 
-    def status(self) -> wire.Status:
-        return self.announcer.client.call(wire.GetStatus(), wire.Status, deadline_seconds=10)[0]
+    def status(self) -> Status:
+        return self.announcer.client.call(GetStatus(), Status, deadline_seconds=10)[0]
 
     def stored(self) -> dict[str, list[int]]:
-        """The sequence numbers that the database has, by sender."""
+        """Return the stored sequence numbers by sender."""
         found: dict[str, list[int]] = {}
         sql = "SELECT s.sender, t.sequence FROM trajectory_rows t JOIN senders s ON s.id = t.sender ORDER BY 1, 2"
         for sender, sequence in self.query(sql):
@@ -83,7 +87,7 @@ class Process:
 
     @property
     def sender(self) -> str:
-        """Its name and start, known from the spool that it makes when it has joined."""
+        """The sender id, which is the name of the spool that the searcher creates when it joins."""
         (name,) = self._spools()
         return name
 
@@ -92,7 +96,7 @@ class Process:
         return [name for name in names if name not in self._before]
 
     def wait_for_rows(self, more: int = 1) -> str:
-        """Wait until the buffer has so many more rows of this searcher. Returns its sender."""
+        """Wait until the buffer has `more` additional rows of this searcher. Returns its sender id."""
         wait_until(self._spools)
         sender = self.sender
         there = len(self._system.stored().get(sender, []))
@@ -103,49 +107,37 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def leave(self) -> int:
-        """SIGTERM. Returns the number of rows that it says to have made over, once it has drained."""
+        """Send SIGTERM and wait. Returns the number of rows that the searcher logs."""
         self.process.terminate()
         assert self.process.wait(60) == 0, self.log()
         return int(re.findall(r" left rows=(\d+)", self.log())[-1])
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def spooled(directory: Path) -> list[tuple[int, int]]:
-    """(first sequence number, rows) of every put in a spool."""
+    """Return (first sequence number, number of rows) of every put in a spool that is in use."""
     puts = []
-    for path in sorted(directory.glob("*.puts")):
-        for record in scan(path.read_bytes()):
-            if isinstance(record, Record):
-                body = msgpack.unpackb(record.frames[0])["body"]
-                puts.append((body["first_sequence"], len(body["rows"]["prompt_key"])))
+    for path in sorted(directory.glob("*.put")):
+        # It may be acknowledged while this function reads.
+        with contextlib.suppress(RecordLost):
+            body = msgpack.unpackb(read_put(path)[0])["body"]
+            puts.append((body["first_sequence"], len(body["rows"]["prompt_key"])))
     return puts
 
 
 @pytest.fixture
 def system(make_config, start_tba, example_model, tmp_path):
-    """Makes the system; keyword arguments are sections of the configuration."""
+    """Create the system; keyword arguments are sections of the configuration."""
     made: list[System] = []
 
     def make(**sections: dict[str, Any]) -> System:
-        defaults = {
-            "model": {"path": str(example_model), "dtype": "float32"},
-            "task": {"name": "arithmetic", "limit": PROMPTS},
+        search = {"samples_per_prompt": SAMPLES, "max_in_flight": IN_FLIGHT}
+        defaults: dict[str, dict[str, Any]] = {
             "buffer": {"lease_seconds": 4.0},
-            "search": {
-                "engine": "transformers",
-                "samples_per_prompt": SAMPLES,
-                "max_in_flight": IN_FLIGHT,
-                "max_tokens": 6,
-            },
+            "task": {"limit": PROMPTS},
+            "search": search,
         }
-        merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in {**defaults, **sections}}
-        made.append(System(make_config(**merged), start_tba, example_model, tmp_path))
+        run = make_config(**arithmetic(**merged(defaults, sections)))
+        made.append(System(run, start_tba, example_model, tmp_path))
         return made[-1]
 
     yield make
@@ -154,18 +146,18 @@ def system(make_config, start_tba, example_model, tmp_path):
 
 
 def check_history(system: System, tba: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Every group whole, every prompt of a finished epoch visited once, and what `tba buffer check` looks at."""
+    """Check that groups are complete and each prompt is visited once per finished epoch, and run `tba buffer check`."""
     groups = system.query("SELECT visit, prompt, COUNT(*) FROM trajectory_rows GROUP BY visit, prompt")
     assert [group for group in groups if group[2] % SAMPLES] == []
     visits = system.query("SELECT epoch, COUNT(*), COUNT(DISTINCT prompt), COUNT(done_at) FROM visits GROUP BY epoch")
     assert [epoch for epoch, count, different, _ in visits if count != different] == []
-    # Open visits are in the newest two epochs: older ones are leased again before any new one.
+    # Only the newest two epochs have open visits: older visits are leased again before new ones are opened.
     assert [row for row in visits[:-2] if row[1:] != (PROMPTS, PROMPTS, PROMPTS)] == []
     result = tba("buffer", "check", "--config", system.run.file)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_generation_goes_on_during_a_silent_cut_of_30_s_and_everything_comes_once(system, tba):
+def test_generation_continues_during_a_silent_cut_of_30_s_and_every_row_is_stored_once(system, tba):
     here = system()
     direct, behind = here.search(0), here.search(1, through=here.network.address)
     direct.wait_for_rows()
@@ -174,7 +166,7 @@ def test_generation_goes_on_during_a_silent_cut_of_30_s_and_everything_comes_onc
     ends = time.monotonic() + 30
     before = len(here.stored()[sender])
     wait_until(lambda: len(spooled(here.spool / sender)) > 3 * TWO_LOADS)
-    # The other one goes on, and gets the prompts of the one that is away.
+    # The other searcher continues, and gets the prompts of the one that is cut off.
     others = len(here.stored()[direct.sender])
     wait_until(lambda: "leases expired" in (here.folder / "tba0.log").read_text())
     middle = len(spooled(here.spool / sender))
@@ -194,7 +186,7 @@ def test_generation_goes_on_during_a_silent_cut_of_30_s_and_everything_comes_onc
     check_history(here, tba)
 
 
-def test_a_server_that_is_restarted_during_a_cut_gets_everything_afterwards(system, tba):
+def test_a_server_that_is_restarted_during_a_cut_receives_everything_afterwards(system, tba):
     here = system()
     searcher = here.search(0, through=here.network.address)
     sender = searcher.wait_for_rows()
@@ -224,7 +216,7 @@ def test_the_spool_of_a_searcher_that_was_killed_during_a_cut_is_delivered_by_th
     second = here.search(0, through=here.network.address)
     wait_until(lambda: not (here.spool / sender).exists() and "delivered the spool" in second.log())
     assert here.stored()[sender] == list(range(last + rows))
-    # What it had leased and not answered is done by the next one.
+    # The next searcher answers the prompts that the dead one had leased.
     assert open_before
     marks = ",".join(map(str, open_before))
     wait_until(lambda: here.query(f"SELECT COUNT(*) FROM visits WHERE done_at IS NULL AND id IN ({marks})") == [(0,)])
@@ -232,8 +224,8 @@ def test_the_spool_of_a_searcher_that_was_killed_during_a_cut_is_delivered_by_th
     check_history(here, tba)
 
 
-def test_searchers_join_a_running_system_and_leave_it_and_their_prompts_go_to_others_at_once(system, tba):
-    # Leases that expired could not be what gives the prompts to others: that would take longer than the test.
+def test_the_prompts_of_a_searcher_that_leaves_go_to_others_immediately(system, tba):
+    # Leases expire after the end of the test, so only the Goodbye can release the prompts.
     here = system(buffer={"lease_seconds": 600.0})
     first = here.search(0)
     first.wait_for_rows()
@@ -249,14 +241,14 @@ def test_searchers_join_a_running_system_and_leave_it_and_their_prompts_go_to_ot
     check_history(here, tba)
 
 
-def test_a_searcher_with_a_full_spool_pauses_and_says_so_and_goes_on_when_the_buffer_is_back(system, tba):
+def test_a_searcher_with_a_full_spool_logs_its_pause_and_continues_when_the_buffer_is_back(system, tba):
     here = system(search={"spool_mib": 0.2})
     searcher = here.search(0, through=here.network.address)
     sender = searcher.wait_for_rows()
     here.network.cut()
     wait_until(lambda: "the spool is full (0.2 MiB): waiting for the buffer at tcp://" in searcher.log())
     full = spooled(here.spool / sender)
-    assert sum(path.stat().st_size for path in (here.spool / sender).glob("*.puts")) < 0.4 * (1 << 20)
+    assert sum(path.stat().st_blocks * 512 for path in (here.spool / sender).iterdir()) < 0.4 * (1 << 20)
     here.network.heal()
     last, rows = full[-1]
     wait_until(lambda: len(here.stored()[sender]) > last + rows)

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory, pytestconfig):
-    """A wheel built from what git tracks."""
+    """Return a wheel built from the files that git tracks."""
     root = pytestconfig.rootpath
     copy = tmp_path_factory.mktemp("build") / "a folder of any name"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
@@ -33,7 +33,7 @@ def wheel(tmp_path_factory, pytestconfig):
     return next((copy / "dist").glob("tba-*.whl"))
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_the_wheel_contains_only_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top_levels = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top_levels == {"tba"}
@@ -41,7 +41,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert not [name for name in names if {"tests", "benchmarks"} & set(name.split("/"))]
 
 
-def test_the_wheel_runs_away_from_the_repository(wheel, tmp_path):
+def test_the_wheel_runs_outside_the_repository(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     arguments = ["config", "check", "--set", "model.path=m"]

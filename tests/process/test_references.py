@@ -1,21 +1,16 @@
-"""Reference log-probabilities of a real searcher, in the real buffer, for the real trainer."""
+"""Reference log-probabilities from a real searcher, through a real buffer, to a real trainer."""
 
 import json
 import sqlite3
 
 import pytest
 
+from tba.tests.process.conftest import arithmetic
 
-def test_the_trainer_computes_nothing_that_the_searcher_has_and_would_have_got_the_same(
-    make_config, start_tba, tba, example_model
-):
-    keys = {
-        "model": {"path": str(example_model), "dtype": "float32"},
-        "task": {"name": "arithmetic", "limit": 20},
-        "train": {"gpu": "cpu", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 4, "warmup_steps": 0},
-    }
-    search = {"engine": "transformers", "gpus": "cpu", "samples_per_prompt": 4, "max_in_flight": 16, "max_tokens": 6}
-    run = make_config(**keys, search=search | {"reference_logprobs": True})
+
+def test_the_trainer_uses_the_references_of_the_searcher_and_they_are_right(make_config, start_tba, tba):
+    train = {"steps": 1, "prompts_per_step": 2, "warmup_steps": 0}
+    run = make_config(**arithmetic(task={"limit": 20}, train=train, search={"reference_logprobs": True}))
     start_tba("buffer", "serve", "--config", run.file)
     searcher = start_tba("search", "--config", run.file)
     trained = tba("train", "--config", run.file, timeout=120)
@@ -23,8 +18,8 @@ def test_the_trainer_computes_nothing_that_the_searcher_has_and_would_have_got_t
     assert searcher.wait(60) == 0
     (line,) = (run.directory / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["reference_computed"] == 0
-    # The weights of the first snapshot are the reference, and sampling is plain: the engine's own
-    # log-probabilities add up to the same, and so would the trainer's (tests/unit/test_references.py).
+    # The weights of the first snapshot are the reference, and sampling is unmodified: the engine's own
+    # log-probabilities add up to the same. The trainer's do too (tests/unit/searcher/test_references.py).
     stored = _stored(run.database)
     assert len(stored) > 8
     assert [reference for reference, _ in stored] == pytest.approx([sampled for _, sampled in stored], abs=1e-4)

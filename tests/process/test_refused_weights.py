@@ -1,10 +1,10 @@
-"""A real searcher process that is told to load snapshots it must not serve."""
+"""A searcher process that gets announcements of snapshots it must not serve."""
 
 from importlib.util import find_spec
 
 import pytest
 
-from .announcer import Announcer
+from tba.tests.helpers.announcer import Announcer
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def announcer(make_config, start_tba, example_model, tmp_path, request):
     indirect=True,
 )
 @pytest.mark.parametrize("fault", [{"flip_a_byte": True}, {"canary_error": 0.5}], ids=["corrupted", "wrong canary"])
-def test_a_searcher_goes_on_with_the_old_weights_and_takes_the_next_good_ones(announcer, fault):
+def test_a_searcher_continues_with_the_old_weights_and_loads_the_next_good_ones(announcer, fault):
     announcer.announce(0)
     announcer.wait_for(lambda s: s.weights_version == 0 and s.trajectories > 0)
     announcer.announce(1, **fault)

@@ -1,4 +1,4 @@
-"""The reward model in its own process: it scores in batches, and its end is a row's error and nothing more."""
+"""The reward model in its own process: it scores in batches, and when it dies, rows get an error."""
 
 import os
 import re
@@ -11,26 +11,27 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.errors import EXIT_FAILED, WorkerLost
-from tba.searcher.model_rewards import ModelScorer
-from tba.searcher.reward_model import RewardModel
-from tba.searcher.rewards import Rewards
+from tba.searcher.scoring.classifier import RewardModel
+from tba.searcher.scoring.model_scorer import ModelScorer
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
-from tba.tests.classifiers import make_classifier
+from tba.tests.helpers.classifiers import make_classifier
 
 WEIGHT = 0.25
-# Runs in each Python that is started: a worker meets its fate when it opens the configuration of the model.
-MEDDLER = """
+# Runs in every Python process that is started: a worker fails when it opens the configuration of the model.
+SABOTEUR = """
 import os, re, resource, sys, time
 
 def at_open(event, arguments):
     if event == "open" and str(arguments[0]).endswith("classifier/config.json"):
-        open(os.environ["MEDDLER"] + "/loading", "w").close()
-        {fate}
+        open(os.environ["SABOTEUR"] + "/loading", "w").close()
+        {fault}
 
-if "tba.searcher.reward_model_worker" in sys.orig_argv:
+if "tba.searcher.scoring.model_worker" in sys.orig_argv:
     sys.addaudithook(at_open)
 """
-FATES = {
+FAULTS = {
     "short": """data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
         resource.setrlimit(resource.RLIMIT_DATA, (data + (64 << 20),) * 2)""",
     "killed": "os.kill(os.getpid(), 9)",
@@ -71,79 +72,87 @@ def submit(rewards, texts, first=0):
 
 
 def collect(rewards):
-    answers = {}
+    answers: dict[int, Scored] = {}
     while rewards.waiting:
         answers |= {scored.ticket: scored for scored in rewards.wait(1.0)}
     return [answers[ticket] for ticket in sorted(answers)]
 
 
+def worker_of(rewards):
+    """The worker of the model; its pool replaces it, so it is looked up each time."""
+    (worker,) = rewards._model.workers
+    return worker
+
+
 def send_all(rewards, texts, first=0):
     """Submit, and return when the worker has been sent all of it."""
     submit(rewards, texts, first)
-    while not rewards._model._sent:
+    while not worker_of(rewards).items:
         rewards.wait(0.05)
 
 
-def test_a_reward_is_the_tasks_own_plus_the_weighted_logit_of_the_model(rewards, classifier):
+def test_a_reward_is_the_sum_of_the_task_and_the_weighted_logit(rewards, classifier):
     texts = [str(n) * (1 + n % 7) for n in range(100)]
     rewards = rewards(batch_tokens=64)
     submit(rewards, texts)
     model, task = RewardModel(classifier, rewards._model.config, "cpu"), load_task(Config().task)
     for scored, prompt, text in zip(collect(rewards), prompts(), texts, strict=False):
         (logit,) = model.score([model.encode(prompt.text, text)], lambda *_: None)
+        assert isinstance(logit, float)
         own = task.score(prompt, text, True)
         assert scored.error is None
         assert scored.reward.total == pytest.approx(own.total + WEIGHT * logit, abs=1e-5)
         assert scored.reward.parts == pytest.approx({**own.parts, "reward_model": logit}, abs=1e-5)
 
 
-def test_a_model_that_hangs_or_is_killed_fails_what_it_was_at_and_scores_again_after_a_pause(rewards):
+def test_a_model_that_hangs_or_is_killed_fails_one_response_and_scores_again_after_a_restart(rewards):
     rewards = rewards(time_limit_seconds=2.0)
-    os.kill(rewards._model._worker.pid, signal.SIGSTOP)
+    os.kill(worker_of(rewards).process.pid, signal.SIGSTOP)
     send_all(rewards, ["1", "2"])
     submit(rewards, ["3"], first=2)
-    assert [scored.error for scored in collect(rewards)][:2] == ["reward: model: timed out after 2 s"] * 2
+    first, *others = [scored.error for scored in collect(rewards)]
+    assert first == "reward: model: timed out after 2 s"
+    # Scored by the next process, unless it takes too long to load.
+    assert set(others) <= {None, "reward: model: no worker: timed out after 2 s"}
     assert rewards.timeouts == 1
-    submit(rewards, ["4"], first=3)
-    assert collect(rewards)[0].error in (None, "reward: model: no worker: timed out after 2 s")
-    while not rewards._model._ready:
+    while not rewards._model.ready:
         rewards.wait(0.05)
-    os.kill(rewards._model._worker.pid, signal.SIGSTOP)
-    send_all(rewards, ["5"], first=4)
-    os.kill(rewards._model._worker.pid, signal.SIGKILL)
+    os.kill(worker_of(rewards).process.pid, signal.SIGSTOP)
+    send_all(rewards, ["4"], first=3)
+    os.kill(worker_of(rewards).process.pid, signal.SIGKILL)
     assert collect(rewards)[0].error == "reward: model: the worker was killed by SIGKILL"
-    while not rewards._model._ready:
+    while not rewards._model.ready:
         rewards.wait(0.05)
-    submit(rewards, ["6"], first=5)
+    submit(rewards, ["5"], first=4)
     assert collect(rewards)[0].error is None
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux's")
-def test_a_pair_that_wants_more_memory_than_there_is_fails_and_the_others_do_not(rewards, tmp_path):
+def test_a_pair_that_needs_too_much_memory_fails_alone(rewards, tmp_path):
     wide = make_classifier(
         tmp_path / "wide", num_hidden_layers=1, intermediate_size=1 << 14, max_position_embeddings=1 << 14
     )
     rewards = rewards(path=str(wide))
     submit(rewards, ["1"])
     assert collect(rewards)[0].error is None
-    pid = rewards._model._worker.pid
+    pid = worker_of(rewards).process.pid
     (data_kib,) = re.findall(r"VmData:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     limit = (int(data_kib) << 10) + (200 << 20)
     resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
     submit(rewards, ["2", "3" * 8_000, "4"], first=1)
     errors = [scored.error for scored in collect(rewards)]
     assert errors == [None, "reward: model: out of memory on cpu with 8006 tokens", None]
-    assert rewards._model._worker.pid == pid
+    assert worker_of(rewards).process.pid == pid
 
 
 @pytest.fixture
-def meddle(monkeypatch, tmp_path):
-    """Has workers meet a fate while they load a model; returns the file that is there from then on."""
+def sabotage(monkeypatch, tmp_path):
+    """Makes workers fail while they load a model; returns a file that exists from that moment."""
 
-    def begin(fate):
-        (tmp_path / "sitecustomize.py").write_text(MEDDLER.format(fate=FATES[fate]))
+    def begin(fault):
+        (tmp_path / "sitecustomize.py").write_text(SABOTEUR.format(fault=FAULTS[fault]))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-        monkeypatch.setenv("MEDDLER", str(tmp_path))
+        monkeypatch.setenv("SABOTEUR", str(tmp_path))
         return tmp_path / "loading"
 
     return begin
@@ -151,14 +160,14 @@ def meddle(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="what a limit counts is Linux's")
 @pytest.mark.parametrize(
-    ("fate", "sentence"),
+    ("fault", "sentence"),
     [
         ("short", "out of memory while the reward model in .*classifier was loaded"),
         ("killed", "the worker was killed by SIGKILL"),
     ],
 )
-def test_a_model_that_lacks_memory_while_it_loads_is_not_a_wrong_configuration(meddle, tmp_path, fate, sentence):
-    meddle(fate)
+def test_a_lack_of_memory_while_the_model_loads_is_not_a_configuration_error(sabotage, tmp_path, fault, sentence):
+    sabotage(fault)
     path = make_classifier(tmp_path / "classifier", num_hidden_layers=1, intermediate_size=1 << 19)
     config = Config.model_validate({"reward_model": {"path": str(path)}})
     with pytest.raises(WorkerLost, match=sentence) as raised:
@@ -166,10 +175,10 @@ def test_a_model_that_lacks_memory_while_it_loads_is_not_a_wrong_configuration(m
     assert raised.value.exit_code == EXIT_FAILED
 
 
-def test_a_searcher_that_is_asked_to_stop_while_its_reward_model_loads_leaves_at_once(
-    meddle, classifier, make_config, start_tba, example_model, tmp_path, monkeypatch
+def test_a_searcher_can_be_stopped_while_its_reward_model_loads(
+    sabotage, classifier, make_config, start_tba, example_model, tmp_path, monkeypatch
 ):
-    loading = meddle("hangs")
+    loading = sabotage("hangs")
     monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
     (tmp_path / "classifier").symlink_to(classifier)
     run = make_config(
@@ -180,10 +189,10 @@ def test_a_searcher_that_is_asked_to_stop_while_its_reward_model_loads_leaves_at
     searcher = start_tba("search", "--config", run.file)
     deadline = time.monotonic() + 120
     while not loading.exists():
-        assert time.monotonic() < deadline, "it did not come to load the model"
+        assert time.monotonic() < deadline, "it did not begin to load the model"
         time.sleep(0.05)
     searcher.terminate()
     assert searcher.wait(30) == 0
-    # By the way: no OpenMP thread of a searcher spins while it waits, which would starve those that do something.
+    # Also checked here: idle OpenMP threads of a searcher do not spin, which would starve the busy ones.
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (tmp_path / "tba0.log").read_text())
     assert set(spins) == {"0"}

@@ -1,12 +1,9 @@
-"""Rewards that misbehave under a real `tba search`: the rows say so, the searcher goes on, and nothing outlives it."""
+"""Rewards that misbehave under a real `tba search`: rows get the error, the searcher continues, no process remains."""
 
-import contextlib
 import json
 import os
-import signal
 import sqlite3
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,10 @@ from typing import Any
 import pytest
 
 from tba.common.errors import EXIT_CONFIG
-from tba.common.guard import session_of
-from tba.tests.classifiers import make_classifier
-
-from .announcer import Announcer
+from tba.common.system.orphan_guard import session_of
+from tba.tests.helpers.announcer import Announcer
+from tba.tests.helpers.checks import wait_until
+from tba.tests.process.conftest import arithmetic
 
 SAMPLES = 4
 ERRORS = {
@@ -26,7 +23,7 @@ ERRORS = {
     "exits": "reward: the worker died with exit code 3",
     "eats": "reward: out of memory (limit 256 MiB)",
 }
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "helpers"
 EXAMPLES = FOLDER.parents[1] / "examples"
 
 
@@ -54,18 +51,10 @@ class Searching:
             found = database.execute(f"{sql} ORDER BY t.id").fetchall()
         return [(key, reward, error, json.loads(parts), visit) for key, reward, error, parts, visit in found]
 
-    def rows_with(self, part: str) -> list[Any]:
-        """The rows that have this part of the reward."""
-        return [row for row in self.rows() if part in row[3]]
-
-    def errors(self) -> set[str]:
-        """The errors of all rows."""
-        return {row[2] for row in self.rows() if row[2]}
-
 
 @pytest.fixture
 def searching(make_config, start_tba, example_model, tmp_path, monkeypatch):
-    """Makes one; keyword arguments are keys of the task's section, or the section of the reward model."""
+    """Makes a `Searching`; keyword arguments are keys of the task's section, or the section of the reward model."""
     folder = tmp_path / "misdeeds"
     folder.mkdir()
     monkeypatch.setenv("HOSTILE_FOLDER", str(folder))
@@ -73,19 +62,13 @@ def searching(make_config, start_tba, example_model, tmp_path, monkeypatch):
     made: list[Searching] = []
 
     def make(reward_model: dict[str, Any] | None = None, **task: Any) -> Searching:
-        run = make_config(
-            model={"path": str(example_model), "dtype": "float32"},
+        sections = arithmetic(
             train={"prompts_per_step": 1},
             reward_model=reward_model or {},
             task={"reward_workers": 2, "reward_seconds": 3.0, "reward_memory_mib": 256} | task,
-            search={
-                "engine": "transformers",
-                "gpus": "cpu",
-                "samples_per_prompt": SAMPLES,
-                "max_in_flight": 16,
-                "max_tokens": 6,
-            },
+            search={"max_in_flight": 16},
         )
+        run = make_config(**sections)
         made.append(Searching(run, start_tba, example_model, tmp_path))
         return made[-1]
 
@@ -94,14 +77,7 @@ def searching(make_config, start_tba, example_model, tmp_path, monkeypatch):
         one.announcer.client.close()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def test_each_misdeed_is_a_row_with_its_error_beside_the_rewards_of_its_group_and_the_search_goes_on(searching):
+def test_each_faulty_reward_is_a_row_with_an_error_and_the_search_continues(searching):
     here = searching(name="hostile_task:HostilePrompts")
     searcher = here.search()
     # The group of a reward that hangs is the last one; many more come after it.
@@ -128,9 +104,9 @@ def test_each_misdeed_is_a_row_with_its_error_beside_the_rewards_of_its_group_an
     assert "reward worker replaced" in log
 
 
-# One searcher here, and two under a supervisor, which is then what is killed.
+# One searcher, or two under a supervisor, which is killed then.
 @pytest.mark.parametrize("options", [(), ("--cpu", "2")])
-def test_workers_and_what_a_reward_started_end_with_the_process_that_is_killed(searching, tmp_path, options):
+def test_workers_and_programs_that_a_reward_started_end_with_the_killed_searcher(searching, tmp_path, options):
     here = searching(name="hostile_task:Starter")
     searcher = here.search(*options)
     pids = tmp_path / "misdeeds/pids"
@@ -143,7 +119,7 @@ def test_workers_and_what_a_reward_started_end_with_the_process_that_is_killed(s
     wait_until(lambda: session_of(worker) is None and session_of(program) is None, 20)
 
 
-def test_the_example_of_a_task_of_ones_own_runs_without_workers_too(searching):
+def test_the_example_of_a_custom_task_runs_without_workers(searching):
     here = searching(name="own_task:ReverseTask", reward_workers=0)
     searcher = here.search()
     wait_until(lambda: len(here.rows()) >= 5 * SAMPLES)
@@ -153,7 +129,7 @@ def test_the_example_of_a_task_of_ones_own_runs_without_workers_too(searching):
     assert {tuple(parts) for *_, parts, _ in here.rows()} == {("correct",)}
 
 
-def test_a_task_that_does_not_load_in_a_worker_is_a_sentence_and_an_exit_code(searching):
+def test_a_task_that_does_not_load_in_a_worker_ends_the_searcher_with_an_error(searching):
     here = searching(name="hostile_task:HeldBack")
     assert here.search().wait(60) == EXIT_CONFIG
     (sentence,) = [line for line in here.log.read_text().splitlines() if "no licence server" in line]
@@ -162,44 +138,7 @@ def test_a_task_that_does_not_load_in_a_worker_is_a_sentence_and_an_exit_code(se
     )
 
 
-def test_a_reward_model_that_hangs_and_dies_is_rows_with_errors_and_the_search_goes_on(searching, tmp_path):
-    classifier = make_classifier(tmp_path / "classifier")
-    here = searching({"path": str(classifier), "weight": 0.5, "time_limit_seconds": 2.0})
-    searcher = here.search()
-    wait_until(lambda: here.rows_with("reward_model"))
-    first = model_worker_of(searcher.pid)
-    os.kill(first, signal.SIGSTOP)
-    wait_until(lambda: "reward: model: timed out after 2 s" in here.errors())
-    wait_until(lambda: model_worker_of(searcher.pid) not in (None, first))
-    before = len(here.rows_with("reward_model"))
-    wait_until(lambda: len(here.rows_with("reward_model")) > before)
-    second = model_worker_of(searcher.pid)
-    os.kill(second, signal.SIGKILL)
-    # It may have been idle; then nothing is lost, and in any case there is another.
-    wait_until(lambda: model_worker_of(searcher.pid) not in (None, second))
-    before = len(here.rows_with("reward_model"))
-    wait_until(lambda: len(here.rows_with("reward_model")) > before + 10 * SAMPLES)
-    searcher.terminate()
-    assert searcher.wait(60) == 0
-    for _, reward, error, parts, _ in here.rows():
-        assert (error is None) == ("reward_model" in parts)
-        own = parts.get("correct", 0.0)
-        assert reward == (pytest.approx(own + 0.5 * parts["reward_model"]) if error is None else 0.0)
-    assert {sentence.partition(":")[0] for sentence in here.errors()} == {"reward"}
-    assert here.log.read_text().count("reward model replaced") == 2
-
-
-def test_a_reward_model_that_cannot_be_one_ends_the_searcher_before_its_engine_starts(searching, example_model):
+def test_a_model_that_is_no_reward_model_ends_the_searcher_before_its_engine_starts(searching, example_model):
     here = searching({"path": str(example_model)})
     assert here.search().wait(60) == EXIT_CONFIG
     assert "has 2 labels: a reward needs a classifier with one" in here.log.read_text()
-
-
-def model_worker_of(searcher: int) -> int | None:
-    """The process of its reward model."""
-    children = Path(f"/proc/{searcher}/task/{searcher}/children").read_text().split()
-    for pid in children:
-        with contextlib.suppress(OSError):
-            if "tba.searcher.reward_model_worker" in Path(f"/proc/{pid}/cmdline").read_text():
-                return int(pid)
-    return None

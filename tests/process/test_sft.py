@@ -1,18 +1,29 @@
-"""`tba sft` as a user runs it."""
+"""`tba sft` on the command line."""
 
 import json
 import signal
-import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from tba.common.config import Config
 from tba.common.errors import EXIT_INTERRUPTED
+from tba.tests.helpers.checks import wait_until
 
 
-def test_sft_makes_a_model_and_says_what_happens_as_json_lines(tba, example_model, tmp_path):
-    data, out = tmp_path / "pairs.jsonl", tmp_path / "warm"
-    data.write_text("".join(json.dumps({"prompt": f"{a}+11=", "answer": str(a + 11)}) + "\n" for a in range(10, 20)))
-    command = ["sft", str(data), "--out", str(out), "--model", str(example_model), "--cpu", "--batch-size", "4"]
-    result = tba(*command, "--epochs", "2", "--held-out", str(data), "--json")
+@pytest.fixture
+def pairs(tmp_path):
+    """A file of ten prompts with answers."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{a}+11=", "answer": str(a + 11)}) + "\n" for a in range(10, 20)))
+    return str(file)
+
+
+def test_sft_writes_a_model_and_reports_steps_as_json_lines(tba, pairs, example_model, tmp_path):
+    out = tmp_path / "warm"
+    command = ["sft", pairs, "--out", str(out), "--model", str(example_model), "--cpu", "--batch-size", "4"]
+    result = tba(*command, "--epochs", "2", "--held-out", pairs, "--json")
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -26,15 +37,51 @@ def test_sft_makes_a_model_and_says_what_happens_as_json_lines(tba, example_mode
     assert "exists already" in again.stderr
 
 
-def test_sft_that_ctrl_c_has_stopped_is_no_success(start_tba, example_model, tmp_path):
-    data, out = tmp_path / "pairs.jsonl", tmp_path / "warm"
-    data.write_text("".join(json.dumps({"prompt": f"{a}+11=", "answer": str(a + 11)}) + "\n" for a in range(10, 20)))
-    command = ["sft", str(data), "--out", str(out), "--model", str(example_model), "--cpu", "--json"]
+def test_sft_interrupted_by_ctrl_c_exits_with_an_error(start_tba, pairs, example_model, tmp_path):
+    out = tmp_path / "warm"
+    command = ["sft", pairs, "--out", str(out), "--model", str(example_model), "--cpu", "--json"]
     stopped = start_tba(*command, "--steps", "100000")
-    deadline = time.monotonic() + 60
-    while '"step"' not in (tmp_path / "tba0.log").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: '"step"' in (tmp_path / "tba0.log").read_text(), 60)
     stopped.send_signal(signal.SIGINT)
     assert stopped.wait(60) == EXIT_INTERRUPTED
     assert not out.exists()
+
+
+def test_two_processes_have_the_losses_of_one_and_write_the_same_model(tba, pairs, example_model, tmp_path):
+    common = ("sft", pairs, "--model", str(example_model), "--cpu", "--batch-size", "4", "--set", "model.dtype=float32")
+    rows, weights = {}, {}
+    for count in ("1", "2"):
+        out = tmp_path / f"warm{count}"
+        several = ("--out", str(out), "--set", f"train.processes={count}")
+        result = tba(*common, *several, "--steps", "4", "--held-out", pairs)
+        assert result.returncode == 0, result.stderr
+        rows[count] = [json.loads(line) for line in (out / "sft_metrics.jsonl").read_text().splitlines()]
+        weights[count] = load_file(out / "model.safetensors")
+        assert not out.with_name(f"warm{count}.work").exists()
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert [row[name] for row in rows["2"]] == pytest.approx([row[name] for row in rows["1"]], rel=1e-4)
+    assert rows["2"][-1]["held_out_loss"] == pytest.approx(rows["1"][-1]["held_out_loss"], rel=1e-4)
+    assert weights["1"].keys() == weights["2"].keys()
+    assert all(torch.allclose(weights["2"][name], tensor, atol=1e-5) for name, tensor in weights["1"].items())
+    refused = tba(*common, "--out", str(tmp_path / "x"), "--set", "train.processes=2", "--json")
+    assert (refused.returncode, "--json is for one process" in refused.stderr) == (2, True)
+
+
+def test_two_processes_that_are_stopped_resume_with_the_losses_of_an_uninterrupted_training(
+    tba, start_tba, pairs, example_model, tmp_path
+):
+    out, straight = tmp_path / "warm", tmp_path / "straight"
+    common = ("sft", pairs, "--model", str(example_model), "--cpu", "--batch-size", "4", "--steps", "60")
+    two = (*common, "--out", str(out), "--set", "train.processes=2", "--set", "train.offload=optimizer")
+    assert tba(*common, "--out", str(straight)).returncode == 0
+    stopped, metrics = start_tba(*two), tmp_path / "warm.work/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, 60)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(60) == 0
+    assert not out.exists()
+    assert tba(*two, "--resume").returncode == 0
+    found, expected = (
+        [json.loads(line)["loss"] for line in (model / "sft_metrics.jsonl").read_text().splitlines()]
+        for model in (out, straight)
+    )
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Searcher processes of one node that share no file system with the trainer: one download, whoever dies."""
+"""Searcher processes of one node that share no file system with the trainer download a snapshot once."""
 
 import signal
 import subprocess
@@ -9,23 +9,28 @@ from pathlib import Path
 import pytest
 
 from tba.common.clock import SystemClock
-from tba.searcher.host_copy import HostCopy
-from tba.tests.weights_lab import WEIGHTS, CountingServer, RandomWeights
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights
+from tba.tests.process.conftest import clean_environment
 
-from .conftest import clean_environment
-
-# What a searcher's prefetch thread does, with chunks so small that the test can get in between.
+# Does what the preparing thread of a searcher does, with chunks so small that the test can intervene.
 CHILD = """
 import sys
 from pathlib import Path
 from tba.common.clock import SystemClock
-from tba.common.wire import WeightsRef
-from tba.searcher import fetch
-from tba.searcher.host_copy import HostCopy
+from tba.common.wire.messages import WeightsRef
+from tba.searcher.weights import fetch
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.searcher.weights.progress import Progress
+
+class Printed(Progress):
+    def report(self, waits_for):
+        print(waits_for, flush=True)
 
 fetch._CHUNK_BYTES = int(sys.argv[3])
-copies = HostCopy(Path(sys.argv[1]), "trainer", SystemClock(), tell=lambda what: print(what, flush=True))
-snapshot, held = copies.prepare(WeightsRef.model_validate_json(sys.argv[2]))
+assembler = SnapshotAssembler(Path(sys.argv[1]), "trainer", SystemClock(), Printed())
+snapshot, pinned = assembler.assemble(WeightsRef.model_validate_json(sys.argv[2]))
 print("has", snapshot.weight_files[0], flush=True)
 sys.stdin.read()
 """
@@ -45,7 +50,7 @@ def trainer(tmp_path, server):
 
 @pytest.fixture
 def start_searcher(tmp_path):
-    """Starts processes that prepare a snapshot in this node's cache."""
+    """Starts processes that assemble a snapshot in this node's cache."""
     started = []
 
     def start(ref, chunk_bytes: int = 1 << 20) -> subprocess.Popen:
@@ -59,13 +64,13 @@ def start_searcher(tmp_path):
     for process in started:
         process.kill()
         process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        not_none(process.stdin).close()
+        not_none(process.stdout).close()
 
 
 def last_line(process: subprocess.Popen) -> str:
-    """What a searcher says when it has the snapshot."""
-    for line in process.stdout:
+    """The path that a searcher prints when it has the snapshot."""
+    for line in not_none(process.stdout):
         if line.startswith("has"):
             return line.removeprefix("has ").strip()
     raise AssertionError("it ended without the snapshot")
@@ -78,7 +83,7 @@ def wait_for_bytes(node: Path, least: int) -> None:
         time.sleep(0.001)
 
 
-def test_two_searchers_fetch_once(trainer, server, start_searcher):
+def test_two_searchers_fetch_a_snapshot_once(trainer, server, start_searcher):
     ref = trainer.full()
     both = [start_searcher(ref), start_searcher(ref)]
     files = [last_line(process) for process in both]
@@ -87,24 +92,24 @@ def test_two_searchers_fetch_once(trainer, server, start_searcher):
     assert server.served[WEIGHTS] == len(trainer.truth[0])
 
 
-def test_a_searcher_that_waits_takes_over_from_one_that_is_killed_and_goes_on(
-    trainer, server, start_searcher, tmp_path
-):
+def test_a_waiting_searcher_resumes_the_download_of_one_that_is_killed(trainer, server, start_searcher, tmp_path):
     ref = trainer.full()
     first = start_searcher(ref, chunk_bytes=512)
     wait_for_bytes(tmp_path / "node", 1_000_000)
-    first.send_signal(signal.SIGSTOP)  # its locks stay
+    # Its locks stay.
+    first.send_signal(signal.SIGSTOP)
     second = start_searcher(ref)
     while "another searcher" not in second.stdout.readline():
         assert second.poll() is None
     first.kill()
     first.wait()
     assert Path(last_line(second)).read_bytes() == trainer.truth[0]
-    window = 8 * 512  # what was asked for when it died
+    # The chunks that were requested when it died.
+    window = 8 * 512
     assert len(trainer.truth[0]) <= server.served[WEIGHTS] <= len(trainer.truth[0]) + 2 * window
 
 
-def test_a_searcher_that_was_killed_in_the_middle_goes_on_after_its_restart(trainer, server, start_searcher, tmp_path):
+def test_a_download_that_was_killed_resumes_after_a_restart(trainer, server, start_searcher, tmp_path):
     ref = trainer.full()
     killed = start_searcher(ref, chunk_bytes=512)
     wait_for_bytes(tmp_path / "node", 1_000_000)
@@ -112,14 +117,14 @@ def test_a_searcher_that_was_killed_in_the_middle_goes_on_after_its_restart(trai
     killed.wait()
     before = server.served[WEIGHTS]
     assert before < len(trainer.truth[0])
-    found, _ = HostCopy(tmp_path / "node", "trainer", SystemClock()).prepare(ref)
+    found, _ = SnapshotAssembler(tmp_path / "node", "trainer", SystemClock()).assemble(ref)
     assert found.weight_files[0].read_bytes() == trainer.truth[0]
     assert server.served[WEIGHTS] - before < len(trainer.truth[0]) - 900_000
 
 
-def test_weights_that_a_living_searcher_serves_outlive_the_collection_of_others(trainer, start_searcher, tmp_path):
+def test_weights_that_a_live_searcher_serves_are_not_deleted_by_others(trainer, start_searcher, tmp_path):
     served = Path(last_line(start_searcher(trainer.full())))
-    neighbour = HostCopy(tmp_path / "node", "trainer", SystemClock())
+    neighbour = SnapshotAssembler(tmp_path / "node", "trainer", SystemClock())
     for _ in range(5):
-        neighbour.prepare(trainer.delta())[1].release()
+        neighbour.assemble(trainer.delta())[1].release()
     assert served.read_bytes() == trainer.truth[0]

@@ -1,26 +1,26 @@
-"""Publishing onto a full disk: training goes on, the newest snapshot waits, and goes out when there is space."""
+"""Publishing to a full disk: training continues, and the newest snapshot is published when there is space."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from tba.common.snapshot import Canary, list_snapshots, read
-from tba.tests.unit.publish_lab import Press
-from tba.trainer.host_copies import HostCopies
-from tba.trainer.snapshot_writer import Publication, SnapshotWriter, is_full_disk
-from tba.trainer.whole_writer import WholeWriter
-
-from .fault_lab import wait_for
-from .test_storage_faults import small_disk  # noqa: F401
+from tba.common.weights.snapshot import list_snapshots, read
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.publisher import PublisherHarness
+from tba.tests.process.test_storage_faults import small_disk  # noqa: F401
+from tba.trainer.model.host_buffers import HostBuffers
+from tba.trainer.publishing.disk_writer import DiskWriter
+from tba.trainer.publishing.snapshot_writer import Publication, is_full_disk
 
 
 @pytest.fixture
 def lab(small_disk):  # noqa: F811
     """A model of half a megabyte, whose run writes to a small disk."""
-    lab = Press(small_disk.path, hidden=128, min_free_mib=12)
-    lab.disk = small_disk
+    lab = PublisherHarness(small_disk.path, hidden=128, min_free_mib=12)
+    lab.disk = small_disk  # type: ignore[attr-defined]
     yield lab
     lab.close()
 
@@ -29,14 +29,14 @@ def steps(lab) -> list[int]:
     return [read(path).manifest.step for path in list_snapshots(lab.config.snapshots)]
 
 
-def test_below_the_floor_snapshots_wait_and_only_the_newest_is_published_afterwards(lab):
+def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwards(lab):
     publisher = lab.publisher()
     publisher.publish(0)
     assert publisher.flush(20)
     lab.disk.fill()
     for step in range(1, 6):
         publisher.publish(step)  # returns: training goes on
-    wait_for(lambda: publisher.trouble.startswith("v5 waits for disk space"), 20, publisher.trouble)
+    wait_until(lambda: publisher.trouble.startswith("v5 waits for disk space"), 20, publisher.trouble)
     assert "train.min_free_mib = 12" in publisher.trouble
     assert not publisher.flush(0.1)
     lab.disk.relieve()
@@ -46,11 +46,10 @@ def test_below_the_floor_snapshots_wait_and_only_the_newest_is_published_afterwa
     assert lab.announced().manifest.step == 5
 
 
-def test_a_disk_that_fills_up_while_writing_is_known_as_such_and_nothing_is_left(lab):
-    copies = HostCopies(torch.device("cpu"))
+def test_a_disk_that_fills_during_a_write_is_recognised_and_no_file_is_left(lab):
+    copies = HostBuffers(torch.device("cpu"))
     publication = Publication(0, 0, copies.copy(lab.weights().items()))
-    made = SnapshotWriter(lab.config, lab.model, lab.files, lambda _: Canary([], []))
-    writer = WholeWriter(made, lab.model, copies)
+    writer = DiskWriter(lab.config, lab.model, copies, unwrapped=lab.model, model_files=lab.files)
     lab.config.snapshots.mkdir(parents=True, exist_ok=True)
     with (lab.disk.path / "all").open("wb") as file:
         free = os.statvfs(lab.disk.path).f_bavail * os.statvfs(lab.disk.path).f_frsize
@@ -61,9 +60,9 @@ def test_a_disk_that_fills_up_while_writing_is_known_as_such_and_nothing_is_left
     assert list(lab.config.snapshots.iterdir()) == []
 
 
-def test_adapters_go_out_where_a_full_snapshot_has_to_wait(small_disk):  # noqa: F811
+def test_adapters_are_published_while_a_full_snapshot_waits_for_space(small_disk):  # noqa: F811
     lora = {"rank": 1, "publish": "adapter"}
-    lab = Press(small_disk.path, hidden=256, min_free_mib=12, lora=lora, keep_snapshot_every=5, steps=99)
+    lab = PublisherHarness(small_disk.path, hidden=256, min_free_mib=12, lora=lora, keep_snapshot_every=5, steps=99)
     publisher = lab.publisher()
     publisher.publish(0)
     assert publisher.flush(20)
@@ -73,7 +72,7 @@ def test_adapters_go_out_where_a_full_snapshot_has_to_wait(small_disk):  # noqa:
     publisher.publish(1)
     assert publisher.flush(20)
     publisher.publish(5)
-    wait_for(lambda: publisher.trouble.startswith("v2 waits for disk space"), 20, "it is full")
+    wait_until(lambda: publisher.trouble.startswith("v2 waits for disk space"), 20, "it is full")
     small_disk.relieve()
     assert publisher.flush(20)
     assert steps(lab) == [0, 1, 5]
@@ -81,15 +80,15 @@ def test_adapters_go_out_where_a_full_snapshot_has_to_wait(small_disk):  # noqa:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_the_base_comes_with_the_next_snapshot_where_the_one_that_it_belonged_to_was_dropped(small_disk, first):  # noqa: F811
+def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(small_disk, first):  # noqa: F811
     lora = {"rank": 1, "publish": "adapter"}
-    lab = Press(small_disk.path, hidden=128, min_free_mib=12, lora=lora, steps=99)
+    lab = PublisherHarness(small_disk.path, hidden=128, min_free_mib=12, lora=lora, steps=99)
     small_disk.fill()
     publisher = lab.publisher()
     publisher.publish(first)
     publisher.publish(first + 1)
     number = publisher._next_version - 1
-    wait_for(lambda: publisher.trouble.startswith(f"v{number} waits"), 20, publisher.trouble)
+    wait_until(lambda: publisher.trouble.startswith(f"v{number} waits"), 20, publisher.trouble)
     small_disk.relieve()
     assert publisher.flush(20)
     publisher.publish(first + 2)
@@ -97,3 +96,42 @@ def test_the_base_comes_with_the_next_snapshot_where_the_one_that_it_belonged_to
     assert steps(lab) == [0, first + 1, first + 2]
     assert lab.announced().manifest.base == number - 1
     lab.close()
+
+
+@pytest.fixture
+def memory_lab(small_disk):  # noqa: F811
+    """The same, with snapshots in memory, which is the small disk as well."""
+    train: dict[str, Any] = {"min_free_mib": 12, "snapshots_in": "memory", "keep_snapshot_every": 2, "steps": 99}
+    lab = PublisherHarness(small_disk.path, hidden=128, **train)
+    lab.disk = small_disk  # type: ignore[attr-defined]
+    yield lab
+    lab.close()
+
+
+def test_without_room_for_one_more_copy_training_continues_and_the_next_attempt_is_published(memory_lab):
+    publisher = memory_lab.publisher()
+    memory_lab.disk.fill()
+    assert publisher.publish(0) is None
+    assert publisher.missed
+    assert "train.min_free_mib = 12" in publisher.trouble
+    assert publisher.flush(1)
+    memory_lab.disk.relieve()
+    assert publisher.publish(0) == 0
+    assert publisher.flush(20)
+    assert (publisher.missed, publisher.trouble) == (False, "")
+    assert memory_lab.announced().manifest.step == 0
+
+
+def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memory_lab):
+    publisher = memory_lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(20)
+    memory_lab.disk.fill()
+    for version, step in enumerate((2, 3), 1):
+        publisher.publish(step)
+        wait_until(lambda: memory_lab.announced_ref().version == version, 20, "it is announced")  # noqa: B023
+    wait_until(lambda: publisher.trouble.startswith("v1 waits for disk space"), 20, publisher.trouble)
+    assert not publisher.flush(0.1)
+    memory_lab.disk.relieve()
+    assert publisher.flush(20)
+    assert steps(memory_lab) == [0, 2]

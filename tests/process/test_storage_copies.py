@@ -1,5 +1,6 @@
-"""A log with a torn tail, and files copied under a running server: what can be read is a prefix of what was put."""
+"""A WAL with a torn tail, and files copied from a running server: the readable rows are a prefix of the puts."""
 
+import functools
 import random
 import shutil
 import sqlite3
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tba.buffer.check import check
-from tba.buffer.store import Store
+from tba.buffer.store.store import Store
+from tba.buffer.tools.check import check
 from tba.common.errors import StorageError
-
-from .fault_lab import ROWS, Stored, producing, stored, wait_for
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.faults import ROWS, Stored, producing, stored
 
 CUTS = 40
 CORRUPTIONS = 20
@@ -25,17 +26,17 @@ def log_of(database: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A folder that is filled once with the files of a server that was killed at work."""
+    """The path for the files of a killed server, made once."""
     return tmp_path_factory.mktemp("killed") / "buffer.sqlite"
 
 
 @pytest.fixture
 def killed_at_work(killed, start_tba, run_config):
-    """The files of a server that was killed at work, before any of its log was copied into the database."""
+    """The files of a server that was killed before its first checkpoint, which a limit of puts keeps out of reach."""
     if not killed.exists():
         process = start_tba("buffer", "serve", "--config", run_config.file)
-        with producing(run_config.address, 2, tokens=64) as producers:
-            wait_for(lambda: all(len(producer.acknowledged) > 60 for producer in producers), 30, "some are stored")
+        with producing(run_config.address, 2, tokens=64, limit=100) as producers:
+            wait_until(lambda: all(len(producer.acknowledged) > 60 for producer in producers), 30, "some are stored")
             process.kill()
             process.wait()
         assert log_of(run_config.database).stat().st_size < 8 << 20
@@ -45,7 +46,7 @@ def killed_at_work(killed, start_tba, run_config):
 
 
 def copied(database: Path, folder: Path, *, log: bool = True) -> Path:
-    """A copy of the file, then one of its log."""
+    """Copy the database, then its WAL."""
     folder.mkdir()
     copy = folder / database.name
     shutil.copyfile(database, copy)
@@ -55,7 +56,7 @@ def copied(database: Path, folder: Path, *, log: bool = True) -> Path:
 
 
 def opened(copy: Path) -> Stored:
-    """What a server would find."""
+    """Return the rows that a server would find."""
     Store(copy, durability="process").close()
     return stored(copy)
 
@@ -66,7 +67,7 @@ def assert_is_a_prefix(found: Stored, whole: Stored) -> None:
     assert len(found.rows) % ROWS == 0
 
 
-def test_a_log_cut_anywhere_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):
+def test_a_truncated_log_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):
     whole = opened(copied(killed_at_work, tmp_path / "whole"))
     assert len(whole.rows) > 120 * ROWS
     rng, length = random.Random(0), log_of(killed_at_work).stat().st_size
@@ -81,7 +82,7 @@ def test_a_log_cut_anywhere_gives_a_prefix_of_whole_puts(killed_at_work, tmp_pat
     assert len(lengths) > CUTS // 2
 
 
-def test_a_log_with_wrong_bytes_in_its_tail_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):
+def test_a_log_with_a_corrupt_tail_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):
     whole = opened(copied(killed_at_work, tmp_path / "whole"))
     rng, length = random.Random(1), log_of(killed_at_work).stat().st_size
     for n in range(CORRUPTIONS):
@@ -93,27 +94,33 @@ def test_a_log_with_wrong_bytes_in_its_tail_gives_a_prefix_of_whole_puts(killed_
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["file", "file and log"])
-def test_a_copy_made_under_load_is_a_prefix_or_is_said_to_be_unsound(start_tba, tba, run_config, tmp_path, log):
+def test_a_copy_made_under_load_is_a_prefix_or_is_reported_as_damaged(start_tba, tba, run_config, tmp_path, log):
     start_tba("buffer", "serve", "--config", run_config.file)
     verdicts = []
     with producing(run_config.address, 3, tokens=512) as producers:
         for n in range(COPIES):
-            more = sum(producer.posted for producer in producers) + 100  # 1.6 MiB: the log is copied now and then
-            wait_for(lambda more=more: sum(producer.posted for producer in producers) > more, 30, "it grows")
+            # 1.6 MiB: some copies are made during a checkpoint.
+            more = sum(producer.posted for producer in producers) + 100
+            wait_until(
+                functools.partial(lambda more: sum(producer.posted for producer in producers) > more, more),
+                30,
+                "it grows",
+            )
             verdicts.append(is_sound(copied(run_config.database, tmp_path / str(n), log=log)))
     assert any(verdicts)
     for sound in set(verdicts):
-        told = tba("buffer", "check", "--buffer", str(tmp_path / str(verdicts.index(sound)) / "buffer.sqlite"))
-        assert (told.returncode == 0, "Traceback" in told.stderr) == (sound, False)
+        result = tba("buffer", "check", "--buffer", str(tmp_path / str(verdicts.index(sound)) / "buffer.sqlite"))
+        assert (result.returncode == 0, "Traceback" in result.stderr) == (sound, False)
 
 
-def test_parts_of_different_times_are_refused_in_one_sentence(killed_at_work, tmp_path):
+def test_a_database_and_a_log_of_different_times_are_refused_in_one_sentence(killed_at_work, tmp_path):
     source, torn = copied(killed_at_work, tmp_path / "source"), tmp_path / "torn"
     with closing(sqlite3.connect(source, isolation_level=None)) as server:
         server.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         torn = copied(source, torn, log=False)
         server.execute("UPDATE payloads SET response_ids = RANDOMBLOB(9000)")
-        server.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of this is in the database only
+        # All of this is now in the database file alone.
+        server.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         server.execute("DELETE FROM payloads WHERE trajectory % 7 = 0")
         shutil.copyfile(log_of(source), log_of(torn))
     refusal = r"is damaged \(.*\): was it copied while a server wrote to it\?"
@@ -122,18 +129,19 @@ def test_parts_of_different_times_are_refused_in_one_sentence(killed_at_work, tm
     assert "\n" not in str(refused.value)
     torn.unlink()
     log_of(torn).unlink()
-    Store(torn, durability="process").close()  # the refused one has let go of the lock
+    # The refused store has released the lock.
+    Store(torn, durability="process").close()
 
 
 def is_sound(copy: Path) -> bool:
-    """Whether a copy is said to be sound; if so, it is. A server that is given it opens it or says why not."""
-    sound, said = False, ""
+    """Whether the check calls a copy sound; if so, its rows are. A store opens the copy, or refuses in one line."""
+    sound, reason = False, ""
     try:
         sound = all(finding["result"] != "fail" for finding in check(copy))
         Store(copy, durability="process").close()
     except StorageError as error:
-        sound, said = False, str(error)
-    assert "\n" not in said
+        sound, reason = False, str(error)
+    assert "\n" not in reason
     if sound:
         assert_whole_puts_without_a_gap(stored(copy))
     return sound

@@ -1,4 +1,4 @@
-"""A full disk, a slow disk: what a real server makes of them, and what its producers hear."""
+"""A full or slow disk: how a real server handles it, and which errors its producers receive."""
 
 import sqlite3
 import subprocess
@@ -10,45 +10,46 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common import client as client_module
-from tba.common import wire
-
-from .fault_lab import (
+from tba.common.wire import client as client_module
+from tba.common.wire import messages
+from tba.common.wire.status_messages import GetStatus, Status
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.faults import (
     BYTES_PER_TOKEN,
     ROWS,
     assert_all_is_stored_once,
-    connected,
-    prepare,
     producing,
     stored,
-    wait_for,
 )
+from tba.tests.helpers.puts import connected, prepare
 
 DISK_MIB = 24
 BALLAST_MIB = 14
 
 QUEUE_MIB = 8
 SENDERS = 8
-LARGE_TOKENS = 8192  # a row of 64 KiB
+# A row of 64 KiB.
+LARGE_TOKENS = 8192
 LARGE_PUT_MIB = ROWS * LARGE_TOKENS * BYTES_PER_TOKEN / (1 << 20)
-# What a server whose writer is held may take: its queue; one reading of the socket beyond it (64 requests); of each
-# sender 16 requests that ZeroMQ has received and one that it is receiving; the group that the writer has taken (1 MiB
-# and a put); and the allocator's waste.
+# The most memory that a server with a blocked writer may need: its queue; one read of the socket beyond it (64
+# requests); per sender 16 requests received by ZeroMQ and one being received; the writer's group (1 MiB and a put);
+# and allocator overhead.
 MOST_MIB = QUEUE_MIB + (64 + SENDERS * (16 + 1)) * LARGE_PUT_MIB + (1 + LARGE_PUT_MIB) + 8
-HELD_SECONDS = 4.0
-FLOOD = 96  # puts that each sender has under way
+BLOCKED_SECONDS = 4.0
+# Pending puts per sender.
+FLOOD = 96
 
 
 @pytest.fixture
 def impatient_clients(monkeypatch):
-    """Producers ask again after half a second, and go on asking as often: a test need not wait for them."""
+    """Producers repeat unanswered requests after half a second, and then every second: tests need not wait."""
     monkeypatch.setattr(client_module, "_RESEND_SECONDS", 0.5)
-    monkeypatch.setattr(client_module, "_LONGEST_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(client_module, "_LONGEST_TIMEOUT_SECONDS", 1.0)
 
 
 @dataclass
 class SmallDisk:
-    """A file system of its own, most of it taken by a file that can go."""
+    """A small file system, mostly filled by a file that can be removed."""
 
     path: Path
 
@@ -73,38 +74,36 @@ def small_disk(tmp_path):
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)]
     try:
-        made = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        mounted = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except OSError as error:
         pytest.skip(f"a small file system cannot be mounted: {error}")
-    if made.returncode:
-        pytest.skip(f"a small file system cannot be mounted: {made.stderr.strip()}")
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
     yield SmallDisk(path)
-    # Lazily: the server, which has files open there, is ended by a fixture that may come later.
+    # Lazily: the fixture that ends the server, which has open files there, may run later.
     subprocess.run(["umount", "--lazy", str(path)], check=True, timeout=20)
 
 
 @pytest.fixture
 def serve(start_tba, make_config):
-    """Starts a server with these settings of `[buffer]`; returns the configuration and the process."""
+    """Start servers with settings of `[buffer]`. Returns the configuration and the process."""
 
     def start(**buffer):
         config = make_config(train={"prompts_per_step": 1})
         settings = [part for key, value in buffer.items() for part in ("--set", f"buffer.{key}={value}")]
         process = start_tba("buffer", "serve", "--config", config.file, *settings)
         with connected(config.address) as client:
-            client.call(wire.GetStatus(), wire.Status, deadline_seconds=30)
+            client.call(GetStatus(), Status, deadline_seconds=30)
         return config, process
 
     return start
 
 
-def test_a_full_disk_is_named_loses_nothing_and_is_recovered_from_without_a_restart(
-    serve, small_disk, impatient_clients
-):
+def test_a_full_disk_is_reported_loses_no_row_and_needs_no_restart(serve, small_disk, impatient_clients):
     config, process = serve(database=small_disk.database, min_free_mib=0)
     small_disk.fill()
     with producing(config.address, 3, tokens=8192) as producers:
-        wait_for(lambda: all(producer.troubles for producer in producers), 30, "the disk is full")
+        wait_until(lambda: all(producer.troubles for producer in producers), 30, "the disk is full")
         assert all("full" in trouble for producer in producers for trouble in producer.troubles)
         acknowledged = [set(producer.acknowledged) for producer in producers]
         answer_a_status_promptly(config, times=50)
@@ -112,7 +111,7 @@ def test_a_full_disk_is_named_loses_nothing_and_is_recovered_from_without_a_rest
         for producer, firsts in zip(producers, acknowledged, strict=True):
             assert firsts <= set(found.sequences(producer.number))
         for producer in producers:
-            producer.post_no_more()
+            producer.stop_posting()
         small_disk.relieve()
         for producer in producers:
             producer.wait_until_all_is_answered(20)
@@ -120,13 +119,13 @@ def test_a_full_disk_is_named_loses_nothing_and_is_recovered_from_without_a_rest
     assert_all_is_stored_once(small_disk.database, producers)
 
 
-def test_a_server_that_is_stopped_while_the_disk_is_full_ends_in_order_and_has_lost_nothing_when_it_is_back(
+def test_a_server_stopped_while_the_disk_is_full_exits_cleanly_and_loses_no_row(
     serve, start_tba, small_disk, impatient_clients
 ):
     config, process = serve(database=small_disk.database, min_free_mib=0)
     small_disk.fill()
     with producing(config.address, 3, tokens=8192) as producers:
-        wait_for(lambda: all(producer.troubles for producer in producers), 30, "the disk is full")
+        wait_until(lambda: all(producer.troubles for producer in producers), 30, "the disk is full")
         process.terminate()
         assert process.wait(30) == 0
         small_disk.relieve()
@@ -138,22 +137,22 @@ def test_a_server_that_is_stopped_while_the_disk_is_full_ends_in_order_and_has_l
 
 
 def answer_a_status_promptly(config, times: int) -> None:
-    """Every request for the status is answered the first time."""
+    """Assert that every status request is answered without being repeated."""
     with connected(config.address) as monitor:
         for _ in range(times):
-            monitor.call(wire.GetStatus(), wire.Status, deadline_seconds=5, stop=lambda: bool(monitor.trouble))
+            monitor.call(GetStatus(), Status, deadline_seconds=5, stop=lambda: bool(monitor.trouble))
 
 
-def test_too_little_free_space_refuses_puts_with_a_way_out_and_nothing_else(serve, small_disk, impatient_clients):
+def test_too_little_free_space_refuses_only_puts_and_names_a_remedy(serve, small_disk, impatient_clients):
     config, _ = serve(database=small_disk.database, min_free_mib=DISK_MIB - BALLAST_MIB)
     small_disk.fill()
     with connected(config.address, "searcher") as searcher, producing(config.address, 1, tokens=8) as (producer,):
-        wait_for(lambda: producer.troubles, 20, "refused")
+        wait_until(lambda: producer.troubles, 20, "refused")
         prepare(searcher)
-        lease = wire.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
-        assert len(searcher.call(lease, wire.Leases, deadline_seconds=5)[0].visits) == 1
+        lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
+        assert len(searcher.call(lease, messages.Leases, deadline_seconds=5)[0].visits) == 1
         with connected(config.address) as monitor:
-            status = monitor.call(wire.GetStatus(), wire.Status, deadline_seconds=5)[0]
+            status = monitor.call(GetStatus(), Status, deadline_seconds=5)[0]
         assert (status.trajectories, set(status.rejected)) == (0, {"storage"})
         (trouble,) = producer.troubles
         assert "buffer.min_free_mib is 10: make room, or run `tba buffer compact`" in trouble
@@ -166,15 +165,15 @@ def test_a_slow_disk_slows_producers_and_does_not_fill_memory(serve):
     assert SENDERS * FLOOD * LARGE_PUT_MIB > 2 * MOST_MIB
     config, process = serve(queue_mib=QUEUE_MIB)
     with producing(config.address, SENDERS, tokens=LARGE_TOKENS, window=1) as producers:
-        wait_for(lambda: all(producer.acknowledged for producer in producers), 30, "all are at work")
-        with writing_is_held(config.database):
+        wait_until(lambda: all(producer.acknowledged for producer in producers), 30, "all have started")
+        with writing_is_blocked(config.database):
             before = resident_mib(process)
             for producer in producers:
                 producer.window = FLOOD
-            grown = most_resident_mib(process, seconds=HELD_SECONDS) - before
+            grown = most_resident_mib(process, seconds=BLOCKED_SECONDS) - before
             assert min(producer.posted for producer in producers) > FLOOD
         for producer in producers:
-            producer.post_no_more()
+            producer.stop_posting()
         for producer in producers:
             producer.wait_until_all_is_answered(30)
     assert QUEUE_MIB < grown < MOST_MIB
@@ -182,8 +181,8 @@ def test_a_slow_disk_slows_producers_and_does_not_fill_memory(serve):
 
 
 @contextmanager
-def writing_is_held(database):
-    """Nobody else can write meanwhile."""
+def writing_is_blocked(database):
+    """Lock the database against other writers."""
     with closing(sqlite3.connect(database, isolation_level=None, timeout=10)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield

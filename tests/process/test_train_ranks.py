@@ -1,4 +1,4 @@
-"""`tba train` over several processes, with a real buffer: it trains as one process does, and fails as one."""
+"""`tba train` with several processes and a real buffer: it trains and fails like one process."""
 
 import json
 import os
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tba.common import snapshot
 from tba.common.config import Config
-from tba.common.config_layers import resolve
-from tba.common.process import PARENT_VARIABLE
-from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
-
-from .conftest import clean_environment
+from tba.common.config.layers import resolve
+from tba.common.system.process import PARENT_VARIABLE
+from tba.common.weights import snapshot
+from tba.tests.helpers.trainer import BufferThread, FakeSearcher, save_tiny_model
+from tba.tests.process.conftest import clean_environment
 
 STEPS = 120
 
@@ -49,22 +50,22 @@ class Run:
         self.buffer = BufferThread(self.config, address=made.address)
 
     def start(self, *arguments: str) -> Any:
-        """`tba train` in the background."""
+        """Start `tba train`."""
         return self._start("train", "--config", self.file, "--cpu", *arguments)
 
     def train(self, *arguments: str) -> None:
-        """`tba train` to its end."""
+        """Run `tba train` to its end."""
         assert self.start(*arguments).wait(90) == 0
 
     def feed(self) -> None:
-        """Put trajectories as soon as there are weights."""
+        """Put trajectories once weights are announced."""
         searcher = FakeSearcher(self.buffer.address, prompts=4)
         searcher.wait_for_weights(seconds=60)
         searcher.put_groups(8)
         searcher.close()
 
     def metrics(self) -> list[dict[str, float]]:
-        """The whole lines of metrics.jsonl: a reader may see the first page of a line before the rest."""
+        """Return the complete lines of metrics.jsonl: the last line may still be being written."""
         path = self.config.run.dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
@@ -89,7 +90,7 @@ def make_run(tmp_path, make_config_in, start_tba) -> Iterator[Callable[..., Run]
 
 
 def assert_same_training(run: Run, straight: Run) -> None:
-    """The same steps, as near as float32 sums in another order are."""
+    """Compare steps up to the rounding of float32 sums in another order."""
     found, expected = run.metrics(), straight.metrics()
     assert [line["step"] for line in found] == list(range(STEPS))
     for name in ("loss", "grad_norm", "kl", "reward_mean"):
@@ -97,7 +98,7 @@ def assert_same_training(run: Run, straight: Run) -> None:
 
 
 def children_of(pid: int) -> dict[str, int]:
-    """The ranks that a process has started: pid by rank."""
+    """Return the ranks that a process has started: pid by rank."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         environment = dict(
@@ -108,7 +109,7 @@ def children_of(pid: int) -> dict[str, int]:
     return found
 
 
-def test_a_rank_that_dies_ends_the_run_with_one_sentence_and_one_process_goes_on(make_run, tmp_path):
+def test_a_killed_rank_ends_the_run_with_one_sentence_and_one_process_can_resume(make_run, tmp_path):
     straight, run = make_run("straight"), make_run("killed")
     one = straight.start()
     straight.feed()
@@ -118,14 +119,14 @@ def test_a_rank_that_dies_ends_the_run_with_one_sentence_and_one_process_goes_on
     run.wait_for_steps(30)
     os.kill(children_of(two.pid)["1"], signal.SIGKILL)
     assert two.wait(30) == 1
-    said = (tmp_path / "tba1.log").read_text().splitlines()
-    assert said[-1] == "error: rank1 of 2 was ended by SIGKILL; the others were ended, go on with --resume"
-    assert not any("Traceback" in line for line in said)
+    lines = (tmp_path / "tba1.log").read_text().splitlines()
+    assert lines[-1] == "error: rank1 of 2 was ended by SIGKILL; the others were ended: continue with --resume"
+    assert not any("Traceback" in line for line in lines)
     run.train("--resume")
     assert_same_training(run, straight)
 
 
-def test_two_processes_save_when_stopped_and_go_on_under_torchrun_with_adapters(make_run):
+def test_two_stopped_processes_resume_under_torchrun_with_adapters(make_run):
     straight, run = make_run("straight", rank=2), make_run("stopped", rank=2, publish="adapter")
     one = straight.start()
     straight.feed()
@@ -143,4 +144,26 @@ def test_two_processes_save_when_stopped_and_go_on_under_torchrun_with_adapters(
     assert_same_training(run, straight)
     manifests = [snapshot.read(path).manifest for path in snapshot.list_snapshots(run.config.snapshots)]
     assert (manifests[0].step, manifests[-1].step) == (0, STEPS)
-    assert {manifest.base for manifest in manifests[1:-1]} == {0}, "adapters, also after the restart"
+    bases = {manifest.version for manifest in manifests if manifest.base is None and manifest.step == 0}
+    assert len(bases) == 2, "each start publishes its base"
+    # The first start may be stopped before it publishes an adapter.
+    assert {manifest.base for manifest in manifests[:-1]} <= {None, *bases}
+    assert manifests[-2].base == max(bases), "adapters, also after the restart"
+
+
+def test_two_processes_with_the_optimiser_on_the_host_make_the_steps_of_one_without_across_a_kill(make_run):
+    straight, run = make_run("straight"), make_run("offloaded")
+    one = straight.start()
+    straight.feed()
+    assert one.wait(90) == 0
+    offload = ("--set", "train.offload=optimizer")
+    two = run.start("--processes", "2", *offload)
+    run.feed()
+    run.wait_for_steps(30)
+    os.kill(children_of(two.pid)["0"], signal.SIGKILL)
+    assert two.wait(30) == 1
+    run.train("--resume", *offload)
+    assert_same_training(run, straight)
+    published = [snapshot.list_snapshots(one.config.snapshots)[-1] / "model.safetensors" for one in (run, straight)]
+    mine, expected = (load_file(path) for path in published)
+    assert all(torch.allclose(mine[name], tensor, atol=1e-5) for name, tensor in expected.items())

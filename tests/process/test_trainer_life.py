@@ -1,6 +1,7 @@
-"""A trainer in a step that does not end, beside which another one is started; real processes and sockets.
+"""A second trainer is started while the first one is in a long step; real processes and sockets.
 
-The step reads from a FIFO, the gate: it can be opened for writing once the trainer is there, and its end ends the read.
+The long step reads from a FIFO, the gate. The gate can be opened for writing once the step has begun, and closing it
+ends the step.
 """
 
 import os
@@ -13,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from tba.common.config_layers import resolve
+from tba.common.config.layers import resolve
 from tba.common.errors import EXIT_CONFIG
-from tba.tests.unit.tb_lab import BufferThread, FakeSearcher, save_tiny_model
-
-from .test_outages import wait_until
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.trainer import BufferThread, FakeSearcher, save_tiny_model
 
 STEPS = 3
 LONG_STEP = """
-from tba.trainer.step import Learner
+from tba.trainer.step.learner import Learner
 make_step = Learner.step
 def step(self, batch):
     if self.steps_done == 1:
@@ -32,7 +32,7 @@ Learner.step = step
 
 
 class System:
-    """A buffer, data for all steps, and a first trainer that is in its second step until `end_step`."""
+    """A buffer, data for all steps, and a first trainer whose second step lasts until `end_step`."""
 
     def __init__(self, folder: Path, make_config: Callable[..., Any], start_tba: Callable[..., Any]) -> None:
         train = {"steps": STEPS, "prompts_per_step": 2, "samples_per_prompt": 3, "warmup_steps": 0, "decay_steps": 1}
@@ -45,7 +45,7 @@ class System:
         os.mkfifo(folder / "gate")
 
     def start(self) -> None:
-        """Have the first trainer in its long step."""
+        """Start the first trainer, and wait until it is in its long step."""
         self.first = self.train(patch=LONG_STEP.format(gate=str(self._folder / "gate")))
         searcher = FakeSearcher(self._address, prompts=4)
         searcher.wait_for_weights(seconds=60)
@@ -54,16 +54,17 @@ class System:
         wait_until(self._is_in_step)
 
     def _is_in_step(self) -> bool:
-        """Whether the first trainer reads from the gate; then the gate stays open."""
+        """Whether the first trainer reads from the gate. If so, the gate stays open."""
         try:
             self._gate = os.open(self._folder / "gate", os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads from it
+        # No process reads from the gate.
+        except OSError:
             assert self.first.poll() is None, self.log(0)
             return False
         return True
 
     def end_step(self) -> None:
-        """Let the first trainer go on."""
+        """Let the first trainer continue."""
         os.close(self._gate)
 
     def train(self, *arguments: str, patch: str = "") -> subprocess.Popen[bytes]:
@@ -71,14 +72,14 @@ class System:
         return self._start("train", "--cpu", "--config", self._file, *arguments, patch=patch)
 
     def train_elsewhere(self) -> subprocess.Popen[bytes]:
-        """A second trainer, whose run.dir is another one."""
+        """Start a second trainer with another run.dir."""
         return self.train("--set", f"run.dir={self._folder / 'other'}")
 
     def log(self, number: int) -> str:
         return (self._folder / f"tba{number}.log").read_text()
 
     def steps(self) -> list[int]:
-        """The steps that were reported."""
+        """Return the reported steps."""
         with sqlite3.connect(self._database) as database:
             return [row[0] for row in database.execute("SELECT step FROM batches WHERE trained_at IS NOT NULL")]
 
@@ -93,9 +94,9 @@ def system(tmp_path: Path, make_config: Callable[..., Any], start_tba: Callable[
         made.buffer.stop()
 
 
-def test_a_trainer_in_a_long_step_is_not_followed_by_another_one_and_goes_on(system):
+def test_a_trainer_in_a_long_step_is_not_replaced_by_a_second_one(system):
     second = system.train_elsewhere()
-    # It tries for 13 seconds, in all of which the first one is within its step.
+    # It retries for 13 seconds, while the first one is in its step.
     assert second.wait(120) == EXIT_CONFIG
     assert "is at work on run test" in system.log(1)
     assert system.first.poll() is None
@@ -106,7 +107,7 @@ def test_a_trainer_in_a_long_step_is_not_followed_by_another_one_and_goes_on(sys
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_is_killed_or_stopped_in_a_long_step_is(system, how):
+def test_a_trainer_killed_or_stopped_in_a_long_step_is_replaced(system, how):
     system.first.send_signal(how)
     assert system.train_elsewhere().wait(120) == 0, system.log(1)
     assert system.steps() == list(range(STEPS))

@@ -1,4 +1,4 @@
-"""Running `tba` inside the test's process."""
+"""Fixtures of the unit tests: `tba` commands run inside the test's process, and filled databases."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tba.buffer.store.schema import migrations
 from tba.cli import app
 from tba.common.errors import TbaError
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left: its exit code, its output, and its sentence if it failed."""
+    """The exit code, the output, and the error sentence or standard error of a command."""
 
     exit_code: int
     output: str
-    said: str
+    message: str
 
     @property
     def json(self) -> Any:
@@ -64,14 +65,26 @@ def filled(harness: Callable[..., Any], trajectory: Callable[..., Any]) -> Path:
 
 
 @pytest.fixture
-def press(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def next_release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Registers a further migration, as a later release does, and returns its name."""
+
+    def register() -> str:
+        monkeypatch.setattr(migrations, "_migrations", migrations._migrations[:])
+        migrations(name="0002_note")(lambda db: db.table("runs").add_column("note", str))
+        return "0002_note"
+
+    return register
+
+
+@pytest.fixture
+def publisher_harness(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Makes models with a buffer and publishers; keyword arguments are keys of [train]."""
-    from .publish_lab import Press  # loads torch
+    from tba.tests.helpers.publisher import PublisherHarness  # loads torch
 
-    made: list[Press] = []
+    made: list[PublisherHarness] = []
 
-    def make(**settings: Any) -> Press:
-        made.append(Press(tmp_path, **settings))
+    def make(**settings: Any) -> PublisherHarness:
+        made.append(PublisherHarness(tmp_path, **settings))
         return made[-1]
 
     yield make

@@ -1,63 +1,121 @@
-"""Adapters that a trainer publishes, loaded by an engine at work: its weights are the trainer's policy bit for bit."""
+"""Adapters that a trainer publishes, loaded by a running engine through vLLM's own LoRA."""
 
-import hashlib
+import copy
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-from tba.common import adapter
 from tba.common.clock import SystemClock
-from tba.common.tensor_file import map_tensors
-from tba.searcher.engine import SamplingSettings
-from tba.searcher.host_copy import HostCopy
-from tba.tests.unit.publish_lab import Press
-from tba.tests.unit.tb_lab import random_batch
+from tba.common.errors import CanaryMismatch, SnapshotError
+from tba.common.weights import adapter
+from tba.searcher.engines.engine import SamplingSettings
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.publisher import PublisherHarness
+from tba.tests.helpers.trainer import random_batch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 LORA = {"rank": 4, "publish": "adapter", "targets": ["q_proj", "down_proj"]}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def base(lab):
     return lab.model(seed=1, tied=True)
 
 
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
 @pytest.fixture
-def press(base, tmp_path):
+def trainer(base, tmp_path, dtype):
     base.save_pretrained(tmp_path / "model")
-    train = {"learning_rate": 0.02, "warmup_steps": 0, "steps": 99}
-    press = Press(tmp_path, files=tmp_path / "model", dtype="bfloat16", lora=LORA, **train)
-    yield press
-    press.close()
+    train: dict[str, Any] = {"learning_rate": 0.02, "warmup_steps": 0, "steps": 99, "keep_snapshot_every": 4}
+    publisher_harness = PublisherHarness(tmp_path, files=tmp_path / "model", dtype=dtype, lora=LORA, **train)
+    yield publisher_harness
+    publisher_harness.close()
 
 
-def hashes(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: hashlib.sha256(one.view(torch.int16).numpy().tobytes()).hexdigest() for name, one in weights.items()}
+class Node:
+    """Publishes steps of a trainer, and assembles them."""
+
+    def __init__(self, trainer, directory):
+        self.trainer, self.publisher = trainer, trainer.publisher()
+        self.assembler = SnapshotAssembler(directory, "path", SystemClock())
+
+    def step(self, number):
+        if number:
+            self.trainer.learner.step(random_batch(number))
+        self.publisher.publish(number)
+        assert self.publisher.flush(20)
+        return self.assembler.assemble(self.trainer.announced_ref())[0]
+
+
+def policy(base, trainer):
+    """The trainer's policy as a transformers model in float32."""
+    model = copy.deepcopy(base)
+    model.load_state_dict({name: tensor.float() for name, tensor in trainer.merged().items()}, strict=False)
+    return model
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_ten_adapters_of_a_trainer_are_loaded_in_flight_bit_for_bit(lab, base, press, tmp_path, packed):
-    engine = lab.engine(base, dtype="bfloat16", pack_weights=packed, canary_tolerance=0.5)
-    publisher, copies = press.publisher(), HostCopy(tmp_path / "node", "path", SystemClock())
+def test_adapters_of_a_trainer_are_swapped_in_flight(lab, base, trainer, tmp_path, dtype, packed):
+    engine = lab.engine(base, dtype=dtype, pack_weights=packed, canary_tolerance=TOLERANCE[dtype], lora_rank=4)
+    node, ids, full = Node(trainer, tmp_path / "node"), lab.tokens(2, 40), "reload" if packed else "in place"
     request = lab.submit(engine, lab.tokens(1, 12), SamplingSettings(1.0, 1.0, 40))
-    for step in range(11):
-        if step:
-            press.learner.step(random_batch(step))
-        publisher.publish(step)
-        assert publisher.flush(20)
-        found, held = copies.prepare(press.announced_ref())
+    expected = {0: full, 4: full, 5: full, 8: full, 9: full}
+    for step in range(10):
+        found = node.step(step)
+        assert (found.adapter is None) is (step % 4 == 0)
         engine.prepare(found)
         engine.step()
-        assert engine.load_weights(found).way == ("exchange" if packed else "in place")
-        (in_engine,), expected = engine.call("tba_hashes"), hashes(press.merged())
-        assert in_engine == {name: expected[name] for name in in_engine}
-        # Packed copies cannot be read back; the file that they were made of can.
-        bits = {name: tensor.bits for name, tensor in map_tensors(found.weight_files[0]).items()}
-        assert {name: hashlib.sha256(one.tobytes()).hexdigest() for name, one in bits.items()} == expected
-        assert found.manifest.change == (adapter.FILE if step else None)
-        held.release()
+        assert engine.load_weights(found).way == expected.get(step, "adapter")
+        reference = lab.logprobs(policy(base, trainer), ids)
+        np.testing.assert_allclose(engine.score([ids])[0], reference, atol=TOLERANCE[dtype])
     generation = lab.finish(engine)[request]
     # Scoring a canary steps the engine as well: one or two tokens of each version.
-    assert generation.version_runs[:, 0].tolist() == list(range(11))
+    assert generation.version_runs[:, 0].tolist() == list(range(10))
     assert generation.version_runs[:, 1].sum() == 40
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
+def test_a_wrong_adapter_is_refused_and_the_adapter_before_it_serves_again(lab, base, trainer, tmp_path):
+    engine = lab.engine(base, lora_rank=4)
+    node, ids = Node(trainer, tmp_path / "node"), lab.tokens(2, 40)
+    for step in range(3):
+        engine.load_weights(node.step(step))
+    before, request = engine.score([ids])[0], lab.submit(engine, lab.tokens(1, 12))
+    wrong = node.step(3)
+    good = adapter.load(wrong.adapter)
+    adapter.save(wrong.adapter, adapter.Adapter(good.factors, 10 * good.scaling), rank=4, base=wrong.path)
+    with pytest.raises(CanaryMismatch):
+        engine.load_weights(wrong)
+    np.testing.assert_allclose(engine.score([ids])[0], before, atol=1e-5)
+    assert lab.finish(engine)[request].version_runs.tolist() == [[2, 20]]
+    (wrong.adapter / adapter.FILE).write_bytes(b"")
+    with pytest.raises(SnapshotError):
+        engine.load_weights(wrong)
+    assert engine.load_weights(node.step(5)).way == "adapter"
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
+def test_an_engine_without_adapters_refuses_one_and_names_the_setting(lab, base, trainer, tmp_path):
+    engine, node = lab.engine(base), Node(trainer, tmp_path / "node")
+    engine.load_weights(node.step(0))
+    with pytest.raises(SnapshotError, match=r"started without adapters: set lora\.rank"):
+        engine.prepare(node.step(1))
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
+def test_the_transformers_engine_merges_an_adapter(lab, base, trainer, tmp_path):
+    engine, node, ids = lab.transformers_engine(base), Node(trainer, tmp_path / "node"), lab.tokens(2, 40)
+    for step in range(3):
+        engine.load_weights(node.step(step))
+        reference = lab.logprobs(policy(base, trainer), ids)
+        np.testing.assert_allclose(engine.score([ids])[0], reference, atol=1e-4)

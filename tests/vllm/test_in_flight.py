@@ -1,9 +1,9 @@
-"""Requests that are in progress while the weights change."""
+"""Requests in flight while the weights change."""
 
 import numpy as np
 import pytest
 
-from tba.searcher.engine import SamplingSettings
+from tba.searcher.engines.engine import SamplingSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -15,8 +15,8 @@ def steps(engine, count):
 def mixed_logprobs(lab, old, new, prompt, response, of_old):
     """Log-probabilities of a response whose first `of_old` tokens the old weights sampled.
 
-    The last of those was sampled but not yet fed in, so the new weights compute its keys and values, and the
-    old ones did for all tokens before it.
+    The last of those was sampled but not yet fed in, so the new weights compute its keys and values; the old weights
+    computed those of all tokens before it.
     """
     from transformers import DynamicCache
 
@@ -39,10 +39,10 @@ def test_a_request_in_flight_continues_on_the_keys_and_values_it_has(lab, engine
     expected = mixed_logprobs(lab, old, new, prompt, response, of_old)
     np.testing.assert_allclose(generation.logprobs, expected, atol=1e-3)
     pure = lab.response_logprobs(new, prompt, response)
-    assert np.abs(generation.logprobs - pure).max() > 0.1, "the test could not tell mixed from recomputed"
+    assert np.abs(generation.logprobs - pure).max() > 0.1, "mixed and recomputed caches are indistinguishable here"
 
 
-def test_every_request_of_a_mixed_batch_has_its_own_runs(lab, engine, old, new):
+def test_every_request_of_a_mixed_batch_has_its_own_version_runs(lab, engine, old, new):
     first, lengths = lab.serve(engine, old), {}
     for age in (4, 3, 2, 1):
         request = lab.submit(engine, lab.tokens(age, 10), SamplingSettings(1.0, 0.9, 12))
@@ -54,7 +54,7 @@ def test_every_request_of_a_mixed_batch_has_its_own_runs(lab, engine, old, new):
         assert generations[request].version_runs.tolist() == [[first, age], [second, 12 - age]]
 
 
-def test_a_request_that_has_not_started_belongs_to_the_new_weights(lab, engine, old, new):
+def test_a_request_that_has_not_started_uses_the_new_weights(lab, engine, old, new):
     lab.serve(engine, old)
     prompt = lab.tokens(5, 12)
     request = lab.submit(engine, prompt)
@@ -65,7 +65,7 @@ def test_a_request_that_has_not_started_belongs_to_the_new_weights(lab, engine, 
     np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
 
-def test_two_swaps_in_a_row_give_three_runs(lab, engine, old, new):
+def test_two_swaps_in_a_row_give_three_version_runs(lab, engine, old, new):
     versions = [lab.serve(engine, old)]
     request = lab.submit(engine, lab.tokens(6, 12))
     for model in (new, old):
@@ -89,9 +89,10 @@ def test_what_finishes_while_the_canary_is_scored_is_returned_by_the_next_step(l
     assert engine.in_flight == 0
 
 
-def test_a_full_batch_does_not_keep_the_canary_waiting(lab, engine, old, new):
+def test_a_full_batch_does_not_delay_the_canary(lab, engine, old, new):
     lab.serve(engine, old)
-    for seed in range(64):  # twice as many as the engine takes at a time
+    # Twice as many as the engine generates at a time.
+    for seed in range(64):
         lab.submit(engine, lab.tokens(seed, 10), SamplingSettings(1.0, 1.0, 100, seed=seed))
     steps(engine, 3)
     version = lab.serve(engine, new)
@@ -101,7 +102,7 @@ def test_a_full_batch_does_not_keep_the_canary_waiting(lab, engine, old, new):
     assert {int(pairs[-1, 0]) for pairs in runs} == {version}
 
 
-def test_responses_shorter_than_the_whole_swap_are_not_lost(lab, engine, old, new):
+def test_responses_that_finish_during_the_swap_are_not_lost(lab, engine, old, new):
     lab.serve(engine, old)
     one = SamplingSettings(1.0, 1.0, 1)
     requests = [lab.submit(engine, lab.tokens(seed, 10), one) for seed in range(5)]
@@ -111,8 +112,9 @@ def test_responses_shorter_than_the_whole_swap_are_not_lost(lab, engine, old, ne
     assert all(g.version_runs.tolist() == [[version, 1]] for g in generations.values())
 
 
-def test_a_full_cache_does_not_keep_the_canary_waiting(lab, old, new):
-    engine = lab.engine(old, kv_cache_gib=0.001)  # 15 blocks of 128 tokens, for 20 requests that grow to two
+def test_a_full_kv_cache_does_not_delay_the_canary(lab, old, new):
+    # 15 blocks of 128 tokens, for 20 requests that grow to two blocks each.
+    engine = lab.engine(old, kv_cache_gib=0.001)
     for seed in range(20):
         lab.submit(engine, lab.tokens(seed, 100), SamplingSettings(1.0, 1.0, 150, seed=seed))
     steps(engine, 40)

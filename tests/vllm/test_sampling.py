@@ -1,4 +1,4 @@
-"""What is recorded is the distribution that was sampled from, and responses end where they should."""
+"""The recorded log-probabilities are those of the sampling distribution, and responses end where they should."""
 
 import collections
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba.common.errors import EngineError
-from tba.searcher.engine import SamplingSettings
+from tba.searcher.engines.engine import SamplingSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -18,7 +18,8 @@ def sampling_logprobs(logits, temperature, top_p):
     probabilities /= probabilities.sum(-1, keepdims=True)
     order = np.argsort(-probabilities, axis=-1)
     ranked = np.take_along_axis(probabilities, order, -1)
-    kept = np.cumsum(ranked, -1) - ranked < top_p  # what comes before a token does not reach top_p yet
+    # A token is kept if the tokens before it do not reach top_p.
+    kept = np.cumsum(ranked, -1) - ranked < top_p
     mask = np.zeros_like(kept)
     np.put_along_axis(mask, order, kept, -1)
     probabilities = np.where(mask, probabilities, 0.0)
@@ -52,7 +53,7 @@ def test_each_request_of_a_mixed_batch_has_the_logprobs_of_its_own_settings(lab,
         np.testing.assert_allclose(generations[request].logprobs, expected, atol=1e-4)
 
 
-def test_scoring_is_at_temperature_one_beside_requests_that_are_not(lab, engine, old):
+def test_scoring_is_at_temperature_one_alongside_requests_at_other_temperatures(lab, engine, old):
     for seed in range(4):
         lab.submit(engine, lab.tokens(seed, 12), SamplingSettings(0.3, 0.5, 20, seed=seed))
     engine.step()
@@ -64,7 +65,7 @@ def test_scoring_is_at_temperature_one_beside_requests_that_are_not(lab, engine,
     assert len(lab.finish(engine)) == 4
 
 
-def test_tokens_are_drawn_as_often_as_the_recorded_probabilities_say(lab, engine, old):
+def test_tokens_are_drawn_as_often_as_their_recorded_probabilities(lab, engine, old):
     prompt, draws = lab.tokens(3, 12), 2000
     for seed in range(draws):
         lab.submit(engine, prompt, SamplingSettings(1.3, 0.6, 1, seed=seed if seed % 2 else None))
@@ -102,7 +103,7 @@ def test_a_response_ends_with_the_first_of_several_eos_tokens(lab, old):
     assert not any(np.isin(g.response_ids[:-1], ending).any() for g in generations)
 
 
-def test_an_eos_token_at_the_last_place_counts_as_eos(lab):
+def test_an_eos_token_at_the_last_position_counts_as_eos(lab):
     model = lab.model(seed=1)
     prompt = lab.tokens(7, 12)
     model.generation_config.eos_token_id = int(lab.logits(model, prompt)[-1].argmax())
@@ -110,28 +111,29 @@ def test_an_eos_token_at_the_last_place_counts_as_eos(lab):
     assert generation.stop_reason == "eos"
 
 
-def test_a_request_may_fill_the_context_and_not_more(lab, vllm_engine):
-    prompt = lab.tokens(8, 200)
-    generation = lab.generate(vllm_engine, prompt, SamplingSettings(1.0, 1.0, 56))
-    assert len(generation.response_ids) == 56
-    with pytest.raises(EngineError, match="needs 257 tokens of context, the engine has 256"):
-        lab.submit(vllm_engine, prompt, SamplingSettings(1.0, 1.0, 57))
-    assert vllm_engine.in_flight == 0
+def test_a_response_ends_with_the_context_and_a_prompt_must_leave_room_for_a_token(lab, engine):
+    context = 256 if hasattr(engine, "_running") else 512
+    for room, budget in ((56, 56), (56, 5_000), (1, 57)):
+        generation = lab.generate(engine, lab.tokens(8, context - room), SamplingSettings(1.0, 1.0, budget))
+        assert (len(generation.response_ids), generation.stop_reason) == (room, "length")
+    with pytest.raises(EngineError, match=f"a prompt of {context} tokens .* a context of {context}: raise"):
+        lab.submit(engine, lab.tokens(8, context), SamplingSettings(1.0, 1.0, 57))
+    assert engine.in_flight == 0
 
 
 @pytest.mark.parametrize("prompt", [[], [256], [-1]])
-def test_a_prompt_that_no_model_can_take_is_refused_and_harms_nothing(lab, engine, prompt):
+def test_an_invalid_prompt_is_refused_and_other_requests_are_unaffected(lab, engine, prompt):
     with pytest.raises(EngineError, match="is empty, or has token ids outside 0 to 255"):
         lab.submit(engine, prompt)
     assert engine.in_flight == 0
     assert len(lab.generate(engine, lab.tokens(9, 12)).response_ids) == 20
 
 
-def test_settings_that_no_engine_can_take_are_refused_and_harm_nothing(lab, engine):
+def test_invalid_settings_are_refused_and_nothing_is_queued(lab, engine):
     with pytest.raises(EngineError, match="top_p"):
         lab.submit(engine, [1, 2, 3], SamplingSettings(1.0, 1.5, 20))
     assert engine.in_flight == 0
 
 
-def test_an_idle_engine_steps_to_nothing(engine):
+def test_a_step_of_an_idle_engine_returns_nothing(engine):
     assert engine.step() == []

@@ -1,4 +1,7 @@
-"""Objectives on pairs of responses to the same prompt."""
+"""Objectives on pairs of responses to the same prompt.
+
+Shape suffixes: b prompts of a micro-batch, K responses to each.
+"""
 
 import torch
 from torch import Tensor
@@ -7,13 +10,13 @@ from torch.nn.functional import logsigmoid
 from tba.trainer.objectives.responses import Responses
 
 
-def online_dpo(responses: Responses, *, beta: float) -> Tensor:
-    """Online DPO (Guo et al. 2024; Rafailov et al. 2023, Eq. 7) on the best and the worst response of each group.
+def online_dpo(responses: Responses, beta: float) -> Tensor:
+    """Return the online DPO loss (Guo et al. 2024; Rafailov et al. 2023, Eq. 7) on the best and worst of each group.
 
         loss = -1/B sum_i log sigmoid( beta [ (log pi - log ref)(best_i) - (log pi - log ref)(worst_i) ] )
 
-    A group whose rewards are all equal has no pair and adds nothing; of equal ones the first is taken. The middle of
-    a group is not used: with K = 2 this is what TRL computes.
+    A group whose rewards are all equal has no pair and adds nothing; among equal rewards the first response is
+    chosen. Responses between best and worst are not used. With K = 2 the loss is that of TRL.
     """
     log_ratio_bK = responses.policy_bK - responses.reference_bK
     best_b, worst_b = responses.reward_bK.argmax(dim=1), responses.reward_bK.argmin(dim=1)

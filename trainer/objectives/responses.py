@@ -1,7 +1,9 @@
-"""What an objective sees: the responses of a micro-batch, group after group, and the size of the whole batch.
+"""The arguments of an objective: the responses of a micro-batch, group after group, and the size of the whole batch.
 
-An objective returns the micro-batch's share of the loss: whatever it divides by is counted over the whole batch
-and all ranks (`Totals`), so shares add up to the same loss and gradient however the batch is cut.
+An objective returns the micro-batch's part of the loss. Everything it divides by is counted over the whole batch and
+all ranks (`Totals`), so the parts add up to the same loss and gradient however the batch is cut.
+
+Shape suffixes: b prompts of a micro-batch, K responses to each, N = b x K rows, R response tokens.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The whole batch of a step, over all micro-batches and ranks: B prompts, B x K rows, counted tokens."""
+    """Sizes of the whole batch, over all micro-batches and ranks: B prompts, B x K rows, counted tokens."""
 
     prompts: int
     rows: int
@@ -21,13 +23,13 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """K responses to each of b prompts; row i belongs to prompt i // K. Log-probabilities are natural logs.
+    """K responses to each of b prompts; row i belongs to prompt i // K. Log-probabilities are natural logarithms.
 
-    `logprob_R` is under the policy that trains, at temperature 1, and carries the gradient. `sampled_logprob_R` is
-    what the engine reported: under the weights and the sampling settings that the token came from. Tokens with
-    `mask_R` False are not the policy's own words and count nowhere. `reference_bK` are sums over the counted tokens
-    under the reference policy, NaN where the objective asked for none. `lag_bK` is the staleness of each response in
-    optimiser steps. `log_z_b` is a learned log Z, for the objective that learns it.
+    `logprob_R` is under the policy being trained, at temperature 1, and carries the gradient. `sampled_logprob_R` is
+    what the engine reported, under the weights and sampling settings that produced the token. Tokens with `mask_R`
+    False, for example tool output, were not chosen by the policy and do not count. `lengths` are the response tokens
+    of each row. `reference_bK` are sums over the counted tokens under the reference policy, NaN if the objective needs
+    none. `staleness_bK` is in optimiser steps. `log_z_b` is a learned log Z, for the objective that learns it.
     """
 
     logprob_R: Tensor
@@ -36,39 +38,39 @@ class Responses:
     lengths: list[int]
     reward_bK: Tensor
     reference_bK: Tensor
-    lag_bK: Tensor
+    staleness_bK: Tensor
     totals: Totals
     log_z_b: Tensor | None = None
 
     @property
     def policy_bK(self) -> Tensor:
-        """log pi of whole responses, float64, with gradient."""
+        """Log-probabilities of whole responses under the policy: [b, K], float64, with gradient."""
         return self.per_row(self.logprob_R)
 
     @property
     def sampled_bK(self) -> Tensor:
-        """Log-probabilities of whole responses as they were sampled, float64."""
+        """Log-probabilities of whole responses as they were sampled: [b, K], float64."""
         return self.per_row(self.sampled_logprob_R)
 
     @property
     def tokens_bK(self) -> Tensor:
-        """Counted tokens of each response, float64."""
+        """Counted tokens of each response: [b, K], float64."""
         return self.per_row(torch.ones_like(self.logprob_R.detach()))
 
     def per_row(self, value_R: Tensor) -> Tensor:
-        """Sums over the counted tokens of each response, [b, K] in float64."""
+        """Sum over the counted tokens of each response: [b, K] in float64."""
         return row_sums(value_R, self.mask_R, self.lengths).view_as(self.reward_bK)
 
     def per_token(self, value_bK: Tensor) -> Tensor:
-        """A number of each response at each of its tokens, [R]."""
+        """Repeat a value of each response at each of its tokens: [R]."""
         lengths_N = torch.tensor(self.lengths, device=value_bK.device)
         return value_bK.flatten().repeat_interleave(lengths_N)
 
 
 def row_sums(value_R: Tensor, mask_R: Tensor, lengths: list[int]) -> Tensor:
-    """Sums over the counted tokens of each row, [N] in float64.
+    """Sum over the counted tokens of each row: [N] in float64.
 
-    A KL is a small difference of such sums, and at -500 a float32 has steps of 3e-5.
+    A KL is a small difference of such sums, and float32 has a resolution of only 3e-5 at -500.
     """
     counted_R = torch.where(mask_R, value_R, 0.0).double()
     return torch.stack([row.sum() for row in torch.split(counted_R, lengths)])

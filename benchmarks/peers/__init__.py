@@ -1,0 +1,1 @@
+"""Comparison with other replay buffers: `make bench-peers`, or `python -m benchmarks.peers`."""

@@ -1,0 +1,207 @@
+"""One publication, from the trainer's weights to the engine's: passes over the weights by role, and seconds by stage.
+
+    MILLIONS=512 python -m benchmarks.publication
+
+A random Llama on the CPU with float32 weights, published as bfloat16, and the searcher's half with the real swap into
+the parameters of a second model, without vLLM around them. All of it is on the critical path: nothing overlaps. The
+unit is a memcpy of the published bytes, measured in each round. Bytes are counted in the functions through which
+weights pass. The seconds on GPU nodes follow from the counts and from bandwidths; they were not measured on a GPU.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.table import print_table
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.weights.node_store import weights_directory
+from tba.common.weights.snapshot import Snapshot
+from tba.searcher.engines.vllm.tensor_files import MappedFiles
+from tba.searcher.engines.vllm.weight_layout import record
+from tba.searcher.engines.vllm.weight_swap import WeightSwap
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.passes import counted
+from tba.trainer.model.host_buffers import HostBuffers
+from tba.trainer.publishing.memory_writer import MemoryWriter, SlotCopy
+from tba.trainer.publishing.snapshot_writer import Publication
+
+MILLIONS = int(os.environ.get("MILLIONS", "512"))
+ROUNDS = 5
+# Parts of a stage, measured on their own afterwards.
+ALONE = ("alone: the canary", "alone: the hash")
+# Bytes per second of one GPU node: PCIe 5 x16, BLAKE3 on a few cores, an NVMe disk, and 25 Gbit/s.
+PCIE, HASH, NVME, NETWORK = 50e9, 20e9, 5e9, 3e9
+GPU_MODELS = {"7.62 B": 15.2e9, "30.5 B": 61.1e9}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+        path = Publisher(Path(folder))
+        path.round(0)
+        rounds = [path.round(step) for step in range(1, ROUNDS + 1)]
+        passes = path.passes(ROUNDS + 1)
+        path.close()
+    stages = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    rows = [[name, f"{value:.2f}"] for name, value in stages.items()]
+    total = statistics.median(sum(value for name, value in one.items() if name not in ALONE) for one in rounds)
+    title = f"a publication of {path.bytes / 2e6:.0f} M bfloat16 weights, in memcpys of their bytes, median of {ROUNDS}"
+    print_table(title, ["stage", "memcpys"], [*rows, ["step to served", f"{total:.2f}"]])
+    kinds = ("copied", "widened", "hashed", "written", "synced")
+    rows = [[role, *(f"{bytes_[kind] / path.bytes:.2f}" for kind in kinds)] for role, bytes_ in passes.items()]
+    print_table("passes over the published bytes", ["role", *kinds], rows)
+    print_table("seconds on a GPU node, computed", ["stage", *GPU_MODELS], computed())
+
+
+def computed() -> list[list[str]]:
+    """Seconds of the stages on nodes with GPUs."""
+    stages = {
+        "device to mapped file": PCIE,
+        "hash": HASH,
+        "canary: mapped file to device": PCIE,
+        "mapped file to the engine, in the pause": PCIE,
+    }
+    rows = [[name, *(f"{size / speed:.1f}" for size in GPU_MODELS.values())] for name, speed in stages.items()]
+    total = sum(1 / speed for speed in stages.values())
+    rows.append(["step to served, one node", *(f"{size * total:.1f}" for size in GPU_MODELS.values())])
+    fetched = total + 1 / NETWORK
+    rows.append(["step to served, all weights over 25 Gbit/s", *(f"{s * fetched:.1f}" for s in GPU_MODELS.values())])
+    rows.append(["a kept one, to NVMe after that", *(f"{size / NVME:.1f}" for size in GPU_MODELS.values())])
+    return rows
+
+
+class Publisher:
+    """Both halves of a publication in one process."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        model = random_model()
+        AutoTokenizer.from_pretrained("examples/arithmetic/model").save_pretrained(folder / "model")
+        model.config.save_pretrained(folder / "model")
+        sections: dict[str, Any] = {
+            "run": {"dir": str(folder / "run"), "name": "bench"},
+            "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
+            "train": {"min_free_mib": 0, "steps": 10**9},
+        }
+        self._config = Config.model_validate(sections)
+        self._config.snapshots.mkdir(parents=True)
+        copies = HostBuffers(torch.device("cpu"))
+        self._writer = MemoryWriter(self._config, model, copies, unwrapped=model, model_files=folder / "model")
+        self._model = model
+        self._node = SnapshotAssembler(weights_directory(self._config), "auto", SystemClock())
+        self._served: Any = None
+        self._swap: WeightSwap | None = None
+        self.bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+        self._memcpy = memcpy_of(self.bytes)
+
+    def round(self, step: int) -> dict[str, float]:
+        """Publish and serve once. Returns memcpys by stage."""
+        with torch.no_grad():
+            next(self._model.parameters()).add_(0.01)
+        clock, stages = time.perf_counter, {}
+        started = clock()
+        publication = Publication(step, step, self._writer.copy(lambda: None), None)  # type: ignore[arg-type]
+        stages["trainer: copy and round"] = clock() - started
+        started = clock()
+        written = self._writer.write(publication)
+        stages["trainer: canary, hash, seal"] = clock() - started
+        alone = self._alone(publication)
+        self._writer.announced(written)
+        started = clock()
+        snapshot, pinned = self._node.assemble(written.announcement("").weights)
+        stages["node: find or link, verify"] = clock() - started
+        files = [*map(str, snapshot.weight_files)]
+        swap = self._swap or self._start(snapshot)
+        started = clock()
+        swap.prepare(files, step)
+        stages["node: map"] = clock() - started
+        started = clock()
+        swap.exchange()
+        stages["node: exchange"] = clock() - started
+        if self._served is not None:
+            self._served.release()
+        self._served = pinned
+        memcpy = self._memcpy()
+        return {name: seconds / memcpy for name, seconds in (stages | alone).items()}
+
+    def _alone(self, publication: Publication) -> dict[str, float]:
+        """Seconds of the canary and of the hash, one after the other."""
+        copy, started = publication.copy, time.perf_counter()
+        assert isinstance(copy, SlotCopy)
+        self._writer._make_canary(copy.wait())
+        between = time.perf_counter()
+        copy.slot.describe()
+        return dict(zip(ALONE, (between - started, time.perf_counter() - between), strict=True))
+
+    def passes(self, step: int) -> dict[str, Counter[str]]:
+        """Publish and serve once more. Returns the bytes that pass, by role."""
+        with counted() as trainer:
+            written = self._writer.write(Publication(step, step, self._writer.copy(lambda: None)))  # type: ignore[arg-type]
+        with counted() as node:
+            snapshot, pinned = self._node.assemble(written.announcement("").weights)
+            assert self._swap is not None
+            self._swap.prepare([*map(str, snapshot.weight_files)], step)
+            self._swap.exchange()
+        pinned.release()
+        return {"trainer": trainer, "node": node}
+
+    def close(self) -> None:
+        """Delete the files."""
+        self._served.release()
+        self._writer.close(finished=True)
+
+    def _start(self, snapshot: Snapshot) -> WeightSwap:
+        """An engine's parameters, and how the files go into them."""
+        files = MappedFiles(pin=False).open([*map(str, snapshot.weight_files)])
+        engine = nn.ParameterDict(
+            {name.replace(".", "/"): nn.Parameter(tensor.clone(), False) for name, tensor in files.items()}
+        )
+        parameters = dict(engine.named_parameters())
+
+        def load(weights: Any) -> None:
+            for name, tensor in weights:
+                parameters[name.replace(".", "/")].copy_(tensor)
+
+        slices = record(load, parameters, files)
+        layouts = {name: (one.shape, one.dtype) for name, one in parameters.items()}
+        self._swap = WeightSwap(engine, slices, layouts)
+        return self._swap
+
+
+def random_model() -> LlamaForCausalLM:
+    """A Llama with float32 weights, about MILLIONS of parameters."""
+    layers = max(1, round((MILLIONS - 65) / 28))
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def memcpy_of(size: int) -> Callable[[], float]:
+    """Return a function that copies that number of bytes within memory, and returns the seconds."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+
+    def memcpy() -> float:
+        started = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - started
+
+    return memcpy
+
+
+if __name__ == "__main__":
+    main()

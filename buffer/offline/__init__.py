@@ -1,0 +1,1 @@
+"""A recorded run as the buffer of an offline trainer."""

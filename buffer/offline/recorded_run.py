@@ -1,0 +1,102 @@
+"""A recorded run at one step: what its buffer held when the batch of that step was sampled."""
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.buffer.store.reader import open_reader
+from tba.buffer.store.starts import recorded_source
+from tba.common.errors import ConfigError, StorageError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A recorded run at a step of its history.
+
+    `at_end`: no step was requested. `policy_steps` maps each policy version to its optimiser step. `losses` are those
+    of the steps before. `compacted_steps` are steps before whose batches lost tokens to `tba buffer compact`, and
+    `compacted` is the number of trajectories that lost theirs.
+    """
+
+    path: Path
+    run: int
+    run_name: str
+    run_uuid: str
+    step: int
+    at_end: bool
+    newest_trajectory: int
+    policy_steps: dict[int, int]
+    losses: dict[int, float]
+    compacted_steps: list[int]
+    compacted: int
+
+
+_LOSSES = "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL"
+_COMPACTED_STEPS = """
+SELECT DISTINCT c.step FROM trajectory_rows t JOIN consumption_rows c ON c.trajectory = t.id
+WHERE t.run = ? AND t.compacted_at IS NOT NULL AND c.run = t.run AND c.step < ? ORDER BY c.step
+"""
+_COMPACTED = """
+SELECT COUNT(*) FROM trajectory_rows WHERE run = ? AND id <= ? AND error IS NULL AND compacted_at IS NOT NULL
+"""
+
+
+def read_recorded_run(path: Path, *, run: str | None, as_of: int | None) -> RecordedRun:
+    """Read a recorded run. `run` may be None if the file holds one run; `as_of` None means its end.
+
+    Raises UsageError for a file, run or step that does not exist, ConfigError for a file that is not a buffer database
+    of this release.
+    """
+    try:
+        with open_reader(path) as connection:
+            recorded = _read(connection, path, run, as_of)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    if recorded.newest_trajectory == 0:
+        if (source := recorded_source(path)) is not None:
+            raise UsageError(
+                f"{path} is the record of a run that was trained offline from {source.file}: name that file"
+            )
+        raise UsageError(
+            f"{path} holds no trajectories of run {recorded.run_name}, or none before step {recorded.step}"
+        )
+    return recorded
+
+
+def _read(connection: sqlite3.Connection, path: Path, run: str | None, as_of: int | None) -> RecordedRun:
+    rows = connection.execute("SELECT name, id, uuid FROM runs ORDER BY id")
+    runs = {name: (id_, uuid) for name, id_, uuid in rows}
+    if run is None and len(runs) == 1:
+        (run,) = runs
+    if run is None or run not in runs:
+        raise UsageError(f"{path} holds the runs {', '.join(runs) or 'none'}: choose one with --source-run")
+    id_, uuid = runs[run]
+    losses = dict(connection.execute(_LOSSES, (id_,)))
+    step = max(losses, default=-1) + 1 if as_of is None else as_of
+    newest = _newest_at(connection, path, id_, as_of)
+    return RecordedRun(
+        path=path,
+        run=id_,
+        run_name=run,
+        run_uuid=uuid,
+        step=step,
+        at_end=as_of is None,
+        newest_trajectory=newest,
+        policy_steps=dict(connection.execute("SELECT version, step FROM snapshots WHERE run = ?", (id_,))),
+        losses={trained: loss for trained, loss in losses.items() if trained < step and loss is not None},
+        compacted_steps=[row[0] for row in connection.execute(_COMPACTED_STEPS, (id_, step))],
+        compacted=connection.execute(_COMPACTED, (id_, newest)).fetchone()[0],
+    )
+
+
+def _newest_at(connection: sqlite3.Connection, path: Path, run: int, step: int | None) -> int:
+    """Return the newest trajectory that existed when the batch of a step was sampled, 0 if there was none."""
+    if step is None:
+        query = "SELECT COALESCE(MAX(id), 0) FROM trajectory_rows WHERE run = ?"
+        return int(connection.execute(query, (run,)).fetchone()[0])
+    query = "SELECT COALESCE(newest_trajectory, 0) FROM batches WHERE run = ? AND step = ?"
+    row = connection.execute(query, (run, step)).fetchone()
+    if row is None:
+        steps = connection.execute("SELECT COUNT(*) FROM batches WHERE run = ?", (run,)).fetchone()[0]
+        raise UsageError(f"{path} has no batch of step {step}: --as-of can be 0 to {steps - 1}")
+    return int(row[0])

@@ -1,0 +1,83 @@
+"""The settings of sampling: the fields of `[buffer]` under the names they have there."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from tba.common.config.buffer import BufferSection
+
+Priority = Literal["uniform", "recency", "softmax", "rank"]
+Replacement = Literal["if_needed", "never", "always"]
+Keep = Literal["newest", "best", "reservoir"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What stays in the sampling index; `BufferSection` documents each field. None is no limit.
+
+    `seed` is the run's: it decides which trajectories a reservoir keeps.
+    """
+
+    prompt_cap: int
+    dedup: bool
+    prompt_keep: Keep = "newest"
+    max_trajectories: int | None = None
+    max_payload_bytes: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRules:
+    """How batches are drawn; `BufferSection` documents each field, `TrainSection` the last one.
+
+    `recency_window` None is "auto".
+    """
+
+    recency_fraction: float
+    recency_window: int | None
+    inverse_temperature: float
+    max_staleness: int | None
+    min_fill: int
+    prompt_priority: Priority = "uniform"
+    trajectory_priority: Priority = "softmax"
+    rank_exponent: float = 1.0
+    flat_group_weight: float = 1.0
+    replacement: Replacement = "if_needed"
+    recency_fraction_final: float | None = None
+    recency_anneal_steps: int = 0
+    publish_every: int = 1
+
+    def recency_fraction_at(self, train_step: int) -> float:
+        """Return m for the batch of a training step: linear to `recency_fraction_final`, then constant."""
+        first, final = self.recency_fraction, self.recency_fraction_final
+        if final is None:
+            return first
+        if train_step >= self.recency_anneal_steps:
+            return final
+        return first + (final - first) * train_step / self.recency_anneal_steps
+
+    def need(self, samples: int) -> int:
+        """Return how many entries make a prompt eligible for a group of `samples`."""
+        return samples if self.replacement == "never" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The reason why no batch can be sampled yet."""
+
+    reason: str
+
+
+_Settings = TypeVar("_Settings", Limits, SamplingRules)
+
+
+def from_section(kind: type[_Settings], section: BufferSection, **others: int) -> _Settings:
+    """Fill a settings class from the fields of `[buffer]` with the same names.
+
+    "unbounded", "same" and "auto" become None.
+    """
+    values: dict[str, Any] = {**others}
+    for field in fields(kind):
+        if field.name not in others:
+            value = getattr(section, field.name)
+            values[field.name] = None if value in ("unbounded", "same", "auto") else value
+    return kind(**values)

@@ -1,0 +1,66 @@
+"""Start a buffer server from a configuration."""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable
+
+from tba.buffer.server.writer import BufferServer
+from tba.buffer.service.service import BufferService
+from tba.buffer.store.starts import refuse_offline_record
+from tba.buffer.store.store import Store
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import AddressInUse, ConfigError
+from tba.common.log import get_logger
+from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
+from tba.common.system.versions import software
+from tba.common.wire.channels import ServerChannel
+from tba.common.wire.probe import check_address
+
+log = get_logger(__name__)
+
+# Two threads are busy. The writer returns from SQLite many times per transaction and must not wait long for the GIL;
+# but each forced switch costs some microseconds.
+_SWITCH_SECONDS = 1e-3
+# Queued requests are not garbage, but a collection every 700 objects would scan all of them again and again: it took
+# half of the time of decoding.
+_COLLECT_EVERY = 50_000
+
+
+def serve(config: Config, stop: Callable[[], bool]) -> None:
+    """Serve the buffer of a run until `stop()`.
+
+    Raises AddressInUse; LockTaken if another server has the database; ConfigError if the database is the record of an
+    offline run; StorageError if it is unusable.
+    """
+    with contextlib.ExitStack() as resources:
+        channel = resources.enter_context(contextlib.closing(_bind(config.buffer.address)))
+        store = resources.enter_context(contextlib.closing(Store(config.database, durability=config.buffer.durability)))
+        refuse_offline_record(config.database)
+        settings = config.model_dump(mode="json")
+        run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
+        if run.seed != config.run.seed:
+            log.warning("the run keeps the seed that it was started with", seed=run.seed, asked=config.run.seed)
+        service = BufferService(store, run, config, SystemClock())
+        log.info("serving", address=channel.address, database=str(config.database), run=run.name)
+        if not channel.is_local:
+            log.warning("the address is reachable from other machines, unencrypted: use a trusted network")
+        notify_systemd("READY=1")
+        keep_freed_memory()
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        gc.set_threshold(_COLLECT_EVERY, 20, 100)
+        with objects_frozen():
+            BufferServer(channel, service, queue_bytes=config.buffer.queue_mib << 20).run(stop)
+    log.info("stopped")
+
+
+def _bind(address: str) -> ServerChannel:
+    """Listen at an address. Raises AddressInUse, which names the run if the listener there is a buffer."""
+    try:
+        return ServerChannel(address)
+    except AddressInUse:
+        # A wildcard such as tcp://* cannot be dialled: then the first error has to do.
+        with contextlib.suppress(ConfigError):
+            check_address(address)
+        raise

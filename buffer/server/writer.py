@@ -1,0 +1,177 @@
+"""The buffer process: a pipeline of three threads. This is the middle one, the writer.
+
+    network ──► mailbox ──► handle a group in one transaction, commit ──► syncer ──► network
+
+While one group is synced to the disk, the next is written and the one after it received and checked. A fourth
+thread, the checkpointer, moves the WAL into the database file. Only the writer uses the service and the database.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tba.buffer.server.mailbox import Arrival, Mailbox
+from tba.buffer.server.network import Network
+from tba.buffer.server.syncer import Checkpointer, Syncer
+from tba.buffer.service.run_state import ReplyBody
+from tba.buffer.service.service import WRITE_NOTHING, BufferService
+from tba.common.errors import Refused, StorageError, SyncFailed
+from tba.common.log import get_logger
+from tba.common.system.watchdog import Watchdog
+from tba.common.wire.channels import Peer, ServerChannel
+from tba.common.wire.codec import encode_reply
+from tba.common.wire.messages import Failure
+
+log = get_logger(__name__)
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    peer: Peer
+    id: int
+    body: ReplyBody
+
+
+# None: the request is parked.
+_Outcome = ReplyBody | Refused | None
+
+
+class BufferServer:
+    """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests."""
+
+    def __init__(self, channel: ServerChannel, service: BufferService, *, queue_bytes: int) -> None:
+        self._channel = channel
+        self._service = service
+        self._clock = service.state.clock
+        self._mailbox = Mailbox(queue_bytes)
+        self._network = Network(channel, self._mailbox, self._clock)
+        wal = service.state.store.log
+        self._syncer = Syncer(wal.sync, self._network.send)
+        self._checkpointer = Checkpointer(wal, self._mailbox)
+        self._parked: list[Arrival] = []
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Serve until `stop()`. Raises the failure of another thread."""
+        self._service.state.clients.open()
+        watchdog = Watchdog()
+        threads = [self._network.thread, self._syncer.thread, self._checkpointer.thread]
+        with contextlib.ExitStack() as running:
+            for thread in threads:
+                thread.start()
+                # Stopped in reverse: the syncer may still send, so the network ends last.
+                running.callback(thread.stop)
+            while not stop() and not any(thread.failure for thread in threads):
+                self.serve_group(_POLL_SECONDS)
+                watchdog.beat()
+        for thread in threads:
+            thread.check()
+
+    def serve_group(self, timeout_seconds: float) -> None:
+        """Handle one group of requests: take it, commit it, hand its replies to the syncer."""
+        was_full = self._mailbox.full
+        arrived = self._mailbox.take(timeout_seconds)
+        if was_full:
+            # The network may read again.
+            self._channel.wake()
+        clients = self._service.state.clients
+        for arrival in arrived:
+            clients.mark_seen(arrival.header.sender, arrival.header.role, arrival.at)
+        # Otherwise the queue may hold a heartbeat of a sender that only seems silent.
+        if self._mailbox.empty:
+            self._service.expire_leases()
+        counters = self._service.counters
+        counters.queued_bytes = self._mailbox.bytes
+        if self._network.undeliverable:
+            counters.rejected["undeliverable"] = self._network.undeliverable
+        refused = self._network.rejections
+        replies = [self._rejection(*refused.popleft()) for _ in range(len(refused))]
+        replies += self._answer(self._due(arrived))
+        if not replies:
+            return
+        run, state = self._service.state.run.uuid, self._service.state.for_replies()
+        encoded = [
+            (reply.peer, encode_reply(reply.body.message, id=reply.id, run=run, state=state, frames=reply.body.frames))
+            for reply in replies
+        ]
+        self._syncer.add(encoded)
+
+    def _due(self, arrived: list[Arrival]) -> list[Arrival]:
+        """Return the requests to handle now: new ones, and parked ones that may have an answer or are past deadline.
+
+        Any new request may have changed what a parked one waits for. A sender waits for one reply of a kind, so its
+        newer request replaces a parked one of the same type.
+        """
+        replaced = {(new.header.sender, new.header.type) for new in arrived}
+        parked = [old for old in self._parked if (old.header.sender, old.header.type) not in replaced]
+        if arrived:
+            self._parked = []
+            return [*arrived, *parked]
+        now = self._clock.monotonic()
+        self._parked = [old for old in parked if old.deadline > now]
+        return [old for old in parked if old.deadline <= now]
+
+    def _answer(self, group: list[Arrival]) -> list[_Reply]:
+        """Commit a group and return the replies. If one request breaks it, each is handled by itself."""
+        if not group:
+            return []
+        try:
+            outcomes = self._commit(group)
+        # Not the fault of a request, and no later commit could be trusted.
+        except SyncFailed:
+            raise
+        except StorageError as error:
+            log.error("commit failed", reason=str(error), requests=len(group))
+            self._rebuild()
+            return self._answer_without_space(group, error)
+        except Exception:
+            log.exception("a request failed", requests=len(group))
+            self._rebuild()
+            if len(group) == 1:
+                sentence = f"the buffer failed on {group[0].header.type}: its log has the details"
+                return [self._rejection(group[0].peer, group[0].header.id, "internal", sentence)]
+            return [reply for item in group for reply in self._answer([item])]
+        replies = [self._reply_to(item, outcome) for item, outcome in zip(group, outcomes, strict=True)]
+        return [reply for reply in replies if reply is not None]
+
+    def _answer_without_space(self, group: list[Arrival], error: StorageError) -> list[_Reply]:
+        """Refuse the requests that write. The others failed only because they shared the transaction."""
+        rest = [item for item in group if isinstance(item.message, WRITE_NOTHING)]
+        refused = [item for item in group if not isinstance(item.message, WRITE_NOTHING)] or group
+        replies = [self._rejection(item.peer, item.header.id, error.code, str(error)) for item in refused]
+        return replies if refused is group else [*replies, *self._answer(rest)]
+
+    def _commit(self, group: list[Arrival]) -> list[_Outcome]:
+        if all(isinstance(item.message, WRITE_NOTHING) for item in group):
+            return [self._outcome(item) for item in group]
+        with self._service.transaction():
+            return [self._outcome(item) for item in group]
+
+    def _outcome(self, item: Arrival) -> _Outcome:
+        try:
+            body = self._service.handle(item.header, item.message)
+        except Refused as refusal:
+            return refusal
+        if body is None and item.deadline <= self._clock.monotonic():
+            return self._service.timeout_reply(item.header, item.message)
+        return body
+
+    def _reply_to(self, item: Arrival, outcome: _Outcome) -> _Reply | None:
+        if outcome is None:
+            self._parked.append(item)
+            return None
+        if isinstance(outcome, Refused):
+            return self._rejection(item.peer, item.header.id, outcome.code, str(outcome))
+        return _Reply(item.peer, item.header.id, outcome)
+
+    def _rejection(self, peer: Peer, id_: int, code: str, message: str) -> _Reply:
+        self._service.counters.rejected[code] += 1
+        return _Reply(peer, id_, ReplyBody(Failure(code=code, message=message[:4000])))
+
+    def _rebuild(self) -> None:
+        try:
+            self._service.state.rebuild()
+        # The file is gone or unreadable: without it the memory would be a guess.
+        except Exception as error:
+            raise StorageError(f"the database cannot be read back: {error}") from error

@@ -1,0 +1,1 @@
+"""Request handlers: one request in, one reply out. No sockets, no threads."""

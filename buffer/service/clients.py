@@ -1,0 +1,167 @@
+"""The clients of the buffer: when each was last seen, what it does, and when it counts as gone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tba.common.clock import Clock
+from tba.common.wire import messages
+from tba.common.wire.status_messages import ClientStatus
+
+_REPLACED_SECONDS = 3.0
+# A trainer sends heartbeats a second apart, however long its steps are. It gives up on an unanswered one after three
+# seconds and sends the next a second later.
+_TRAINER_SECONDS = 10.0
+# The longest time, after a start of the server, that a trainer needs to reconnect and be seen.
+_RETURN_SECONDS = 5.0
+GONE = "gone"
+
+
+@dataclass(slots=True)
+class Client:
+    """What is known of a sender since the server started.
+
+    `seen_at` is monotonic. `replaced`: a later start of the same name has said hello. `held_back`: why its last lease
+    request is parked. `serves`: the address at which its node serves snapshots.
+    """
+
+    role: messages.Role
+    seen_at: float
+    host: str = ""
+    activity: str = "connected"
+    reason: str = ""
+    replaced: bool = False
+    held_back: str = ""
+    serves: str = ""
+    weights_version: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    trajectories: int = 0
+    duplicates: int = 0
+
+
+class Clients:
+    """The clients by sender. A sender's leases expire after `patience` seconds of silence."""
+
+    def __init__(self, clock: Clock, patience: float) -> None:
+        self._clock = clock
+        self._patience_seconds = patience
+        self._opened = clock.monotonic()
+        self._by_sender: dict[str, Client] = {}
+        # Sender and host of the last trainer that was admitted: requests of earlier ones are refused.
+        self._trainer = ("", "")
+        self._replaced: set[str] = set()
+
+    def open(self) -> None:
+        """Start counting the silence of senders now: they could not be received before."""
+        self._opened = self._clock.monotonic()
+
+    def __getitem__(self, sender: str) -> Client:
+        return self._by_sender[sender]
+
+    def mark_seen(self, sender: str, role: messages.Role, at: float | None = None) -> None:
+        """Record that a message of a sender arrived at this monotonic time, by default now.
+
+        Called once for each message, not when a parked one is tried again. A trainer and its publisher are one
+        sender, of role trainer whichever is seen first.
+        """
+        at = self._clock.monotonic() if at is None else at
+        client = self._by_sender.setdefault(sender, Client(role, at))
+        if role == "trainer":
+            client.role = role
+        # After a restart of the server a trainer does not say hello again.
+        if sender == self._trainer[0]:
+            client.host = self._trainer[1]
+        client.seen_at = max(client.seen_at, at)
+
+    def is_silent(self, sender: str) -> bool:
+        """Whether the sender's leases expire. After a restart every sender has the full time to come back."""
+        client = self._by_sender.get(sender)
+        seen_at = client.seen_at if client else self._opened
+        return self._clock.monotonic() - seen_at > self._patience(client)
+
+    def forget_long_gone(self) -> None:
+        """Drop clients that have been silent for ten times their patience, and longer than any request is parked."""
+        now = self._clock.monotonic()
+        for sender, client in list(self._by_sender.items()):
+            if now - client.seen_at > max(10 * self._patience(client), 2 * messages.LONGEST_WAIT_SECONDS):
+                del self._by_sender[sender]
+
+    def replace_earlier(self, sender: str) -> None:
+        """Shorten the patience with earlier starts under this sender's name: they are probably dead.
+
+        If one is alive after all, two processes share a name, and both keep their leases.
+        """
+        name = sender.rpartition(".")[0]
+        for earlier, client in self._by_sender.items():
+            if earlier != sender and earlier.rpartition(".")[0] == name:
+                client.replaced = True
+
+    def other_trainer(self, sender: str) -> Client | None:
+        """Return another trainer that is alive, or that may be because the server itself has just started."""
+        last, host = self._trainer
+        if last in ("", sender):
+            return None
+        now = self._clock.monotonic()
+        client = self._by_sender.get(last)
+        if client is None:
+            return Client("trainer", self._opened, host) if now - self._opened < _RETURN_SECONDS else None
+        return client if client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS else None
+
+    def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:
+        """Take over all trainers that the run has had, (sender, host), oldest first. Only the last is admitted.
+
+        An earlier one that was cut off and comes back would continue with steps of its own and announce weights that
+        belong to no recorded batch.
+        """
+        if trainers:
+            self._trainer = trainers[-1]
+            self._replaced = {sender for sender, _ in trainers[:-1]}
+
+    def successor_host(self, sender: str) -> str | None:
+        """Return the host of the trainer that took over from this sender; None for every sender still admitted."""
+        return self._trainer[1] if sender in self._replaced else None
+
+    def sources_of(self, address: str) -> list[str]:
+        """Return the addresses of the nodes that a serving node asks for snapshots before the trainer, nearest first.
+
+        The nodes are numbered as they came, and node i has node (i - 1) // 2 before it: none serves more than two, and
+        no two wait for each other. The searchers of a node have one address.
+        """
+        serving = (one.serves for sender, one in self._by_sender.items() if one.serves and self._lives(sender))
+        nodes = list(dict.fromkeys(serving))
+        number = nodes.index(address)
+        sources: list[str] = []
+        while number and len(sources) < messages.MAX_SOURCES:
+            number = (number - 1) // 2
+            sources.append(nodes[number])
+        return sources
+
+    def living(self, role: messages.Role) -> int:
+        """Return how many clients of a role are neither gone nor silent."""
+        return sum(client.role == role and self._lives(sender) for sender, client in self._by_sender.items())
+
+    def _lives(self, sender: str) -> bool:
+        return self._by_sender[sender].activity != GONE and not self.is_silent(sender)
+
+    def status(self, leases_of: Callable[[str], int]) -> list[ClientStatus]:
+        """Return what `tba status` shows. Replaced clients that fell silent are left out."""
+        now = self._clock.monotonic()
+        return [
+            ClientStatus(
+                role=client.role,
+                sender=sender,
+                host=client.host,
+                silent_seconds=now - client.seen_at,
+                activity=client.activity,
+                reason=client.reason,
+                weights_version=client.weights_version,
+                metrics=client.metrics,
+                trajectories=client.trajectories,
+                duplicates=client.duplicates,
+                leases=leases_of(sender),
+            )
+            for sender, client in self._by_sender.items()
+            if not (client.replaced and self.is_silent(sender))
+        ]
+
+    def _patience(self, client: Client | None) -> float:
+        return _REPLACED_SECONDS if client is not None and client.replaced else self._patience_seconds

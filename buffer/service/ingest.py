@@ -1,0 +1,132 @@
+"""Trajectories arrive from searchers and imports. Each is stored once, however often it is sent."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from tba.buffer.sampling.entry_columns import Block
+from tba.buffer.service.put_columns import PutColumns, database_columns
+from tba.buffer.service.run_state import ReplyBody, RunState
+from tba.common.errors import Refused
+from tba.common.wire import messages
+
+
+class Ingest:
+    """Handles PutTrajectories."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+
+    def put(self, put: PutColumns, sender: str) -> ReplyBody:
+        """Store the rows that are new. Every row is checked first: a put is refused whole or not at all."""
+        state = self._state
+        self._refuse_without_space()
+        if state.clients[sender].role == "importer":
+            ids = state.store.prompts.add_imported(state.run, sorted(set(put.prompt_key)))
+            prompts, versions = [ids[key] for key in put.prompt_key], self._imported_versions(put)
+        else:
+            prompts = self._prompts_of(put)
+            oldest = {versions: self._oldest(versions) for versions in set(put.versions)}
+            versions = [oldest[versions] for versions in put.versions]
+        sender_id, received = state.sender_id(sender), state.ranges_of(sender)
+        missing = received.missing(put.first_sequence, len(put))
+        if missing:
+            rows = [sequence - put.first_sequence for sequence in missing]
+            now = state.clock.wall()
+            columns = database_columns(
+                put, run=state.run.id, sender=sender_id, received_at=now, prompts=prompts, versions=versions
+            )
+            self._add(put, columns, rows)
+            received.add(put.first_sequence, len(put))
+            self._close_visits({(put.visit[row], prompts[row]) for row in rows}, sender)
+        ack = messages.PutAck(
+            first_sequence=put.first_sequence, stored=len(missing), duplicates=len(put) - len(missing)
+        )
+        state.uncommitted_puts.append((sender, ack))
+        return ReplyBody(ack)
+
+    def _add(self, put: PutColumns, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> None:
+        """Write these rows of a put, with their database columns, to the store and the index."""
+        state = self._state
+        ids = state.store.trajectories.new_ids(len(rows))
+        payload: Sequence[Sequence[memoryview]] = put.payload
+        references = put.reference_logprob or []
+        # Otherwise all rows are new, and the columns are used as they are.
+        if len(rows) < len(put):
+            columns = {name: [column[row] for row in rows] for name, column in columns.items()}
+            payload = [[views[row] for row in rows] for views in payload]
+            references = [references[row] for row in rows] if references else []
+        state.store.trajectories.add({"id": ids, **columns}, payload)
+        if references:
+            pairs = zip(ids, references, strict=True)
+            known_ones = [(id_, messages.INITIAL_REFERENCE, logprob) for id_, logprob in pairs if logprob is not None]
+            state.store.trajectories.add_references(known_ones)
+        state.trajectories += len(rows)
+        self._add_to_index(ids, columns)
+
+    def _add_to_index(self, ids: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Enter the rows without an error into the index, as blocks of adjacent rows of one prompt."""
+        state = self._state
+        announced = set(columns["policy_version"]) - {messages.NO_POLICY}
+        steps = {messages.NO_POLICY: 0, **{version: state.versions[version].step for version in announced}}
+        start = 0
+        for (prompt, error), rows in groupby(zip(columns["prompt"], columns["error"], strict=True)):
+            part = slice(start, start + len(list(rows)))
+            start = part.stop
+            if error is not None:
+                state.errors += part.stop - part.start
+                continue
+            block = Block(
+                prompt=prompt,
+                id=ids[part],
+                step=[steps[version] for version in columns["policy_version"][part]],
+                reward=columns["reward"][part],
+                dedup_hash=columns["dedup_hash"][part],
+                trained=[False] * (part.stop - part.start),
+                payload_bytes=columns["payload_bytes"][part],
+            )
+            state.index.extend(block)
+
+    def _refuse_without_space(self) -> None:
+        """Raise Refused below `buffer.min_free_mib`: the WAL needs room so that stored data stays readable."""
+        floor = self._state.config.buffer.min_free_mib << 20
+        if (free := self._state.store.database.free_bytes()) < floor:
+            raise Refused(
+                "storage",
+                f"{free >> 20} MiB are free on the disk of {self._state.store.path}, buffer.min_free_mib is "
+                f"{floor >> 20}: make room, or run `tba buffer compact`",
+            )
+
+    def _prompts_of(self, put: PutColumns) -> list[int]:
+        state = self._state
+        try:
+            return [state.prompt_ids[key] for key in put.prompt_key]
+        except KeyError as error:
+            raise Refused(
+                "unknown_prompt", f"prompt {error.args[0]!r} is not registered in run {state.run.name}"
+            ) from error
+
+    def _oldest(self, versions: tuple[int, ...]) -> int:
+        """Return the version of the earliest step. After a resume that need not be the smallest version."""
+        known = self._state.versions
+        try:
+            if len(versions) == 1:
+                return known[versions[0]].version
+            return min(versions, key=lambda version: (known[version].step, version))
+        except KeyError as error:
+            raise Refused("unknown_version", f"policy version {error.args[0]} was never announced") from error
+
+    def _imported_versions(self, put: PutColumns) -> list[int]:
+        """Return NO_POLICY for versions of another run: the same number here names a different policy."""
+        known = self._state.versions.keys()
+        return [
+            messages.NO_POLICY if is_foreign or not known >= set(versions) else self._oldest(versions)
+            for is_foreign, versions in zip(put.is_foreign, put.versions, strict=True)
+        ]
+
+    def _close_visits(self, answered: set[tuple[int, int]], sender: str) -> None:
+        """Close the visits that these pairs (visit, prompt) answer, unless they are leased to another sender now."""
+        state = self._state
+        done = [visit for visit, prompt in answered if state.leases.close(visit, prompt, sender)]
+        if done:
+            state.store.visits.close(done, state.clock.wall())

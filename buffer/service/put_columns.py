@@ -1,0 +1,132 @@
+"""Convert a put to database columns as far as that needs no state of the run. Runs in the network thread.
+
+No array is decoded or copied: a payload is five views into the received frames. The rest of the message is dropped
+here, so that the thread that made its thousands of small objects also frees them, instead of the writer.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import xxhash
+from pydantic_core import to_json
+
+from tba.common.errors import WireError
+from tba.common.wire.codec import Request
+from tba.common.wire.messages import Message, PutTrajectories, Sampling
+from tba.common.wire.trajectory import ARRAY_KINDS, RESPONSE_IDS, ROW_FIELDS, VERSION_RUNS, slices
+
+_COUNTS = [(f"{kind.name}_count", kind.unit_bytes) for kind in ARRAY_KINDS]
+# The number after the last sequence number must fit an SQLite integer, too.
+_SEQUENCES = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PutColumns:
+    """The rows of one put: one list per field, all of the same length.
+
+    Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `fields` has a
+    column for each of ROW_FIELDS, with maps as JSON text. `is_foreign`: the metadata name a version of another run.
+    `payload` has one column per array kind. `reference_logprob` is None if no row has one.
+    """
+
+    first_sequence: int
+    prompt_key: list[str]
+    visit: list[int]
+    versions: list[tuple[int, ...]]
+    fields: dict[str, Sequence[Any]]
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    dedup_hash: list[int]
+    is_foreign: list[bool]
+    payload_bytes: list[int]
+    payload: list[list[memoryview]]
+    reference_logprob: list[float | None] | None
+
+    def __len__(self) -> int:
+        return len(self.prompt_key)
+
+
+def to_columns(request: Request) -> Message | PutColumns:
+    """Return the columns of a put, and any other message unchanged.
+
+    Raises WireError for values that the database cannot hold.
+    """
+    message, frames = request.message, request.frames
+    if not isinstance(message, PutTrajectories):
+        return message
+    rows = message.rows
+    if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
+        raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
+    sizes = [[count * size for count in getattr(rows, name)] for name, size in _COUNTS]
+    payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
+    fields: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
+    fields["reward_parts"] = [to_json(parts).decode() for parts in rows.reward_parts]
+    fields["sampling"] = [_sampling_json(settings["temperature"], settings["top_p"]) for settings in rows.sampling]
+    fields["metadata"] = list(map(_metadata_json, rows.metadata))
+    return PutColumns(
+        first_sequence=message.first_sequence,
+        prompt_key=rows.prompt_key,
+        visit=rows.lease,
+        versions=_versions(rows.version_runs_count, frames[VERSION_RUNS]),
+        fields=fields,
+        prompt_tokens=rows.prompt_ids_count,
+        response_tokens=rows.response_ids_count,
+        dedup_hash=list(map(_hash, payload[RESPONSE_IDS])),
+        is_foreign=["imported_version" in metadata for metadata in rows.metadata],
+        payload_bytes=list(map(sum, zip(*sizes, strict=True))),
+        payload=payload,
+        reference_logprob=rows.reference_logprob,
+    )
+
+
+def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]:
+    versions = np.frombuffer(frame, "<i4")[::2].tolist()
+    # The usual case: no response spans a hot reload.
+    if len(versions) == len(counts):
+        return list(zip(versions, strict=True))
+    return [tuple(versions[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+
+def _hash(response: memoryview) -> int:
+    """Return a 64-bit hash of the response tokens, as the signed integer that SQLite stores."""
+    return int.from_bytes(xxhash.xxh3_64_digest(response), "little", signed=True)
+
+
+@functools.lru_cache
+def _sampling_json(temperature: float, top_p: float) -> str:
+    return to_json(Sampling(temperature=temperature, top_p=top_p)).decode()
+
+
+def _metadata_json(metadata: dict[str, Any]) -> str:
+    if not metadata:
+        return "{}"
+    try:
+        return json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"metadata cannot be written as JSON: {error}") from error
+
+
+def database_columns(
+    put: PutColumns, *, run: int, sender: int, received_at: float, prompts: Sequence[int], versions: Sequence[int]
+) -> dict[str, Sequence[Any]]:
+    """Return every column of `tables.trajectories.TRAJECTORY_COLUMNS` except the id."""
+    count = len(put)
+    return {
+        "run": [run] * count,
+        "prompt": prompts,
+        "visit": put.visit,
+        "sender": [sender] * count,
+        "sequence": range(put.first_sequence, put.first_sequence + count),
+        "policy_version": versions,
+        "prompt_tokens": put.prompt_tokens,
+        "response_tokens": put.response_tokens,
+        "dedup_hash": put.dedup_hash,
+        "received_at": [received_at] * count,
+        "payload_bytes": put.payload_bytes,
+        **put.fields,
+    }

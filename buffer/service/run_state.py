@@ -1,0 +1,129 @@
+"""The memory of the run that is served, alongside its file.
+
+Invariant: the memory never holds more than what is committed. If a transaction fails, it is rebuilt from the file.
+"""
+
+from dataclasses import dataclass, field
+
+from tba.buffer.sampling.entry_columns import Block
+from tba.buffer.sampling.index import SamplingIndex
+from tba.buffer.sampling.rate_limiter import RateLimiter
+from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
+from tba.buffer.sampling.sampler import Sampler
+from tba.buffer.service.clients import Clients
+from tba.buffer.service.counters import DataLag
+from tba.buffer.service.leases import LeaseBook
+from tba.buffer.service.sequence_ranges import SequenceRanges
+from tba.buffer.store.store import Store
+from tba.buffer.store.tables.runs import Run
+from tba.common.clock import Clock
+from tba.common.config import Config
+from tba.common.errors import Refused
+from tba.common.wire import messages
+
+# Limit of steps, versions and prompts: the index keeps them in 32 bits, and clients receive the number after the last.
+_NUMBERS = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyBody:
+    """A reply message and its array frames. Handlers return None instead to park the request."""
+
+    message: messages.Message
+    frames: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class AsOf:
+    """A recorded run at one step: its data does not age and no more is added.
+
+    `policy_steps` maps each policy version to its optimiser step.
+    """
+
+    step: int
+    policy_steps: dict[int, int]
+
+
+class RunState:
+    """What the request handlers share. They write each change to the store and to this memory.
+
+    `rebuild` may replace any attribute: handlers read `state.x` each time and keep no copy.
+    """
+
+    def __init__(self, store: Store, run: Run, config: Config, clock: Clock, as_of: AsOf | None = None) -> None:
+        self.store = store
+        self.run = run
+        self.config = config
+        self.clock = clock
+        self.rules = from_section(SamplingRules, config.buffer, publish_every=config.train.publish_every)
+        self._limits = from_section(Limits, config.buffer, seed=run.seed)
+        self.as_of = as_of
+        self.rate = RateLimiter(None if as_of else config.samples_per_insert, config.samples_per_insert_slack)
+        self.clients = Clients(clock, config.buffer.lease_seconds)
+        # Why the trainer waits for a batch, or an empty string.
+        self.trainer_waits_for = ""
+        self.lag = DataLag(clock)
+        # Whether the last requested batch could not be sampled.
+        self.too_little_data = False
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Read everything back from the committed database."""
+        store, run = self.store, self.run
+        self.versions = {ref.version: ref for ref in store.snapshots.all(run)}
+        self.newest = self.versions[max(self.versions)] if self.versions else None
+        self.steps_done = store.batches.steps_done(run)
+        self.next_step = store.batches.recorded_steps(run)
+        self.finished = store.runs.finished_step(run) is not None
+        self.clients.admit_trainers(store.senders.trainers(run))
+        self._read_prompts()
+        epoch, position = store.visits.next_position(run)
+        self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, position)
+        self.leases.open = {visit.id: visit for visit in store.visits.open(run)}
+        self._rebuild_index()
+        self.trajectories, self.errors = store.trajectories.counts(run)
+        self.sampled = store.batches.consumed(run)
+        # (sender, acknowledgement) of each put in the transaction in progress.
+        self.uncommitted_puts: list[tuple[str, messages.PutAck]] = []
+        self._sender_ids: dict[str, int] = {}
+        self.received: dict[str, SequenceRanges] = {}
+
+    def _read_prompts(self) -> None:
+        self.prompt_ids = self.store.prompts.ids(self.run)
+        self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
+
+    def _rebuild_index(self) -> None:
+        announced = {version: ref.step for version, ref in self.versions.items()}
+        steps_of = self.as_of.policy_steps if self.as_of else announced
+        self.index = SamplingIndex(self._limits)
+        for prompt, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
+            self.index.extend(Block(prompt, ids, [steps_of.get(version, 0) for version in versions], *columns))
+        self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
+
+    def add_prompts(self, offset: int, keys: list[str]) -> None:
+        """Add prompts of the task, at positions from `offset` on."""
+        self.store.prompts.add(self.run, offset, keys)
+        self._read_prompts()
+        self.leases.prompts = list(self.prompt_keys)
+
+    def sender_id(self, sender: str) -> int:
+        """Return the database id of a sender that is in `clients`; adds it to the database if it is new."""
+        if sender not in self._sender_ids:
+            self._sender_ids[sender] = self.store.senders.number(self.run, sender, self.clients[sender].role)
+        return self._sender_ids[sender]
+
+    def ranges_of(self, sender: str) -> SequenceRanges:
+        """Return the sequence numbers that are stored of a sender."""
+        if sender not in self.received:
+            self.received[sender] = SequenceRanges(self.store.trajectories.sequence_ranges(self.sender_id(sender)))
+        return self.received[sender]
+
+    def for_replies(self) -> messages.RunState:
+        """Return the part of the state that every reply carries."""
+        return messages.RunState(weights=self.newest, step=self.steps_done, finished=self.finished)
+
+
+def refuse_beyond(what: str, *numbers: int) -> None:
+    """Raise Refused for a number that does not fit: once stored, it would fail every later start."""
+    if max(numbers) >= _NUMBERS:
+        raise Refused("out_of_range", f"a {what} with the number {max(numbers)}, at most {_NUMBERS - 1} is possible")

@@ -1,0 +1,201 @@
+"""Dispatch each request to its handler. No sockets: requests in, replies out, in one transaction.
+
+    BufferService ──► Leasing, Ingest, Training ──► RunState ──► Store
+
+Handlers write through the store and update the memory alongside it (index, leases, versions). If the transaction
+fails, the memory is rebuilt from the file: it never holds more than what is committed.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tba.buffer.service.clients import GONE
+from tba.buffer.service.counters import Counters
+from tba.buffer.service.ingest import Ingest
+from tba.buffer.service.leasing import Leasing
+from tba.buffer.service.put_columns import PutColumns
+from tba.buffer.service.run_state import AsOf, ReplyBody, RunState
+from tba.buffer.service.training import BatchSource, DrawnBatches, Training
+from tba.buffer.store.store import Store
+from tba.buffer.store.tables.runs import Run
+from tba.common.clock import Clock
+from tba.common.config import Config
+from tba.common.errors import Refused
+from tba.common.log import get_logger
+from tba.common.wire import messages
+from tba.common.wire.codec import RequestHeader
+from tba.common.wire.status_messages import GetStatus, Status
+
+log = get_logger(__name__)
+
+# These need neither space nor a transaction.
+WRITE_NOTHING = (GetStatus, messages.Heartbeat, messages.Goodbye)
+
+
+class BufferService:
+    """The buffer of one run. `handle` must run inside `transaction()`, except for WRITE_NOTHING.
+
+    `as_of` is a step of a recorded run to train from; `batches` replaces the drawing of batches.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: Run,
+        config: Config,
+        clock: Clock,
+        *,
+        as_of: AsOf | None = None,
+        batches: BatchSource | None = None,
+    ) -> None:
+        self.state = RunState(store, run, config, clock, as_of)
+        self.counters = Counters(clock)
+        leasing = Leasing(self.state)
+        training = Training(self.state, batches or DrawnBatches(self.state))
+        self._handlers: dict[type[messages.Message | PutColumns], Callable[[Any, str], ReplyBody | None]] = {
+            PutColumns: Ingest(self.state).put,
+            messages.Hello: self._hello,
+            messages.RegisterPrompts: leasing.register_prompts,
+            messages.LeasePrompts: leasing.lease_prompts,
+            messages.SampleBatch: training.sample_batch,
+            messages.ReportStep: training.report_step,
+            messages.AnnounceSnapshot: training.announce_snapshot,
+            messages.FinishRun: training.finish_run,
+            messages.Heartbeat: self._heartbeat,
+            messages.Goodbye: self._goodbye,
+            GetStatus: lambda *_: ReplyBody(self.status()),
+        }
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit what the handlers write inside the block, and count it.
+
+        If it fails, the caller must call `state.rebuild()` before the next request.
+        """
+        self.state.uncommitted_puts.clear()
+        started = time.perf_counter()
+        with self.state.store.transaction():
+            yield
+        self.counters.note_commit(time.perf_counter() - started)
+        # Counted after the commit: a put that fails comes again.
+        for sender, ack in self.state.uncommitted_puts:
+            client = self.state.clients[sender]
+            client.trajectories += ack.stored
+            client.duplicates += ack.duplicates
+            self.counters.note_put(stored=ack.stored, duplicates=ack.duplicates)
+
+    def handle(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
+        """Return the reply to a message of `to_columns`. None parks the request until something has changed.
+
+        Raises Refused with an error code and a sentence.
+        """
+        run = self.state.run
+        if header.run not in ("", run.uuid):
+            raise Refused("wrong_run", f"this buffer serves run {run.name}; the sender belongs to another one")
+        if (host := self.state.clients.successor_host(header.sender)) is not None:
+            raise Refused(
+                "trainer_exists",
+                f"a trainer on {host} took over run {run.name} while this one was silent: the steps it made since then "
+                "do not count",
+            )
+        return self._handlers[type(message)](message, header.sender)
+
+    def handle_durably(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
+        """Handle a single request in a transaction of its own, on disk when this returns. Raises Refused."""
+        self.state.clients.mark_seen(header.sender, header.role)
+        if isinstance(message, WRITE_NOTHING):
+            return self.handle(header, message)
+        with self.transaction():
+            reply = self.handle(header, message)
+        self.state.store.log.sync()
+        self.state.store.log.checkpoint()
+        return reply
+
+    def timeout_reply(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody:
+        """Return the reply to a parked request whose `wait_seconds` have passed."""
+        if isinstance(message, messages.SampleBatch):
+            return ReplyBody(messages.NotReady(reason=self.state.trainer_waits_for))
+        return ReplyBody(messages.Leases(visits=[], reason=self.state.clients[header.sender].held_back))
+
+    def expire_leases(self) -> None:
+        """End the leases of senders that fell silent, and forget senders that are long gone."""
+        leases, clients = self.state.leases, self.state.clients
+        for sender in {visit.sender for visit in leases.open.values() if visit.sender is not None}:
+            if clients.is_silent(sender):
+                log.warning("leases expired", sender=sender, leases=leases.release(sender))
+        clients.forget_long_gone()
+
+    def sampleable(self) -> set[int]:
+        """Return the ids of the trajectories that can be sampled."""
+        index = self.state.index
+        return {entry.id for prompt in index.prompts() for entry in index.entries(prompt)}
+
+    def status(self) -> Status:
+        """Return counts and clients, as `tba status` shows them."""
+        state, counters = self.state, self.counters
+        return Status(
+            run_name=state.run.name,
+            step=state.steps_done,
+            finished=state.finished,
+            uptime_seconds=counters.uptime_seconds,
+            epoch=state.leases.epoch,
+            prompts=len(state.prompt_ids),
+            trajectories=state.trajectories,
+            errors=state.errors,
+            duplicates=counters.duplicates,
+            sampleable=len(state.index),
+            puts_per_second=counters.puts_per_second,
+            database_bytes=state.store.database.size_bytes(),
+            queued_bytes=counters.queued_bytes,
+            commit_seconds=counters.commit_seconds,
+            rejected=dict(counters.rejected),
+            trainer_waits_for=state.trainer_waits_for,
+            batches_without_recent_data=state.lag.batches,
+            no_recent_data=state.lag.sentence,
+            clients=state.clients.status(state.leases.held_by),
+        )
+
+    def _hello(self, message: messages.Hello, sender: str) -> ReplyBody:
+        state = self.state
+        client = state.clients[sender]
+        if client.role == "trainer" and (other := state.clients.other_trainer(sender)) is not None:
+            raise Refused(
+                "trainer_exists",
+                f"a trainer on {other.host} is at work on run {state.run.name}: stop it, or give this run another "
+                "run.name and buffer.address",
+            )
+        client.host = message.host
+        if client.activity == GONE:
+            client.activity, client.reason = "connected", ""
+        state.sender_id(sender)
+        state.store.senders.describe(sender, message.host, message.pid)
+        state.clients.replace_earlier(sender)
+        if client.role == "trainer":
+            state.clients.admit_trainers(state.store.senders.trainers(state.run))
+            # A finished run may continue with more steps.
+            state.store.runs.finish(state.run, None)
+            state.finished = False
+        next_version = state.newest.version + 1 if state.newest else 0
+        recorded = state.store.batches.recorded_steps(state.run)
+        return ReplyBody(messages.Welcome(run_name=state.run.name, next_version=next_version, recorded_steps=recorded))
+
+    def _heartbeat(self, message: messages.Heartbeat, sender: str) -> ReplyBody:
+        client = self.state.clients[sender]
+        # A trainer's heartbeat has its own connection, so it may arrive after the goodbye that was sent later. Only a
+        # hello makes such a client live again.
+        if client.role == "trainer" and client.activity == GONE:
+            return ReplyBody(messages.Done())
+        client.activity, client.reason = message.activity, message.reason
+        client.weights_version, client.metrics = message.weights_version, message.metrics
+        client.serves = message.serves
+        if message.serves:
+            return ReplyBody(messages.Sources(addresses=self.state.clients.sources_of(message.serves)))
+        return ReplyBody(messages.Done())
+
+    def _goodbye(self, _: messages.Goodbye, sender: str) -> ReplyBody:
+        self.state.leases.release(sender)
+        client = self.state.clients[sender]
+        client.activity, client.reason = GONE, "it said goodbye"
+        return ReplyBody(messages.Done())

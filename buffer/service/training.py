@@ -1,0 +1,157 @@
+"""Requests of the trainer: batches, finished steps, snapshots, the end of the run."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+from pydantic_core import from_json
+
+from tba.buffer.sampling.index import Entry
+from tba.buffer.sampling.rules import Shortage
+from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
+from tba.buffer.store.tables.batches import Recency
+from tba.common.errors import Refused
+from tba.common.wire import messages
+from tba.common.wire.codec import MAX_FRAME_BYTES
+from tba.common.wire.trajectory import ARRAY_KINDS
+
+
+class BatchSource(Protocol):
+    """Records the batch of a step that has none yet: `DrawnBatches`, or the batches of a recorded run."""
+
+    def record(self, message: messages.SampleBatch) -> Shortage | None:
+        """Record the batch, or return what is missing."""
+        ...
+
+
+class DrawnBatches:
+    """Batches drawn from the index of the run."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+
+    def record(self, message: messages.SampleBatch) -> Shortage | None:
+        """Draw and record the batch of a step, or return what is missing."""
+        state = self._state
+        # Not the maximum: a trainer may resume before the last recorded step, or this file may be an older copy.
+        state.next_step = message.step
+        size = message.prompts * message.samples
+        if reason := state.rate.shortage(state.trajectories, state.sampled, size):
+            return Shortage(reason)
+        # The data of a recorded run does not age.
+        stale_from = state.as_of.step if state.as_of else message.step
+        draw = state.sampler.sample(
+            step=stale_from,
+            groups=message.prompts,
+            samples=message.samples,
+            rng=np.random.default_rng([state.run.seed, message.step]),
+            train_step=message.step,
+        )
+        state.too_little_data = isinstance(draw, Shortage)
+        if isinstance(draw, Shortage):
+            return draw
+        entries = list(chain.from_iterable(draw.groups))
+        self._check_size(entries)
+        state.store.batches.record(
+            state.run,
+            message.step,
+            prompts=message.prompts,
+            trajectories=[entry.id for entry in entries],
+            staleness=[stale_from - entry.step for entry in entries],
+            recency=Recency(draw.recency_window, draw.recency_groups, draw.recency_missed),
+            now=state.clock.wall(),
+        )
+        state.index.mark_trained(entry.id for entry in entries)
+        state.next_step = message.step + 1
+        state.sampled += len(entries)
+        state.lag.note(draw, stale_from)
+        return None
+
+    def _check_size(self, entries: Sequence[Entry]) -> None:
+        """Raise Refused for a batch that fits no message: once recorded, it could never be handed out.
+
+        No frame is larger than all payloads together, so only a batch that may be too large costs a query.
+        """
+        if sum(entry.payload_bytes for entry in entries) <= MAX_FRAME_BYTES:
+            return
+        size = 4 * max(self._state.store.trajectories.tokens([entry.id for entry in entries]))
+        if size > MAX_FRAME_BYTES:
+            raise Refused(
+                "oversize",
+                f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
+                "lower train.prompts_per_step or search.max_tokens",
+            )
+
+
+class Training:
+    """Handles SampleBatch, ReportStep, AnnounceSnapshot and FinishRun."""
+
+    def __init__(self, state: RunState, batches: BatchSource) -> None:
+        self._state = state
+        self._batches = batches
+
+    def sample_batch(self, message: messages.SampleBatch, _: str) -> ReplyBody | None:
+        """Return the batch of a step, recorded first if it is new. None parks the request: there is too little data.
+
+        Recording and reading are one transaction: no trainer receives a batch whose record may be lost. Raises Refused
+        if payloads of the batch were compacted.
+        """
+        state = self._state
+        refuse_beyond("step", message.step)
+        is_new = not state.store.batches.has(state.run, message.step)
+        if is_new and (shortage := self._batches.record(message)):
+            # A trainer that requests the batch of a later step is still training.
+            state.trainer_waits_for = shortage.reason if message.step <= state.steps_done else ""
+            return None
+        state.trainer_waits_for = ""
+        rows = state.store.batches.rows(state.run, message.step, message.reference)
+        blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
+        recency = state.store.batches.recency(state.run, message.step)
+        counts = {
+            f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
+            for kind, column in zip(ARRAY_KINDS, blobs, strict=True)
+        }
+        batch = messages.Batch(
+            step=message.step,
+            trajectory_ids=rows["id"],
+            prompt_key=rows["prompt_key"],
+            reward=rows["reward"],
+            reward_parts=list(map(from_json, rows["reward_parts"])),
+            policy_version=rows["policy_version"],
+            staleness=rows["staleness"],
+            plain_sampling=[bool(plain) for plain in rows["plain_sampling"]],
+            reference_logprobs=rows["reference_logprob"],
+            recency_window=recency.window,
+            recency_groups=recency.groups,
+            recency_missed=recency.missed,
+            **counts,
+        )
+        return ReplyBody(batch, [b"".join(column) for column in blobs])
+
+    def report_step(self, message: messages.ReportStep, _: str) -> ReplyBody:
+        """Record that the optimiser step is done, and the reference log-probabilities it computed."""
+        state = self._state
+        if not state.store.batches.has(state.run, message.step):
+            raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
+        state.store.batches.report(state.run, message, state.clock.wall())
+        state.steps_done = max(state.steps_done, message.step + 1)
+        return ReplyBody(messages.Done())
+
+    def announce_snapshot(self, message: messages.AnnounceSnapshot, _: str) -> ReplyBody:
+        """Record a snapshot. Every reply carries the newest one."""
+        state, weights = self._state, message.weights
+        refuse_beyond("snapshot", weights.version, weights.step)
+        known = state.versions.get(weights.version)
+        if known is not None and known != weights:
+            raise Refused("version_taken", f"snapshot v{known.version} was announced before, with other content")
+        state.store.snapshots.add(state.run, message, state.clock.wall())
+        state.versions[weights.version] = weights
+        state.newest = state.versions[max(state.versions)]
+        return ReplyBody(messages.Done())
+
+    def finish_run(self, message: messages.FinishRun, _: str) -> ReplyBody:
+        """Record that the last step is done."""
+        self._state.store.runs.finish(self._state.run, message.step)
+        self._state.finished = True
+        return ReplyBody(messages.Done())

@@ -1,0 +1,1 @@
+"""The database file of the buffer: schema, tables, transactions, write-ahead log."""

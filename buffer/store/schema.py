@@ -1,0 +1,89 @@
+"""The schema of the buffer database, as sqlite-utils migrations.
+
+A migration and its record commit in one transaction. Released migrations are never edited: a later release adds one.
+`docs/database.md` describes the tables column by column.
+"""
+
+import sqlite3
+
+from sqlite_utils import Database
+from sqlite_utils.migrations import Migrations
+
+from tba.buffer.store.views import VIEWS
+from tba.common.errors import StorageError
+
+migrations = Migrations("tba")
+
+_TABLES = """
+CREATE TABLE runs (id INTEGER PRIMARY KEY, uuid TEXT NOT NULL, name TEXT NOT NULL, created_at REAL NOT NULL,
+    seed INTEGER NOT NULL, task TEXT, fingerprint TEXT, prompts INTEGER, finished_step INTEGER) STRICT;
+CREATE UNIQUE INDEX idx_runs_name ON runs (name);
+CREATE TABLE starts (id INTEGER PRIMARY KEY, run INTEGER, started_at REAL, config TEXT, software TEXT) STRICT;
+CREATE TABLE senders (id INTEGER PRIMARY KEY, run INTEGER, sender TEXT, role TEXT, host TEXT, pid INTEGER);
+CREATE UNIQUE INDEX idx_senders_sender ON senders (sender);
+
+CREATE TABLE prompts (id INTEGER PRIMARY KEY, run INTEGER, position INTEGER, key TEXT) STRICT;
+CREATE UNIQUE INDEX idx_prompts_run_key ON prompts (run, key);
+CREATE UNIQUE INDEX idx_prompts_run_position ON prompts (run, position);
+CREATE TABLE visits (id INTEGER PRIMARY KEY, run INTEGER, epoch INTEGER, place INTEGER, prompt INTEGER, sender TEXT,
+    leased_at REAL, done_at REAL) STRICT;
+CREATE UNIQUE INDEX idx_visits_run_epoch_place ON visits (run, epoch, place);
+CREATE INDEX visits_open ON visits (run) WHERE done_at IS NULL;
+
+-- Metadata and payloads are separate tables, so that a query over rewards does not read token blobs.
+CREATE TABLE trajectory_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL, prompt INTEGER NOT NULL, visit INTEGER,
+    sender INTEGER NOT NULL, sequence INTEGER NOT NULL, policy_version INTEGER NOT NULL, reward REAL NOT NULL,
+    reward_parts TEXT, stop_reason TEXT, prompt_tokens INTEGER, response_tokens INTEGER, dedup_hash INTEGER,
+    sampling TEXT, created_at REAL, received_at REAL NOT NULL, generation_seconds REAL, text TEXT, error TEXT,
+    metadata TEXT, payload_bytes INTEGER, compacted_at REAL) STRICT;
+CREATE INDEX idx_trajectories_run_reward ON trajectory_rows (run, reward);
+CREATE INDEX idx_trajectories_run_received_at ON trajectory_rows (run, received_at);
+CREATE INDEX idx_trajectories_prompt_policy_version ON trajectory_rows (prompt, policy_version);
+CREATE UNIQUE INDEX idx_trajectories_sender_sequence ON trajectory_rows (sender, sequence);
+CREATE TABLE payloads (trajectory INTEGER PRIMARY KEY, prompt_ids BLOB, response_ids BLOB, logprobs BLOB,
+    version_runs BLOB, loss_mask BLOB) STRICT;
+
+CREATE TABLE snapshots (run INTEGER, version INTEGER, step INTEGER, path TEXT, manifest_sha256 TEXT, bytes INTEGER,
+    announced_at REAL, address TEXT, PRIMARY KEY (run, version)) STRICT;
+CREATE TABLE batches (run INTEGER, step INTEGER, prompts INTEGER, samples INTEGER, handed_out_at REAL, trained_at REAL,
+    metrics TEXT, newest_trajectory INTEGER, recency_window INTEGER NOT NULL DEFAULT 0,
+    recency_groups INTEGER NOT NULL DEFAULT 0, recency_missed INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (run, step)) STRICT;
+CREATE TABLE consumption_rows (run INTEGER, step INTEGER, slot INTEGER, trajectory INTEGER, staleness INTEGER,
+    PRIMARY KEY (run, step, slot)) STRICT;
+CREATE INDEX idx_consumption_trajectory ON consumption_rows (trajectory);
+CREATE TABLE reference_logprobs (trajectory INTEGER, reference TEXT, logprob REAL,
+    PRIMARY KEY (trajectory, reference)) STRICT;
+"""
+
+
+@migrations(name="0001_initial")
+def _initial(db: Database) -> None:
+    # Not `executescript`, which would commit the migration before its record.
+    for statement in (*_TABLES.strip().removesuffix(";").split(";"), *VIEWS):
+        db.execute(statement)
+
+
+def migrate(db: Database) -> None:
+    """Apply the migrations that a database lacks. Raises StorageError if it has one that this release does not know."""
+    check_known(applied_migrations(db.conn))
+    migrations.apply(db)
+
+
+def applied_migrations(connection: sqlite3.Connection) -> set[str]:
+    """Return the names of a database's migrations; empty if it is not a buffer database."""
+    return {migration.name for migration in migrations.applied(Database(connection))}
+
+
+def schema_names() -> list[str]:
+    """Return the names of this release's migrations, oldest first; the last one names the schema."""
+    return [migration.name for migration in migrations.pending(Database(memory=True))]
+
+
+def check_known(applied: set[str]) -> None:
+    """Raise StorageError if another release of tba has migrated the database to a schema of its own."""
+    if unknown := sorted(applied - set(schema_names())):
+        raise StorageError(
+            f"the database has schema {unknown[-1]}, which this release does not know: use the release of tba that "
+            "wrote it, or a newer one"
+        )

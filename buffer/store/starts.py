@@ -1,0 +1,121 @@
+"""The table `starts`, read: the settings of a run, and the source that an offline run trains from."""
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.store.reader import open_reader
+from tba.common.config import Config
+from tba.common.errors import ConfigError, UsageError
+
+# Added to the recorded configuration of a start: its `OfflineSource`, or that it was an import without a server.
+OFFLINE, IMPORT = "offline", "import"
+# The newest start `s` of a server comes first, starts of imports come last.
+SERVED_FIRST = f"ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id DESC"
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineSource:
+    """What an offline run trains from: a recorded run at a step. `uuid` identifies the run if the file has moved.
+
+    Trajectories newer than `newest_trajectory` are not sampled, so a continued recorded run changes nothing.
+    """
+
+    file: str
+    run: str
+    uuid: str
+    as_of: int
+    newest_trajectory: int
+    replay: bool
+
+
+def recorded_source(database: Path) -> OfflineSource | None:
+    """Return what the runs of a database train from; None if they are not offline or there is no file.
+
+    Writes nothing. Raises StorageError if the file is not a buffer database.
+    """
+    first = _first_start(database)
+    return None if first is None else first[1]
+
+
+def _first_start(database: Path) -> tuple[str, OfflineSource | None] | None:
+    """Return the name and source of the run that was started first; None if there is no file or no run."""
+    if not database.exists():
+        return None
+    with open_reader(database, any_schema=True) as connection:
+        query = "SELECT r.name, s.config FROM starts s JOIN runs r ON r.id = s.run ORDER BY s.id LIMIT 1"
+        row = connection.execute(query).fetchone()
+    if row is None:
+        return None
+    source = json.loads(row[1]).get(OFFLINE)
+    return row[0], None if source is None else OfflineSource(**source)
+
+
+def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
+    """Return the settings, by dotted key, that a run was last served with. `run` None is the only run of the file.
+
+    Settings of an import count only if no server ever served the run. Empty if there is no such run. Raises UsageError
+    if there is no file, or if `run` is None and there is not exactly one run.
+    """
+    with open_reader(database, any_schema=True) as connection:
+        names = _run_names(connection)
+        if run is None and len(names) != 1:
+            raise UsageError(f"{database} has the runs {', '.join(names) or 'none'}: name one with --set run.name=NAME")
+        query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
+        row = connection.execute(query, (run or names[0],)).fetchone()
+    sections: dict[str, Any] = json.loads(row[0]) if row else {}
+    return {
+        f"{section}.{name}": value
+        for section, content in sections.items()
+        if isinstance(content, dict)
+        for name, value in content.items()
+    }
+
+
+def _run_names(connection: sqlite3.Connection) -> list[str]:
+    return [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
+
+
+def refuse_unnamed_run(database: Path, name: str) -> None:
+    """Raise UsageError if the default run name is not among a file's runs: a new run must be named explicitly."""
+    if not database.exists():
+        return
+    with open_reader(database, any_schema=True) as connection:
+        names = _run_names(connection)
+    if names and name not in names:
+        raise UsageError(
+            f"{database} holds {', '.join(names)} and no run {name}: name the run with --set run.name=NAME"
+        )
+
+
+def earlier_source(config: Config) -> OfflineSource | None:
+    """Return what the offline run in run.dir trains from; None if the directory is new.
+
+    Raises UsageError if another run is there, whose files an offline run would overwrite.
+    """
+    directory = config.run.dir
+    first = _first_start(config.database)
+    if first is None:
+        if (directory / "metrics.jsonl").exists() or (directory / "checkpoints").exists():
+            raise UsageError(f"{directory} holds a run that was not trained offline: set another run.dir")
+        return None
+    name, source = first
+    if source is None:
+        raise UsageError(f"{config.database} is the buffer of run {name}: set another run.dir for the offline run")
+    if name != config.run.name:
+        raise UsageError(f"{config.database} is the record of the offline run {name}: set another run.dir")
+    return source
+
+
+def refuse_offline_record(database: Path) -> None:
+    """Raise ConfigError if a database is the record of an offline run.
+
+    Its batches refer to ids of another file, which added trajectories would reuse.
+    """
+    if (source := recorded_source(database)) is not None:
+        raise ConfigError(
+            f"{database} is the record of a run that was trained offline from {source.file}, with no trajectories of "
+            "its own: set another run.dir"
+        )

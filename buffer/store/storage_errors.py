@@ -1,0 +1,67 @@
+"""Convert errors of SQLite and the operating system into StorageError and SyncFailed.
+
+A failed sync is an error of its own. The kernel forgets the pages that it could not write: the next sync succeeds, and
+they are still not on the disk. So after a failed sync this process must not sync, checkpoint or acknowledge anything.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba.common.errors import StorageError, SyncFailed
+
+_STORAGE_CODES = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Raise StorageError for failures of the disk or the file, SyncFailed for a failed sync of SQLite.
+
+    Other errors are bugs of tba. They are re-raised unchanged, so that callers do not retry them.
+    """
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        # Two errors have no code: misuse, which is a bug, and text that is not UTF-8, which is a damaged file.
+        misused = isinstance(error, sqlite3.ProgrammingError)
+        unknown = sqlite3.SQLITE_MISUSE if misused else sqlite3.SQLITE_CORRUPT
+        code = getattr(error, "sqlite_errorcode", unknown)
+        if code == sqlite3.SQLITE_IOERR_FSYNC:
+            raise _sync_failed(path, str(error)) from error
+        if code & 0xFF not in _STORAGE_CODES:
+            raise
+        raise StorageError(f"{path}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"{path}: {error}") from error
+
+
+def sync_file(file: int, database: Path) -> None:
+    """Wait until a file of this database is on the disk. Raises SyncFailed."""
+    try:
+        os.fdatasync(file)
+    except OSError as error:
+        raise _sync_failed(database, error.strerror or str(error)) from error
+
+
+def _sync_failed(database: Path, reason: str) -> SyncFailed:
+    return SyncFailed(
+        f"the disk of {database} failed to write data ({reason}): nothing more is acknowledged. Check the disk, keep "
+        f"{database.name}-wal next to {database.name}, and start again: that file has all that was acknowledged, and "
+        "the start writes it to the disk again"
+    )

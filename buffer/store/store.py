@@ -1,0 +1,65 @@
+"""The buffer's storage: the tables of one database file, and transactions on them.
+
+    Store ──► runs, senders, prompts, visits, trajectories, batches, snapshots ──► DatabaseFile ──► WriteAheadLog
+
+Invariant: nothing is acknowledged before its transaction has committed. There is one writer.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.store.database import DatabaseFile
+from tba.buffer.store.tables.batches import Batches
+from tba.buffer.store.tables.prompts import Prompts, Visits
+from tba.buffer.store.tables.runs import Run, Runs, Senders, Snapshots
+from tba.buffer.store.tables.trajectories import Trajectories
+
+# Bytes that a transaction adds to the WAL for pages of tables and indexes, without its trajectories. Measured.
+_TRANSACTION_BYTES = 32 << 10
+
+
+class Store:
+    """One open database. Not thread-safe.
+
+    `log` is its WAL, which must be synced before each acknowledgement and checkpointed from time to time.
+    Raises LockTaken if another process has the file open for writing, StorageError if it is not a usable database.
+    """
+
+    def __init__(self, path: Path, *, durability: str) -> None:
+        self.path = path
+        self.database = DatabaseFile(path, durability=durability)
+        self.log = self.database.log
+        self.runs = Runs(self.database)
+        self.senders = Senders(self.database)
+        self.prompts = Prompts(self.database)
+        self.visits = Visits(self.database)
+        self.trajectories = Trajectories(self.database)
+        self.batches = Batches(self.database, self.trajectories)
+        self.snapshots = Snapshots(self.database)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit the block's writes, or none of them. Raises StorageError if the disk fails."""
+        try:
+            with self.database.transaction():
+                yield
+                self.trajectories.flush()
+        except BaseException:
+            self.trajectories.rolled_back()
+            raise
+        self.log.written += _TRANSACTION_BYTES + self.trajectories.committed()
+
+    def open_run(self, name: str, *, seed: int, config: dict[str, Any], software: dict[str, str]) -> Run:
+        """Return the run of this name, created if it does not exist, and record this start.
+
+        A run keeps the seed that it was created with, which determines the order of its prompts.
+        """
+        with self.transaction():
+            return self.runs.open(name, seed=seed, config=config, software=software, now=time.time())
+
+    def close(self) -> None:
+        """Close the file."""
+        self.database.close()

@@ -1,0 +1,122 @@
+"""The tables `batches` and `consumption_rows`: the trajectories of each training step."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tba.buffer.store.database import DatabaseFile
+from tba.buffer.store.tables.runs import Run
+from tba.buffer.store.tables.trajectories import Trajectories
+from tba.common.wire.messages import ReportStep
+
+_CONSUMPTION_COLUMNS = ("run", "step", "slot", "trajectory", "staleness")
+_SELECT_BATCH = """
+SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.staleness,
+       t.policy_version >= 0 AND json_extract(t.sampling, '$.temperature') = 1
+           AND json_extract(t.sampling, '$.top_p') = 1 AS plain_sampling,
+       r.logprob AS reference_logprob
+FROM consumption_rows c
+JOIN trajectory_rows t ON t.id = c.trajectory
+JOIN prompts p ON p.id = t.prompt
+LEFT JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = ?
+WHERE c.run = ? AND c.step = ?
+ORDER BY c.slot
+"""
+
+
+class Recency(NamedTuple):
+    """The recency window of a batch in optimiser steps, the groups drawn by recency, and those without data in it."""
+
+    window: int
+    groups: int
+    missed: int
+
+
+class Batches:
+    """The batches of the runs of a database."""
+
+    def __init__(self, database: DatabaseFile, trajectories: Trajectories) -> None:
+        self._database = database
+        self._trajectories = trajectories
+
+    def has(self, run: Run, step: int) -> bool:
+        """Return whether the batch of a step is recorded."""
+        return bool(self._database.all("SELECT 1 FROM batches WHERE run = ? AND step = ?", run.id, step))
+
+    def record(
+        self,
+        run: Run,
+        step: int,
+        *,
+        trajectories: Sequence[int],
+        staleness: Sequence[int],
+        recency: Recency,
+        prompts: int,
+        now: float,
+    ) -> None:
+        """Record the batch of a step before it is handed out: trajectory ids, group by group, and their staleness."""
+        self._trajectories.flush()
+        self._database.execute(
+            "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory, recency_window, "
+            "recency_groups, recency_missed) VALUES (?, ?, ?, ?, ?, (SELECT MAX(id) FROM trajectory_rows), ?, ?, ?)",
+            (run.id, step, prompts, len(trajectories) // prompts, now, *recency),
+        )
+        count = len(trajectories)
+        columns = ([run.id] * count, [step] * count, range(count), trajectories, staleness)
+        self._database.insert("OR ROLLBACK", "consumption_rows", _CONSUMPTION_COLUMNS, columns)
+
+    def recency(self, run: Run, step: int) -> Recency:
+        """Return what the recency rule found for the recorded batch of a step."""
+        query = "SELECT recency_window, recency_groups, recency_missed FROM batches WHERE run = ? AND step = ?"
+        return Recency(*self._database.one(query, run.id, step))
+
+    def rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
+        """Return the recorded batch of a step as columns, in slot order.
+
+        `plain_sampling` is 1 where the policy of this run sampled at temperature 1 and top-p 1.
+        """
+        cursor = self._database.execute(_SELECT_BATCH, (reference, run.id, step))
+        columns = map(list, zip(*cursor, strict=True))
+        return {name: column for (name, *_), column in zip(cursor.description, columns, strict=True)}
+
+    def report(self, run: Run, message: ReportStep, now: float) -> None:
+        """Record that a step was trained, and its reference log-probabilities.
+
+        A repeated report changes only the metrics.
+        """
+        self._database.execute(
+            "UPDATE batches SET trained_at = COALESCE(trained_at, ?), metrics = ? WHERE run = ? AND step = ?",
+            (now, json.dumps(message.metrics), run.id, message.step),
+        )
+        rows = [
+            (trajectory, message.reference, logprob)
+            for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
+        ]
+        self._trajectories.insert_references(rows)
+
+    def steps_done(self, run: Run) -> int:
+        """Return the number of steps that were trained."""
+        query = "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ? AND trained_at IS NOT NULL"
+        return int(self._database.one(query, run.id)[0])
+
+    def recorded_steps(self, run: Run) -> int:
+        """Return the number of steps whose batch is recorded, trained or not."""
+        return int(self._database.one("SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ?", run.id)[0])
+
+    def consumed(self, run: Run) -> int:
+        """Return the number of slots of all recorded batches."""
+        return int(self._database.one("SELECT COUNT(*) FROM consumption_rows WHERE run = ?", run.id)[0])
+
+    def losses(self, run: Run) -> dict[int, float]:
+        """Return the loss of each step that reported one."""
+        query = """SELECT step, json_extract(metrics, '$.loss') FROM batches
+                   WHERE run = ? AND trained_at IS NOT NULL AND json_extract(metrics, '$.loss') IS NOT NULL"""
+        return dict(self._database.all(query, run.id))
+
+    def trajectories(self, run: Run, *, since_step: int) -> set[int]:
+        """Return the trajectories of batches that are not trained yet, and of all batches from `since_step` on."""
+        query = (
+            "SELECT DISTINCT c.trajectory FROM batches b JOIN consumption_rows c ON c.run = b.run AND c.step = b.step"
+            " WHERE b.run = ? AND (b.step >= ? OR b.trained_at IS NULL)"
+        )
+        return {row[0] for row in self._database.all(query, run.id, since_step)}

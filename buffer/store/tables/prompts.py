@@ -1,0 +1,81 @@
+"""The tables `prompts` and `visits`: the prompts of a run, and each time one was handed out."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tba.buffer.store.database import Table
+from tba.buffer.store.tables.runs import Run
+
+
+@dataclass(slots=True)
+class OpenVisit:
+    """A visit whose trajectories have not arrived. `sender` is None if no searcher holds its lease."""
+
+    id: int
+    epoch: int
+    prompt: int
+    sender: str | None
+
+
+class Prompts(Table):
+    """The prompts of the runs of a database."""
+
+    def add(self, run: Run, offset: int, keys: Sequence[str]) -> None:
+        """Add prompt keys at positions from `offset` on. Existing prompts stay; an imported one gets its position."""
+        self._database.execute_many(
+            "INSERT INTO prompts (run, position, key) VALUES (?, ?, ?) "
+            "ON CONFLICT (run, key) DO UPDATE SET position = excluded.position WHERE prompts.position IS NULL "
+            "ON CONFLICT DO NOTHING",
+            [(run.id, position, key) for position, key in enumerate(keys, offset)],
+        )
+
+    def add_imported(self, run: Run, keys: Sequence[str]) -> dict[str, int]:
+        """Return ids of prompts by key. Prompts outside the task are added without a position and are never leased."""
+        ids = {}
+        for key in keys:
+            self._database.execute("INSERT INTO prompts (run, key) VALUES (?, ?) ON CONFLICT DO NOTHING", (run.id, key))
+            ids[key] = int(self._database.one("SELECT id FROM prompts WHERE run = ? AND key = ?", run.id, key)[0])
+        return ids
+
+    def ids(self, run: Run) -> dict[str, int]:
+        """Return ids of the task's prompts by key, in the order of the data set, without imported prompts."""
+        query = "SELECT key, id FROM prompts WHERE run = ? AND position IS NOT NULL ORDER BY position"
+        return dict(self._database.all(query, run.id))
+
+
+class Visits(Table):
+    """The visits of prompts. A visit is open from its lease to the commit of its trajectories."""
+
+    def next_position(self, run: Run) -> tuple[int, int]:
+        """Return (epoch, position in its order) of the next visit to open."""
+        row = self._database.all(
+            "SELECT epoch, MAX(place) + 1 FROM visits WHERE run = ? GROUP BY epoch ORDER BY epoch DESC LIMIT 1", run.id
+        )
+        return row[0] if row else (0, 0)
+
+    def open(self, run: Run) -> list[OpenVisit]:
+        """Return the visits whose trajectories have not arrived."""
+        rows = self._database.all(
+            "SELECT id, epoch, prompt, sender FROM visits WHERE run = ? AND done_at IS NULL", run.id
+        )
+        return [OpenVisit(*row) for row in rows]
+
+    def add(self, run: Run, epoch: int, position: int, prompt: int, sender: str, now: float) -> int:
+        """Record a new visit with its lease, at a position of an epoch. Returns the id of the visit."""
+        cursor = self._database.execute(
+            "INSERT INTO visits (run, epoch, place, prompt, sender, leased_at) VALUES (?, ?, ?, ?, ?, ?)",
+            (run.id, epoch, position, prompt, sender, now),
+        )
+        return int(cursor.lastrowid or 0)
+
+    def lease_again(self, visit: int, sender: str, now: float) -> None:
+        """Lease an open visit to another sender."""
+        self._database.execute("UPDATE visits SET sender = ?, leased_at = ? WHERE id = ?", (sender, now, visit))
+
+    def close(self, visits: Sequence[int], now: float) -> None:
+        """Close visits. Call it in the transaction that adds their trajectories."""
+        self._database.execute(
+            "UPDATE visits SET done_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND done_at IS NULL",
+            (now, json.dumps(visits)),
+        )

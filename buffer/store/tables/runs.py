@@ -1,0 +1,105 @@
+"""The tables `runs` (identity, task and state), `starts` (configuration of each start), `senders` and `snapshots`."""
+
+import json
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from tba.buffer.store.database import Table
+from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of the database."""
+
+    id: int
+    uuid: str
+    name: str
+    seed: int
+
+
+class Runs(Table):
+    """The runs of a database."""
+
+    def open(self, name: str, *, seed: int, config: dict[str, Any], software: dict[str, str], now: float) -> Run:
+        """Return the run of this name, created if it does not exist, and record this start."""
+        self._database.execute(
+            "INSERT INTO runs (uuid, name, created_at, seed) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING",
+            (uuid.uuid4().hex, name, now, seed),
+        )
+        run = Run(*self._database.one("SELECT id, uuid, name, seed FROM runs WHERE name = ?", name))
+        self._database.execute(
+            "INSERT INTO starts (run, started_at, config, software) VALUES (?, ?, ?, ?)",
+            (run.id, now, json.dumps(config), json.dumps(software)),
+        )
+        return run
+
+    def all(self) -> list[Run]:
+        """Return all runs in the file."""
+        return [Run(*row) for row in self._database.all("SELECT id, uuid, name, seed FROM runs ORDER BY id")]
+
+    def task(self, run: Run) -> tuple[str | None, str | None, int]:
+        """Return (task, fingerprint, number of prompts) of a run: (None, None, 0) before the first registration."""
+        task, fingerprint, prompts = self._database.one(
+            "SELECT task, fingerprint, prompts FROM runs WHERE id = ?", run.id
+        )
+        return task, fingerprint, prompts or 0
+
+    def register_task(self, run: Run, task: str, fingerprint: str, prompts: int) -> None:
+        """Record the task of a run and the number of its prompts."""
+        self._database.execute(
+            "UPDATE runs SET task = ?, fingerprint = ?, prompts = ? WHERE id = ?", (task, fingerprint, prompts, run.id)
+        )
+
+    def finish(self, run: Run, step: int | None) -> None:
+        """Set the last step of a finished run. None marks it as unfinished, when training continues."""
+        self._database.execute("UPDATE runs SET finished_step = ? WHERE id = ?", (step, run.id))
+
+    def finished_step(self, run: Run) -> int | None:
+        """Return the last step of a finished run, else None."""
+        step: int | None = self._database.one("SELECT finished_step FROM runs WHERE id = ?", run.id)[0]
+        return step
+
+
+class Senders(Table):
+    """The senders of all runs of a database."""
+
+    def number(self, run: Run, sender: str, role: str) -> int:
+        """Return the id of a sender, inserted if it is new."""
+        self._database.execute(
+            "INSERT INTO senders (run, sender, role) VALUES (?, ?, ?) ON CONFLICT (sender) DO NOTHING",
+            (run.id, sender, role),
+        )
+        return int(self._database.one("SELECT id FROM senders WHERE sender = ?", sender)[0])
+
+    def describe(self, sender: str, host: str, pid: int) -> None:
+        """Record the host and process id of a sender."""
+        self._database.execute("UPDATE senders SET host = ?, pid = ? WHERE sender = ?", (host, pid, sender))
+
+    def trainers(self, run: Run) -> list[tuple[str, str]]:
+        """Return (sender, host) of the trainers that were admitted, oldest first."""
+        query = "SELECT sender, COALESCE(host, '') FROM senders WHERE run = ? AND role = 'trainer' ORDER BY id"
+        return self._database.all(query, run.id)
+
+
+class Snapshots(Table):
+    """The snapshots of the runs of a database."""
+
+    def add(self, run: Run, message: AnnounceSnapshot, now: float) -> None:
+        """Record an announced snapshot. A version that exists is not changed."""
+        ref = message.weights
+        self._database.execute(
+            "INSERT INTO snapshots (run, version, step, path, manifest_sha256, bytes, announced_at, address) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (run.id, ref.version, ref.step, ref.path, ref.manifest_sha256, message.bytes, now, ref.address or None),
+        )
+
+    def all(self, run: Run) -> list[WeightsRef]:
+        """Return all announced snapshots, oldest first."""
+        rows = self._database.all(
+            "SELECT version, step, path, manifest_sha256, coalesce(address, '') FROM snapshots WHERE run = ? "
+            "ORDER BY version",
+            run.id,
+        )
+        return [WeightsRef(version=v, step=s, path=p, manifest_sha256=h, address=a) for v, s, p, h, a in rows]

@@ -1,0 +1,170 @@
+"""The tables `trajectory_rows`, `payloads` and `reference_logprobs`.
+
+The rows that a transaction adds are collected in memory; `flush` writes them with multi-row statements when it ends.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import Any
+
+from tba.buffer.store.database import DatabaseFile
+from tba.buffer.store.tables.runs import Run
+from tba.common.errors import Refused
+from tba.common.quantity import quantity
+from tba.common.wire.trajectory import ARRAY_KINDS, ROW_FIELDS
+
+# A prompt may have very many trajectories: the index receives them in blocks of at most this size at a start.
+_BLOCK_ROWS = 256
+# Approximate size of a trajectory in the write-ahead log, without its payload.
+_ROW_BYTES = 1024
+TRAJECTORY_COLUMNS = (
+    "id",
+    "run",
+    "prompt",
+    "visit",
+    "sender",
+    "sequence",
+    "policy_version",
+    "prompt_tokens",
+    "response_tokens",
+    "dedup_hash",
+    "received_at",
+    "payload_bytes",
+    *ROW_FIELDS,
+)
+_ARRAYS = tuple(kind.name for kind in ARRAY_KINDS)
+# Without ORDER BY: SQLite's sorter would copy every blob, which takes as long as reading them.
+_SELECT_PAYLOADS = f"""
+SELECT p.trajectory, {", ".join(f"p.{name}" for name in _ARRAYS)}
+FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
+"""  # noqa: S608
+
+
+class Trajectories:
+    """The trajectories of the runs of a database."""
+
+    def __init__(self, database: DatabaseFile) -> None:
+        self._database = database
+        # Approximate bytes that the current transaction adds to the write-ahead log.
+        self._unlogged = 0
+        self._next_id: int | None = None
+        self._forget_new()
+
+    def _forget_new(self) -> None:
+        # Columns instead of a tuple per trajectory, which would only be created and freed.
+        self._new_rows: dict[str, list[Any]] = {name: [] for name in TRAJECTORY_COLUMNS}
+        self._new_payloads: list[list[memoryview]] = [[] for _ in ARRAY_KINDS]
+        self._new_references: list[tuple[int, str, float]] = []
+
+    def new_ids(self, count: int) -> range:
+        """Return ids for `count` new trajectories. Ids only grow, because trajectories are never deleted."""
+        if self._next_id is None:
+            self._next_id = int(self._database.one("SELECT COALESCE(MAX(id), 0) + 1 FROM trajectory_rows")[0])
+        first, self._next_id = self._next_id, self._next_id + count
+        return range(first, self._next_id)
+
+    def add(self, rows: Mapping[str, Sequence[Any]], payload: Sequence[Sequence[memoryview]]) -> None:
+        """Add rows: one column for each of `TRAJECTORY_COLUMNS`, and one column of blobs for each array kind.
+
+        They are written when the transaction ends, or by `flush`.
+        """
+        for name, column in self._new_rows.items():
+            column.extend(rows[name])
+        for views, more in zip(self._new_payloads, payload, strict=True):
+            views.extend(more)
+
+    def add_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
+        """Add (trajectory, reference, log-probability) rows. They are written after the trajectories."""
+        self._new_references.extend(rows)
+
+    def flush(self) -> None:
+        """Write the added rows, so that queries in this transaction see them."""
+        rows = self._new_rows
+        self._database.insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, list(rows.values()))
+        self._database.insert("OR ROLLBACK", "payloads", ("trajectory", *_ARRAYS), [rows["id"], *self._new_payloads])
+        self._unlogged += sum(rows["payload_bytes"]) + _ROW_BYTES * len(rows["id"])
+        self.insert_references(self._new_references)
+        self._forget_new()
+
+    def insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
+        """Write (trajectory, reference, log-probability) rows now, except those that exist."""
+        if rows:
+            names, columns = ("trajectory", "reference", "logprob"), list(zip(*rows, strict=True))
+            self._database.insert("OR IGNORE", "reference_logprobs", names, columns)
+
+    def sequence_ranges(self, sender: int) -> list[tuple[int, int]]:
+        """Return the half-open ranges of the sequence numbers that are stored of a sender."""
+        # Within a range of consecutive numbers, sequence minus row number is constant.
+        query = """
+        SELECT MIN(sequence), MAX(sequence) + 1
+        FROM (SELECT sequence, sequence - ROW_NUMBER() OVER (ORDER BY sequence) AS island
+              FROM trajectory_rows WHERE sender = ?)
+        GROUP BY island"""
+        return self._database.all(query, sender)
+
+    def blocks(self, run: Run) -> Iterator[tuple[int, tuple[Sequence[Any], ...]]]:
+        """Yield (prompt, columns) of all trajectories that may be sampled, oldest first.
+
+        The columns are id, policy_version, reward, dedup_hash, trained, payload_bytes: at most `_BLOCK_ROWS` rows.
+        """
+        query = """
+        SELECT t.prompt, t.id, t.policy_version, t.reward, t.dedup_hash,
+               EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), t.payload_bytes
+        FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"""
+        for prompt, all_rows in groupby(self._database.each(query, run.id), itemgetter(0)):
+            while rows := list(islice(all_rows, _BLOCK_ROWS)):
+                _, *columns = zip(*rows, strict=True)
+                yield prompt, tuple(columns)
+
+    def counts(self, run: Run) -> tuple[int, int]:
+        """Return (number of trajectories, number of these with an error)."""
+        return self._database.one("SELECT COUNT(*), COUNT(error) FROM trajectory_rows WHERE run = ?", run.id)
+
+    def payloads(self, trajectories: Sequence[int]) -> list[list[bytes]]:
+        """Return the blobs of each trajectory in the given order, one per array kind.
+
+        Raises Refused if the payload of one was compacted.
+        """
+        self.flush()
+        wanted = list(dict.fromkeys(trajectories))
+        found = {id_: blobs for id_, *blobs in self._database.all(_SELECT_PAYLOADS, json.dumps(wanted))}
+        if len(found) < len(wanted):
+            gone = quantity(len(wanted) - len(found), "trajectory", "trajectories")
+            raise Refused(
+                "compacted",
+                f"the tokens of {gone} of this batch were dropped by `tba buffer compact`, so it cannot be repeated: "
+                "resume from a newer checkpoint",
+            )
+        return [found[id_] for id_ in trajectories]
+
+    def tokens(self, trajectories: Sequence[int]) -> tuple[int, int]:
+        """Return (prompt tokens, response tokens) in total. A trajectory counts as often as it is listed."""
+        self.flush()
+        query = """SELECT COALESCE(SUM(t.prompt_tokens), 0), COALESCE(SUM(t.response_tokens), 0)
+                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value"""
+        return self._database.one(query, json.dumps(trajectories))
+
+    def payload_sizes(self, run: Run) -> dict[int, int]:
+        """Return the bytes of the payload of each trajectory that has one, oldest first."""
+        size = " + ".join(f"LENGTH(y.{name})" for name in _ARRAYS)
+        tables = "FROM trajectory_rows t JOIN payloads y ON y.trajectory = t.id"
+        return dict(self._database.all(f"SELECT t.id, {size} {tables} WHERE t.run = ? ORDER BY t.id", run.id))
+
+    def drop_payloads(self, trajectories: Sequence[int], now: float) -> None:
+        """Delete payloads, and set `compacted_at` of their trajectories."""
+        ids = [(id_,) for id_ in trajectories]
+        self._database.execute_many("DELETE FROM payloads WHERE trajectory = ?", ids)
+        dropped = [(now, id_) for id_ in trajectories]
+        self._database.execute_many("UPDATE trajectory_rows SET compacted_at = ? WHERE id = ?", dropped)
+
+    def committed(self) -> int:
+        """Note a commit. Returns approximately how many bytes the transaction added to the write-ahead log."""
+        logged, self._unlogged = self._unlogged, 0
+        return logged
+
+    def rolled_back(self) -> None:
+        """Forget the rows and ids of a transaction that was rolled back."""
+        self._forget_new()
+        self._next_id, self._unlogged = None, 0

@@ -1,0 +1,115 @@
+"""The views of the database, for people who query it. `docs/database.md` describes them column by column.
+
+Views are part of migration 0001. A released view is never edited: a later migration drops and recreates it.
+
+A view must stay usable on a million rows. Therefore no join multiplies rows, and each count or average is a correlated
+subquery over an index: `LIMIT 10` computes it for ten rows, a filter by id for one row, and an unselected column costs
+nothing. Times are Unix seconds; `..._text` columns are the same times in UTC.
+"""
+
+_TRAINED = """FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step
+        WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL"""
+
+TRAJECTORIES = f"""
+CREATE VIEW trajectories AS
+SELECT t.id, r.name AS run, p.key AS prompt, v.epoch AS epoch, s.sender AS searcher, s.host AS host,
+       t.policy_version, n.step AS policy_step,
+       t.reward, t.reward_parts, t.stop_reason, t.prompt_tokens, t.response_tokens,
+       json_extract(t.sampling, '$.temperature') AS temperature,
+       json_extract(t.sampling, '$.top_p') AS top_p,
+       t.created_at, t.received_at, strftime('%Y-%m-%dT%H:%M:%SZ', t.received_at, 'unixepoch') AS received_at_text,
+       t.generation_seconds, t.text, t.error, t.metadata, t.compacted_at,
+       (SELECT COUNT(*) {_TRAINED}) AS times_trained,
+       (SELECT MIN(c.step) {_TRAINED}) AS first_step,
+       (SELECT MAX(c.step) {_TRAINED}) AS last_step
+FROM trajectory_rows t
+LEFT JOIN runs r ON r.id = t.run
+LEFT JOIN prompts p ON p.id = t.prompt
+LEFT JOIN visits v ON v.id = t.visit
+LEFT JOIN senders s ON s.id = t.sender
+LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
+"""
+
+
+def _of_group(prompt: str, visit: str) -> str:
+    """Return the aggregate columns over one visit's rows. `prompt` and `visit` are SQL expressions.
+
+    The condition on `prompt` is redundant, but only `prompt` has an index.
+    """
+    rows = f"FROM trajectory_rows t WHERE t.prompt = {prompt} AND t.visit = {visit}"
+    good = f"{rows} AND t.error IS NULL"
+    return f"""(SELECT COUNT(*) {rows}) AS trajectories,
+       (SELECT COUNT(t.error) {rows}) AS errors,
+       (SELECT AVG(t.reward) {good}) AS mean_reward,
+       (SELECT MIN(t.reward) {good}) AS min_reward,
+       (SELECT MAX(t.reward) {good}) AS max_reward,
+       (SELECT MAX(0.0, AVG(t.reward * t.reward) - AVG(t.reward) * AVG(t.reward)) {good}) AS reward_variance,
+       (SELECT GROUP_CONCAT(DISTINCT t.policy_version) {rows}) AS policy_versions,
+       (SELECT SUM(t.response_tokens) {rows}) AS response_tokens"""
+
+
+# The variance instead of the standard deviation: not every build of SQLite has sqrt().
+GROUPS = f"""
+CREATE VIEW groups AS
+SELECT r.name AS run, p.key AS prompt, v.epoch AS epoch, v.id AS visit, v.leased_at AS leased_at, v.done_at AS done_at,
+       {_of_group("v.prompt", "v.id")}
+FROM visits v
+LEFT JOIN prompts p ON p.id = v.prompt
+LEFT JOIN runs r ON r.id = v.run
+UNION ALL
+SELECT r.name AS run, p.key AS prompt, NULL AS epoch, 0 AS visit, NULL AS leased_at, NULL AS done_at,
+       {_of_group("p.id", "0")}
+FROM prompts p
+LEFT JOIN runs r ON r.id = p.run
+WHERE EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id AND t.visit = 0)
+"""
+
+CONSUMPTION = """
+CREATE VIEW consumption AS
+SELECT r.name AS run, c.step, c.slot, c.trajectory, p.key AS prompt, t.reward, t.policy_version, c.staleness,
+       b.handed_out_at AS handed_out_at, b.trained_at AS trained_at,
+       strftime('%Y-%m-%dT%H:%M:%SZ', b.trained_at, 'unixepoch') AS trained_at_text
+FROM consumption_rows c
+LEFT JOIN batches b ON b.run = c.run AND b.step = c.step
+LEFT JOIN trajectory_rows t ON t.id = c.trajectory
+LEFT JOIN prompts p ON p.id = t.prompt
+LEFT JOIN runs r ON r.id = c.run
+"""
+
+_SLOTS = "FROM consumption_rows c WHERE c.run = b.run AND c.step = b.step"
+_SLOT_ROWS = (
+    "FROM consumption_rows c JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.run = b.run AND c.step = b.step"
+)
+
+STALENESS = f"""
+CREATE VIEW staleness AS
+SELECT r.name AS run, b.step, b.prompts * b.samples AS slots,
+       (SELECT COUNT(DISTINCT c.trajectory) {_SLOTS}) AS trajectories,
+       (SELECT MIN(c.staleness) {_SLOTS}) AS min_staleness,
+       (SELECT AVG(c.staleness) {_SLOTS}) AS mean_staleness,
+       (SELECT MAX(c.staleness) {_SLOTS}) AS max_staleness,
+       (SELECT AVG(b.handed_out_at - t.received_at) {_SLOT_ROWS}) AS mean_age_seconds,
+       (SELECT MAX(b.handed_out_at - t.received_at) {_SLOT_ROWS}) AS max_age_seconds,
+       (SELECT AVG(t.reward) {_SLOT_ROWS}) AS mean_reward,
+       b.recency_window, b.recency_groups, b.recency_missed,
+       b.handed_out_at, b.trained_at
+FROM batches b
+LEFT JOIN runs r ON r.id = b.run
+"""
+
+CLIENTS = """
+CREATE VIEW clients AS
+SELECT s.id, r.name AS run, s.sender, s.role, s.host, s.pid,
+       (SELECT COUNT(*) FROM trajectory_rows t WHERE t.sender = s.id) AS trajectories,
+       (SELECT COUNT(t.error) FROM trajectory_rows t WHERE t.sender = s.id) AS errors,
+       (SELECT SUM(t.response_tokens) FROM trajectory_rows t WHERE t.sender = s.id) AS response_tokens,
+       (SELECT AVG(t.reward) FROM trajectory_rows t WHERE t.sender = s.id AND t.error IS NULL) AS mean_reward,
+       (SELECT t.received_at FROM trajectory_rows t WHERE t.sender = s.id ORDER BY t.sequence LIMIT 1)
+           AS first_received_at,
+       (SELECT t.received_at FROM trajectory_rows t WHERE t.sender = s.id ORDER BY t.sequence DESC LIMIT 1)
+           AS last_received_at
+FROM senders s
+LEFT JOIN runs r ON r.id = s.run
+"""
+
+VIEWS = (TRAJECTORIES, GROUPS, CONSUMPTION, STALENESS, CLIENTS)

@@ -1,0 +1,167 @@
+"""Export trajectories of a buffer file to jsonl or parquet, streamed, with everything that an import needs.
+
+Each line or row is one trajectory. Maps are JSON objects in jsonl and JSON text in parquet.
+"""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba.buffer.store.reader import open_reader
+from tba.buffer.tools.backup import check_target, replacing
+from tba.buffer.tools.query import reading_only
+from tba.buffer.tools.show import arrays_of_blobs
+from tba.common.errors import MissingExtra, UsageError
+from tba.common.wire.trajectory import ARRAY_KINDS, MAP_FIELDS, ROW_FIELDS
+
+JSONL, PARQUET = "jsonl", "parquet"
+FORMATS = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
+# Rows of a parquet row group: they are in memory at once.
+_ROW_GROUP = 1024
+# Each field of a record that is not an array, with its SQL expression.
+_FIELDS = {
+    "run": "r.uuid",
+    "run_name": "r.name",
+    "id": "t.id",
+    "prompt_key": "p.key",
+    "epoch": "v.epoch",
+    "sender": "s.sender",
+    "sequence": "t.sequence",
+    "policy_version": "t.policy_version",
+    "policy_step": "n.step",
+    "received_at": "t.received_at",
+    **{name: f"t.{name}" for name in ROW_FIELDS},
+}
+_SELECT_RECORD = f"""
+SELECT {", ".join((*_FIELDS.values(), *(f"y.{kind.name}" for kind in ARRAY_KINDS)))}
+FROM trajectory_rows t
+JOIN payloads y ON y.trajectory = t.id
+JOIN runs r ON r.id = t.run
+JOIN prompts p ON p.id = t.prompt
+JOIN senders s ON s.id = t.sender
+LEFT JOIN visits v ON v.id = t.visit
+LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
+WHERE t.id = ?
+"""  # noqa: S608
+
+
+def export(source: Path, target: Path, *, where: str, format_: str | None, force: bool) -> dict[str, Any]:
+    """Write the trajectories for which an SQL expression over the view `trajectories` is true.
+
+    Raises UsageError for a target that may not be written or a wrong expression, MissingExtra if parquet is not
+    installed, StorageError if the disk fails.
+    """
+    format_ = format_of(target, format_)
+    check_target(source, target, force=force)
+    write = _write_jsonl if format_ == JSONL else _parquet_writer()
+    with open_records(source, where) as (records, matching), replacing(target) as temporary:
+        written = write(temporary, records)
+    size = target.stat().st_size
+    return {"file": str(target), "trajectories": written, "without_tokens": matching() - written, "bytes": size}
+
+
+def format_of(path: Path, given: str | None) -> str:
+    """Return `jsonl` or `parquet`. Raises UsageError if neither the flag nor the suffix determines it."""
+    format_ = given or FORMATS.get(path.suffix)
+    if format_ not in (JSONL, PARQUET):
+        raise UsageError(f"{given or path}: set --format jsonl or --format parquet, or end the name with .{JSONL}")
+    return format_
+
+
+@contextlib.contextmanager
+def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[str, Any]], Callable[[], int]]]:
+    """Yield the records of one moment, oldest first, and a function that returns how many rows have matched so far.
+
+    Compacted trajectories match, but have no record.
+    """
+    seen = 0
+
+    def records() -> Iterator[dict[str, Any]]:
+        nonlocal seen
+        for (id_,) in ids:
+            seen += 1
+            if (row := connection.execute(_SELECT_RECORD, (id_,)).fetchone()) is not None:
+                yield _record(row)
+
+    with open_reader(path) as connection:
+        # All rows come from the same snapshot of the database, even if reading takes long.
+        connection.execute("BEGIN")
+        with reading_only(connection):
+            ids = connection.execute(f"SELECT id FROM trajectories WHERE ({where}\n) ORDER BY id")  # noqa: S608
+            yield records(), lambda: seen
+
+
+def _record(row: tuple[Any, ...]) -> dict[str, Any]:
+    record = dict(zip(_FIELDS, row[: len(_FIELDS)], strict=True))
+    for name in MAP_FIELDS:
+        record[name] = json.loads(record[name])
+    arrays = arrays_of_blobs(row[len(_FIELDS) :])
+    return record | {name: array.tolist() for name, array in arrays.items()}
+
+
+def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for count, record in enumerate(records, 1):  # noqa: B007
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return count
+
+
+def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:
+    pa, pq = _pyarrow()
+    integers = ("id", "epoch", "sequence", "policy_version", "policy_step")
+    floats = ("received_at", *(name for name, kind in ROW_FIELDS.items() if kind is float))
+    types = dict.fromkeys(integers, pa.int64()) | dict.fromkeys(floats, pa.float64())
+    fields = [(name, types.get(name, pa.string())) for name in _FIELDS]
+    for kind in ARRAY_KINDS:
+        numbers = pa.list_(pa.from_numpy_dtype(np.dtype(kind.dtype)))
+        fields.append((kind.name, numbers if kind.width == 1 else pa.list_(numbers)))
+    schema = pa.schema(fields)
+
+    def write(path: Path, records: Iterator[dict[str, Any]]) -> int:
+        count = 0
+        with pq.ParquetWriter(path, schema) as writer:
+            while part := list(itertools.islice(records, _ROW_GROUP)):
+                rows = [record | {name: json.dumps(record[name]) for name in MAP_FIELDS} for record in part]
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                count += len(part)
+        return count
+
+    return write
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise MissingExtra("pyarrow", "parquet") from None
+    return pyarrow, pyarrow.parquet
+
+
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file, with maps parsed. Raises MissingExtra, or UsageError for another file."""
+    pa, pq = _pyarrow()
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROW_GROUP // 4):
+                for row in batch.to_pylist():
+                    for name in MAP_FIELDS:
+                        if isinstance(row.get(name), str):
+                            row[name] = json.loads(row[name])
+                    # A null is an absent key, except for `reward`: its default of 1 must be explicit.
+                    yield {name: value for name, value in row.items() if value is not None or name == "reward"}
+    # ValueError: a map is not JSON.
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+
+
+def is_database(path: Path) -> bool:
+    """Return whether a file is an SQLite database, by its first bytes."""
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"

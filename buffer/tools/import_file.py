@@ -1,0 +1,173 @@
+"""Import trajectories and demonstrations into a run, through the same code as a searcher's put.
+
+    file ──► every row is read and checked ──► messages of 64 rows ──► the running server, or a service in this process
+
+A row is identified by its origin: the run it was exported from and its id there, else the hash of the file and the row
+number. The origin determines the sender, the id the sequence number. Therefore an import may be repeated, also after a
+failure and in another format, and adds only what is missing. Rows that the importing run made itself are left out.
+"""
+
+import functools
+import hashlib
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.service.sequence_ranges import SequenceRanges
+from tba.buffer.store.reader import open_reader
+from tba.buffer.tools.export import JSONL, format_of, is_database, open_records, read_parquet
+from tba.buffer.tools.import_row import Parser
+from tba.buffer.tools.import_target import ImportTarget
+from tba.buffer.tools.tokenizer import Tokenizer
+from tba.common import jsonl
+from tba.common.config import Config
+from tba.common.errors import BufferFault, StorageError, UsageError
+from tba.common.quantity import quantity
+from tba.common.system.durable import sha256_of
+from tba.common.wire import messages
+from tba.common.wire.trajectory import Trajectory, pack
+
+# Limits of one message. A row whose text is longer is sent alone.
+_ROWS = 64
+_TOKENS = 1 << 20
+_CHARACTERS = 1 << 20
+# Called with the activity, the number of rows done, and the total if it is known.
+OnProgress = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """A row of a file: its origin, its number there, its content, and its location for error messages."""
+
+    origin: str
+    sequence: int
+    fields: Any
+    where: str
+
+
+def import_file(
+    source: Path,
+    target: ImportTarget,
+    config: Config,
+    format_: str | None = None,
+    *,
+    on_progress: OnProgress = lambda *_: None,
+) -> dict[str, int]:
+    """Import a file. Returns the number of its rows, of new ones, and of those that the run already had.
+
+    Raises UsageError for an invalid row before anything is imported; BufferFault or StorageError if the buffer fails,
+    with the number of rows imported until then.
+    """
+    parser = Parser(target.run, functools.cache(lambda: Tokenizer(config.model.path)))
+    rows = _check(read_rows(source, config, format_), parser, on_progress)
+    counts = {"rows": rows, "new": 0, "there_already": 0}
+
+    def parsed() -> Iterator[tuple[SourceRow, Trajectory]]:
+        for row in read_rows(source, config, format_):
+            if _is_own(reader, row.fields, target.run):
+                counts["there_already"] += 1
+            else:
+                yield row, parser.parse(row.fields, row.where)
+
+    try:
+        with open_reader(config.database) as reader:
+            for origin, first, part in _messages(parsed()):
+                columns, frames = pack(part)
+                message = messages.PutTrajectories(first_sequence=first, rows=messages.Rows.model_validate(columns))
+                # The run is part of the sender id: each run of a database has its own imports.
+                sender = f"import.{hashlib.sha256(f'{target.run} {origin}'.encode()).hexdigest()[:16]}"
+                ack = target.put(sender, message, frames)
+                counts["new"] += ack.stored
+                counts["there_already"] += ack.duplicates
+                on_progress("importing", counts["new"] + counts["there_already"], rows)
+    except (BufferFault, StorageError) as error:
+        done = f"{counts['new'] + counts['there_already']} of {quantity(rows, 'row is', 'rows are')} imported"
+        error.args = (f"{error}; {done}, and running the import again is safe",)
+        raise
+    return counts
+
+
+def _check(rows: Iterable[SourceRow], parser: Parser, on_progress: OnProgress) -> int:
+    """Parse every row. Returns their number. Raises UsageError for an invalid row, or one that occurs twice."""
+    count = 0
+    seen: defaultdict[str, SequenceRanges] = defaultdict(SequenceRanges)
+    for count, row in enumerate(rows, 1):
+        parser.parse(row.fields, row.where)
+        if not seen[row.origin].missing(row.sequence, 1):
+            raise UsageError(
+                f"{row.where}: trajectory {row.sequence} of {row.origin} occurs earlier in the file: include every "
+                "trajectory once, and leave out `run` and `id` where one was made into several"
+            )
+        seen[row.origin].add(row.sequence, 1)
+        if count % _ROWS == 0:
+            on_progress("checking", count, None)
+    return count
+
+
+def _is_own(reader: sqlite3.Connection, fields: dict[str, Any], run: str) -> bool:
+    """Whether the importing run made a row itself and still has it."""
+    if fields.get("run") != run:
+        return False
+    query = """SELECT 1 FROM trajectory_rows t JOIN senders s ON s.id = t.sender JOIN runs r ON r.id = t.run
+               WHERE s.sender = ? AND t.sequence = ? AND r.uuid = ?"""
+    return reader.execute(query, (fields.get("sender"), fields.get("sequence"), run)).fetchone() is not None
+
+
+def read_rows(source: Path, config: Config, format_: str | None) -> Iterator[SourceRow]:
+    """Read the rows of a jsonl or parquet file, or of another run's buffer database. Raises UsageError."""
+    if not source.is_file():
+        raise UsageError(f"{source} does not exist")
+    if is_database(source):
+        if config.database.exists() and source.samefile(config.database):
+            raise UsageError(f"{source} is the database of this run: name another run's")
+        return _database_rows(source)
+    return _file_rows(source, format_of(source, format_))
+
+
+def _file_rows(source: Path, format_: str) -> Iterator[SourceRow]:
+    content = f"file {sha256_of(source)}"
+    lines = jsonl.read(source, malformed=UsageError) if format_ == JSONL else enumerate(read_parquet(source), 1)
+    for sequence, (number, fields) in enumerate(lines):
+        where = f"{source}:{number}" if format_ == JSONL else f"{source} row {number}"
+        run, id_ = (fields.get("run"), fields.get("id")) if isinstance(fields, dict) else (None, None)
+        if isinstance(run, str) and isinstance(id_, int):
+            yield SourceRow(f"run {run}", id_, fields, where)
+        else:
+            yield SourceRow(content, sequence, fields, where)
+
+
+def _database_rows(source: Path) -> Iterator[SourceRow]:
+    with open_records(source) as (records, _):
+        for record in records:
+            yield SourceRow(f"run {record['run']}", record["id"], record, f"{source} trajectory {record['id']}")
+
+
+def _messages(rows: Iterable[tuple[SourceRow, Trajectory]]) -> Iterator[tuple[str, int, list[Trajectory]]]:
+    """Group rows into messages: yield (origin, first sequence number, rows).
+
+    A message holds consecutive numbers of one origin and stays below the limits, unless a single row exceeds them.
+    """
+    part: list[Trajectory] = []
+    first, size = None, 0.0
+    for row, trajectory in rows:
+        fraction = _fraction(trajectory)
+        is_next = first is not None and (row.origin, row.sequence) == (first.origin, first.sequence + len(part))
+        if part and first and (not is_next or len(part) == _ROWS or size + fraction > 1):
+            yield first.origin, first.sequence, part
+            part, size = [], 0.0
+        first = row if not part else first
+        part.append(trajectory)
+        size += fraction
+    if part and first:
+        yield first.origin, first.sequence, part
+
+
+def _fraction(trajectory: Trajectory) -> float:
+    """Return the fraction of a message that a row fills."""
+    tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+    characters = len(trajectory.text or "") + len(json.dumps(trajectory.metadata))
+    return max(tokens / _TOKENS, characters / _CHARACTERS)

@@ -1,0 +1,102 @@
+"""The destination of an import: the server that has the database open, or else a service in this process."""
+
+import contextlib
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import tba
+from tba.buffer.service.put_columns import to_columns
+from tba.buffer.service.service import BufferService
+from tba.buffer.store.starts import IMPORT, refuse_offline_record
+from tba.buffer.store.store import Store
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import BufferUnavailable, ConfigError, LockTaken
+from tba.common.system.versions import software
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.codec import decode_request, encode_request
+from tba.common.wire.status_messages import GetStatus, Status
+
+_REPLY_SECONDS = 60.0
+_POLL_SECONDS = 0.2
+_ROLE: messages.Role = "importer"
+
+
+class ImportTarget(ABC):
+    """A run that accepts trajectories. `run` is its uuid."""
+
+    run: str
+    _sender = ""
+
+    def put(self, sender: str, message: messages.PutTrajectories, frames: list[bytes]) -> messages.PutAck:
+        """Commit a put. Raises Refused, BufferUnavailable, WireError or StorageError."""
+        if self._sender != sender:
+            self._sender = sender
+            self._ask(messages.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}"))
+        reply = self._ask(message, frames)
+        assert isinstance(reply, messages.PutAck)
+        return reply
+
+    @abstractmethod
+    def _ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
+        """Return the reply to a request of the sender."""
+
+
+@contextlib.contextmanager
+def open_target(config: Config) -> Iterator[ImportTarget]:
+    """Open the configured run for an import.
+
+    Raises ConfigError, also for the record of an offline run, StorageError, or BufferFault if a server does not reply.
+    """
+    refuse_offline_record(config.database)
+    try:
+        store = Store(config.database, durability=config.buffer.durability)
+    except LockTaken:
+        with contextlib.closing(BufferClient(config.buffer.address, role=_ROLE, name="import")) as client:
+            yield ServerTarget(client, config)
+    else:
+        with contextlib.closing(store):
+            yield LocalTarget(store, config)
+
+
+class LocalTarget(ImportTarget):
+    """A buffer service in this process, on a database that no server has open."""
+
+    def __init__(self, store: Store, config: Config) -> None:
+        settings = {**config.model_dump(mode="json"), IMPORT: True}
+        run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
+        self.run = run.uuid
+        self._service = BufferService(store, run, config, SystemClock())
+
+    def _ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
+        encoded = encode_request(message, id=1, role=_ROLE, sender=self._sender, run=self.run, frames=frames)
+        # Encoded and decoded, so that a put passes the same checks as one over the network.
+        request = decode_request([memoryview(frame) for frame in encoded])
+        reply = self._service.handle_durably(request.header, to_columns(request))
+        assert reply is not None
+        return reply.message
+
+
+class ServerTarget(ImportTarget):
+    """The server of the run, over its socket. Raises ConfigError if it serves another run."""
+
+    def __init__(self, client: BufferClient, config: Config) -> None:
+        self._client = client
+        status = self._ask(GetStatus())
+        if isinstance(status, Status) and status.run_name != config.run.name:
+            raise ConfigError(
+                f"the server at {client.address} serves run {status.run_name} and not {config.run.name}: set run.name "
+                "and buffer.address to those of one run"
+            )
+        self.run = client.run
+
+    def _ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
+        self._client.sender = self._sender or self._client.sender
+        try:
+            return self._client.call(message, messages.Message, frames=frames, deadline_seconds=_REPLY_SECONDS)[0]
+        except BufferUnavailable:
+            why = self._client.trouble or "another process has the database open, and no server replies at this address"
+            raise BufferUnavailable(f"the buffer at {self._client.address}: {why}") from None

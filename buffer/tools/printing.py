@@ -1,0 +1,98 @@
+"""Print rows and trajectories, for people and for machines."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import typer
+
+from tba.common.errors import UsageError
+from tba.common.quantity import quantity
+from tba.common.terminal import cell, print_csv, print_table, printable
+
+
+def print_fields(fields: dict[str, Any]) -> None:
+    """Print names and values, one pair per line."""
+    print_table(["", "value"], [{"": name, "value": value} for name, value in fields.items()])
+
+
+def refuse_equal(headings: Sequence[str]) -> None:
+    """Raise UsageError for two columns of the same name: a JSON object would lose one."""
+    if twice := [name for name, times in Counter(headings).items() if times > 1]:
+        raise UsageError(f"two columns are named {twice[0]!r}, and a JSON object holds one: rename one with AS")
+
+
+def jsonable(headings: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
+    """Return a row for JSON: blobs in hexadecimal; infinite numbers, which JSON lacks, as text."""
+    values = (str(value) if value in (math.inf, -math.inf) else csv_value(value) for value in row)
+    return dict(zip(headings, values, strict=True))
+
+
+def csv_value(value: Any) -> Any:
+    """Return a value for CSV: blobs in hexadecimal."""
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def print_csv_line(row: dict[str, Any]) -> None:
+    """Print one row without headings."""
+    print_csv(None, [list(row.values())])
+
+
+def print_line(row: dict[str, Any]) -> None:
+    """Print one trajectory on one line."""
+    text = printable(row["error"] or row["text"] or "")
+    tokens = quantity(row["response_tokens"], "token")
+    typer.echo(
+        f"{row['received_at_text']}  #{row['id']:<8} reward {cell(row['reward']):<8} v{row['policy_version']:<6} "
+        f"{row['stop_reason']:<6} {tokens:>12}  {row['searcher']}  {printable(row['prompt']):.40}: {text:.80}"
+    )
+
+
+def print_trajectory(known: dict[str, Any]) -> None:
+    """Print one trajectory with its text and the steps that trained on it. Removes items from `known`."""
+    tokens = {name: known.pop(name) for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask")}
+    texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
+    trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
+    runs = known.pop("version_runs") or []
+    known.pop("received_at_text")
+    fields = {name.replace("_", " "): _readable(name, value) for name, value in known.items()}
+    for name, value in known["reward_parts"].items():
+        fields[f"reward part {name}"] = value
+    fields["metadata"] = json.dumps(known["metadata"])
+    fields["versions"] = ", ".join(f"v{version} x {quantity(count, 'token')}" for version, count in runs)
+    if known["policy_version"] < 0:
+        fields["versions"] = "sampled by no policy of this run"
+    fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)
+    fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
+    fields |= {f"reference {name}": value for name, value in references.items()}
+    print_fields({name: value for name, value in fields.items() if value is not None and name != "reward parts"})
+    _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"])
+    _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
+    typer.echo()
+    if trained_by:
+        steps = [{name: _readable(name, value) for name, value in step.items()} for step in trained_by]
+        print_table(["step", "slot", "staleness", "trained_at"], steps)
+    else:
+        typer.echo("no step has trained on it")
+
+
+def _readable(name: str, value: Any) -> Any:
+    """Return a time in UTC for Unix seconds. Other values, and times outside the calendar, are returned unchanged."""
+    if not name.endswith("_at") or value is None:
+        return value
+    try:
+        time = datetime.fromtimestamp(value, UTC)
+    except (OverflowError, OSError, ValueError):
+        return value
+    return time.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
+
+
+def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:
+    typer.echo(f"\n{heading}:")
+    if text is not None:
+        typer.echo(printable(text, keep="\n\t"))
+    else:
+        typer.echo(f"token ids {ids}" if ids is not None else "its tokens were dropped by `tba buffer compact`")

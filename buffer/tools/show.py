@@ -1,0 +1,100 @@
+"""Read one trajectory with its tokens and training history, and follow the newest ones."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sqlite_utils import Database
+
+from tba.buffer.store.reader import open_reader
+from tba.buffer.store.starts import SERVED_FIRST
+from tba.common.errors import UsageError
+from tba.common.wire.trajectory import ARRAY_KINDS
+
+_POLL_SECONDS = 0.5
+_STEPS = "SELECT step, slot, staleness, trained_at FROM consumption WHERE trajectory = ? ORDER BY step, slot"
+_REFERENCES = "SELECT reference, logprob FROM reference_logprobs WHERE trajectory = ? ORDER BY reference"
+_PAYLOAD = f"SELECT {', '.join(kind.name for kind in ARRAY_KINDS)} FROM payloads WHERE trajectory = ?"  # noqa: S608
+TAIL_COLUMNS = (
+    "id",
+    "received_at_text",
+    "prompt",
+    "reward",
+    "policy_version",
+    "stop_reason",
+    "response_tokens",
+    "searcher",
+    "error",
+    "text",
+)
+_TAIL = f"SELECT {', '.join(TAIL_COLUMNS)} FROM trajectories"  # noqa: S608
+
+
+def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    """Return a trajectory: its row, prompt and response as text and tokens, and the steps that trained on it.
+
+    `decode` converts token ids to text, if given. Raises UsageError if there is no such trajectory.
+    """
+    with open_reader(path) as connection:
+        row = next(Database(connection).query("SELECT * FROM trajectories WHERE id = ?", [trajectory]), None)
+        if row is None:
+            newest = connection.execute("SELECT MAX(id) FROM trajectory_rows").fetchone()[0]
+            known = f"ids go up to {newest}" if newest else "the buffer is empty"
+            raise UsageError(f"{path} has no trajectory {trajectory}: {known}")
+        for name in ("reward_parts", "metadata"):
+            row[name] = json.loads(row[name])
+        steps = list(Database(connection).query(_STEPS, [trajectory]))
+        references = dict(connection.execute(_REFERENCES, (trajectory,)).fetchall())
+        blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
+    return {**row, **_tokens(blobs, decode), "trained_by": steps, "reference_logprobs": references}
+
+
+def recorded_model(path: Path, trajectory: int) -> str:
+    """Return `model.path` of a trajectory's run, as its server recorded it; empty if it is not known."""
+    starts = "starts s JOIN trajectory_rows t ON t.run = s.run WHERE t.id = ?"
+    sql = f"SELECT json_extract(s.config, '$.model.path') FROM {starts} {SERVED_FIRST} LIMIT 1"  # noqa: S608
+    with open_reader(path) as connection:
+        row = connection.execute(sql, (trajectory,)).fetchone()
+    return (row[0] or "") if row else ""
+
+
+def arrays_of_blobs(blobs: tuple[bytes, ...]) -> dict[str, Any]:
+    """Convert blobs in the order of ARRAY_KINDS to arrays by kind."""
+    return {
+        kind.name: np.frombuffer(blob, kind.dtype).reshape((-1,) if kind.width == 1 else (-1, kind.width))
+        for kind, blob in zip(ARRAY_KINDS, blobs, strict=True)
+    }
+
+
+def _tokens(blobs: tuple[bytes, ...] | None, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    # Compacted.
+    if blobs is None:
+        return {"prompt_text": None, "response_text": None, **dict.fromkeys(kind.name for kind in ARRAY_KINDS)}
+    lists = {name: array.tolist() for name, array in arrays_of_blobs(blobs).items()}
+    return {
+        "prompt_text": decode(lists["prompt_ids"]) if decode else None,
+        "response_text": decode(lists["response_ids"]) if decode else None,
+        **lists,
+    }
+
+
+def newest(path: Path, lines: int) -> list[dict[str, Any]]:
+    """Return the newest trajectories, oldest first."""
+    with open_reader(path) as connection:
+        return list(Database(connection).query(f"{_TAIL} ORDER BY id DESC LIMIT ?", [lines]))[::-1]
+
+
+def follow(path: Path, after: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
+    """Yield trajectories with a larger id as they are committed, indefinitely.
+
+    None is missed, because the database's only writer assigns ids in order of commit.
+    """
+    with open_reader(path) as connection:
+        while True:
+            for row in list(Database(connection).query(f"{_TAIL} WHERE id > ? ORDER BY id", [after])):
+                after = row["id"]
+                yield row
+            sleep(_POLL_SECONDS)

@@ -1,0 +1,38 @@
+"""Statistics of a buffer file, read while its server may be running."""
+
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.store.reader import open_reader
+
+# The trajectories of a batch count as trained on when its step is reported.
+_TRAINED = "FROM consumption_rows JOIN batches USING (run, step) WHERE run = ? AND trained_at IS NOT NULL"
+_QUERIES = {
+    "trajectories": "SELECT COUNT(*) FROM trajectory_rows WHERE run = ?",
+    "compacted": "SELECT COUNT(compacted_at) FROM trajectory_rows WHERE run = ?",
+    "with_error": "SELECT COUNT(error) FROM trajectory_rows WHERE run = ?",
+    "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectory_rows WHERE run = ?",
+    "mean_reward": "SELECT AVG(reward) FROM trajectory_rows WHERE run = ? AND error IS NULL",
+    "prompts": "SELECT COUNT(*) FROM prompts WHERE run = ?",
+    "visits_done": "SELECT COUNT(done_at) FROM visits WHERE run = ?",
+    "visits_open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",
+    "epoch": "SELECT COALESCE(MAX(epoch), 0) FROM visits WHERE run = ?",
+    "steps_trained": "SELECT COUNT(trained_at) FROM batches WHERE run = ?",
+    "trajectories_trained_on": f"SELECT COUNT(DISTINCT trajectory) {_TRAINED}",
+    "mean_staleness": f"SELECT AVG(staleness) {_TRAINED}",
+    "max_staleness": f"SELECT MAX(staleness) {_TRAINED}",
+    "snapshots": "SELECT COUNT(*) FROM snapshots WHERE run = ?",
+}
+
+
+def read_stats(path: Path) -> list[dict[str, Any]]:
+    """Return one map of named numbers per run of the file. Raises UsageError or StorageError if it cannot be read."""
+    with open_reader(path) as connection:
+        runs = connection.execute("SELECT id, name FROM runs ORDER BY id").fetchall()
+        counts = [
+            {key: connection.execute(query, (run,)).fetchone()[0] for key, query in _QUERIES.items()} for run, _ in runs
+        ]
+    # The write-ahead log may hold all of a young database.
+    log = path.with_name(path.name + "-wal")
+    sizes = {"file_mib": path.stat().st_size / 2**20, "wal_mib": log.stat().st_size / 2**20 if log.exists() else 0.0}
+    return [{"run": name, **numbers, **sizes} for (_, name), numbers in zip(runs, counts, strict=True)]

@@ -1,0 +1,45 @@
+"""The engine arguments of vLLM that `search.vllm` must not set, since tba sets them.
+
+Which other arguments there are is known only where vLLM is installed (searcher/engines/vllm/start.py).
+"""
+
+_HOT_RELOAD = "hot reload of weights depends on it"
+_TOKENS = "tba passes token ids and decodes responses itself"
+_ONE_PROCESS = "an engine runs on the search.tensor_parallel GPUs of one searcher"
+_LORA = "set lora.rank and lora.publish"
+
+# By argument, the reason or the key to set instead.
+_OWN = {
+    "model": "set model.path",
+    "dtype": "set model.dtype",
+    "seed": "set run.seed, from which each searcher's seed follows",
+    "tokenizer": _TOKENS,
+    "tokenizer_mode": _TOKENS,
+    "skip_tokenizer_init": _TOKENS,
+    "max_model_len": "set search.max_model_len",
+    "max_num_seqs": "set search.max_in_flight",
+    "tensor_parallel_size": "set search.tensor_parallel",
+    "enforce_eager": "set search.enforce_eager",
+    "gpu_memory_utilization": "set search.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set search.gpu_memory_utilization, or search.kv_cache_gib on a CPU",
+    "enable_lora": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": _LORA,
+    "logprobs_mode": "recorded log-probabilities must be those of the distribution that was sampled from",
+    "generation_config": "each request defines its sampling",
+    "scheduling_policy": "the canary must come before other requests",
+    "worker_extension_cls": _HOT_RELOAD,
+    "load_format": _HOT_RELOAD,
+    "model_loader_extra_config": _HOT_RELOAD,
+    "runner": "a searcher generates",
+    "pipeline_parallel_size": _ONE_PROCESS,
+    "distributed_executor_backend": _ONE_PROCESS,
+    "nnodes": _ONE_PROCESS,
+}
+
+
+def own_argument(name: str) -> str | None:
+    """Return why `search.vllm` must not set an argument, or None if it may."""
+    if name.startswith("data_parallel"):
+        return _ONE_PROCESS
+    return _OWN.get(name)

@@ -1,0 +1,191 @@
+"""Config: all sections, the values derived from them, and the checks across sections."""
+
+import math
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from pydantic import model_validator
+
+from tba.common.config.buffer import BufferSection
+from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection
+from tba.common.config.search import SearchSection
+from tba.common.config.section import Section
+from tba.common.config.task import RewardModelSection, TaskSection
+from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    reward_model: RewardModelSection = RewardModelSection()
+    buffer: BufferSection = BufferSection()
+    search: SearchSection = SearchSection()
+    train: TrainSection = TrainSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    lora: LoraSection = LoraSection()
+    reference: ReferenceSection = ReferenceSection()
+    metrics: MetricsSection = MetricsSection()
+    eval: EvalSection = EvalSection()
+    launch: LaunchSection = LaunchSection()
+
+    @property
+    def database(self) -> Path:
+        """The SQLite file of the buffer."""
+        return self.buffer.database or self.run.dir / "buffer.sqlite"
+
+    @property
+    def snapshots(self) -> Path:
+        """Directory of the published snapshots."""
+        return self.run.dir / "snapshots"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the trainer's checkpoints."""
+        return self.run.dir / "checkpoints"
+
+    @property
+    def spool(self) -> Path:
+        """Directory of the searchers' spools."""
+        return self.search.spool_dir or self.run.dir / "spool"
+
+    @property
+    def max_staleness(self) -> int | None:
+        """The staleness limit in optimiser steps, None if unbounded."""
+        return _bound(self.buffer.max_staleness)
+
+    @property
+    def recency_fraction_final(self) -> float | None:
+        """The recency fraction m at the end of its schedule, None if it is constant."""
+        final = self.buffer.recency_fraction_final
+        return None if final == "same" else final
+
+    @property
+    def samples_per_insert(self) -> float | None:
+        """How often a trajectory is trained on, on average; None if unbounded."""
+        return _bound(self.buffer.samples_per_insert)
+
+    @property
+    def least_slack(self) -> int:
+        """The smallest valid `samples_per_insert_slack`: one batch plus one visit. With less, both sides could wait."""
+        ratio = self.samples_per_insert or math.inf
+        batch = self.train.prompts_per_step * self.train.samples_per_prompt
+        return math.floor(batch / ratio) + 1 + self.search.samples_per_prompt
+
+    @property
+    def samples_per_insert_slack(self) -> int:
+        """How many trajectories searchers may be ahead of the trainer."""
+        slack = self.buffer.samples_per_insert_slack
+        return 2 * self.least_slack if slack == "auto" else slack
+
+    @property
+    def max_trajectories(self) -> int | None:
+        """Maximum number of sampleable trajectories, None if unbounded."""
+        return _bound(self.buffer.max_trajectories)
+
+    @property
+    def max_payload_bytes(self) -> int | None:
+        """Maximum number of sampleable bytes, None if unbounded."""
+        return _bound(self.buffer.max_payload_bytes)
+
+    @property
+    def canary_tolerance(self) -> float:
+        """The tolerance of the canary; the default depends on the dtype of the weights."""
+        return self.search.canary_tolerance or (1e-3 if self.model.dtype == "float32" else 0.5)
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        _check(self)
+        return self
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _bound(value: _Number | Literal["unbounded"]) -> _Number | None:
+    return None if value == "unbounded" else value
+
+
+def _check(config: Config) -> None:
+    """Raise ValueError with a sentence that names the keys."""
+    _check_task(config)
+    _check_staleness(config)
+    _check_reference(config)
+    _check_batches(config)
+    _check_offload(config)
+    _check_rates(config)
+
+
+def _check_task(config: Config) -> None:
+    if config.task.reads_files and not config.task.train:
+        raise ValueError(f"task.train is not set, and {config.task.name} needs it: name a jsonl file or a hub id")
+
+
+def _check_staleness(config: Config) -> None:
+    if config.max_staleness is not None and config.max_staleness < config.train.publish_every - 1:
+        raise ValueError(
+            f"buffer.max_staleness = {config.max_staleness} needs train.publish_every <= "
+            f"{config.max_staleness + 1}: with weights published every {config.train.publish_every} steps "
+            "no trajectory could be fresh enough"
+        )
+
+
+def _check_reference(config: Config) -> None:
+    kind = config.reference.kind
+    if kind == "frozen":
+        return
+    if config.search.reference_logprobs:
+        raise ValueError(
+            f'reference.kind = "{kind}" changes in the trainer, so searchers cannot compute its log-probabilities: '
+            "set search.reference_logprobs = false"
+        )
+    if config.lora.rank:
+        raise ValueError(f'reference.kind = "{kind}" has no effect with lora.rank: the base model is the reference')
+    if not config.objective.uses_reference:
+        raise ValueError(
+            f'reference.kind = "{kind}" has no effect: objective.name = "{config.objective.name}" uses no reference'
+        )
+
+
+def _check_batches(config: Config) -> None:
+    """Refuse settings under which no batch is possible, so that the trainer would wait forever."""
+    buffer, group = config.buffer, config.train.samples_per_prompt if config.buffer.replacement == "never" else 1
+    if group > buffer.prompt_cap:
+        raise ValueError(f'buffer.replacement = "never" needs buffer.prompt_cap >= train.samples_per_prompt = {group}')
+    if config.max_staleness is not None and group > config.search.samples_per_prompt:
+        raise ValueError(
+            f'buffer.replacement = "never" with a bounded buffer.max_staleness needs search.samples_per_prompt >= '
+            f"train.samples_per_prompt = {group}: one visit must give a whole group"
+        )
+    least = max(buffer.min_fill, group * config.train.prompts_per_step)
+    if config.max_trajectories is not None and config.max_trajectories < least:
+        raise ValueError(
+            f"buffer.max_trajectories = {config.max_trajectories} is less than the {least} that a batch needs"
+        )
+
+
+def _check_offload(config: Config) -> None:
+    if config.train.offload == "optimizer" and config.lora.rank:
+        raise ValueError(
+            'train.offload = "optimizer" has no effect with lora.rank: adapters have small states, remove it'
+        )
+
+
+def _check_rates(config: Config) -> None:
+    """Refuse settings under which the rate limiter could make both sides wait (`tba.buffer.sampling.rate_limiter`)."""
+    if config.samples_per_insert is None:
+        return
+    if config.samples_per_insert_slack < config.least_slack:
+        raise ValueError(
+            f"buffer.samples_per_insert_slack = {config.samples_per_insert_slack} must be at least "
+            f"{config.least_slack}: one batch and one visit, or both sides could wait"
+        )
+    samples, responses = config.train.samples_per_prompt, config.search.samples_per_prompt
+    if config.max_staleness is not None and config.samples_per_insert * responses < samples:
+        raise ValueError(
+            f"buffer.samples_per_insert = {config.samples_per_insert:g} with a bounded buffer.max_staleness must be "
+            f"at least train.samples_per_prompt / search.samples_per_prompt = {samples / responses:g}: fresh data "
+            "is limited to what the batches need"
+        )

@@ -1,0 +1,1 @@
+"""Processes, devices, memory and files of the operating system."""

@@ -1,0 +1,184 @@
+"""GPUs: which ones exist, which ones a setting names, and whether they are free. Does not load torch."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tba.common.errors import DeviceBusy, UsageError
+from tba.common.quantity import quantity
+
+CPU = "cpu"
+_RANGE = re.compile(r"(\d+)-(\d+)")
+# Values of CUDA_VISIBLE_DEVICES that hide every GPU.
+_NO_DEVICES = ("", "-1", "NoDevFiles")
+_NVIDIA_SMI_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process may use. Memory is in MiB, 0 if nvidia-smi does not report it."""
+
+    index: str
+    uuid: str = ""
+    total_mib: int = 0
+    used_mib: int = 0
+    processes: tuple[str, ...] = ()
+    """Descriptions of the processes on it, such as `python (pid 4711, 70321 MiB)`."""
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a name means this GPU: its index, its UUID, or a prefix of the UUID, as in CUDA."""
+        return name == self.index or (not name.isdigit() and self.uuid.startswith(name))
+
+
+def list_gpus() -> list[Gpu]:
+    """Return the GPUs that this process may use, [] without a driver.
+
+    `CUDA_VISIBLE_DEVICES`, as set by a container or a scheduler, limits them.
+    Raises UsageError if nvidia-smi fails or does not answer.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in _NO_DEVICES:
+        return []
+    present = _query_gpus()
+    if visible is None:
+        return present
+    return [_named(name.strip(), present) for name in visible.split(",")]
+
+
+def choose_gpus(wanted: str, present: Sequence[Gpu], key: str, flag: str = "") -> list[str]:
+    """Return the names of the GPUs in a list such as `0-6`, `0,2,4`, `GPU-8f3a...` or `all`.
+
+    `key` is the setting that holds the list, and `flag` the option that chooses the CPU instead, if the command has
+    one: error sentences name them. Raises UsageError if the list is malformed or names a GPU that does not exist.
+    """
+    if not present:
+        raise UsageError(
+            f"{key} asks for GPU {wanted}, but this machine shows no GPU (nvidia-smi lists none, or is not "
+            f'installed): {f"pass {flag}, or " if flag else ""}set {key} = "{CPU}"'
+        )
+    if wanted == "all":
+        return [gpu.index for gpu in present]
+    chosen = [name for part in wanted.split(",") for name in _expand(part.strip(), wanted)]
+    found = [_find(name, wanted, present) for name in chosen]
+    for name, gpu in zip(chosen, found, strict=True):
+        if (gpu is not None and found.count(gpu) > 1) or chosen.count(name) > 1:
+            raise UsageError(f"GPU {name} is named twice in {wanted}")
+    return chosen
+
+
+def group_gpus(gpus: Sequence[str], tensor_parallel: int) -> list[list[str]]:
+    """Cut GPUs into consecutive groups of `tensor_parallel`, one per engine. Raises UsageError for a remainder."""
+    if len(gpus) % tensor_parallel:
+        raise UsageError(
+            f"{quantity(len(gpus), 'GPU')} ({', '.join(gpus)}) cannot be cut into groups of search.tensor_parallel = "
+            f"{tensor_parallel}: name a multiple of {tensor_parallel}"
+        )
+    return [list(gpus[start : start + tensor_parallel]) for start in range(0, len(gpus), tensor_parallel)]
+
+
+def label(group: Sequence[str]) -> str:
+    """Return the name of the searcher on these GPUs: `gpu3`, `gpu0-1` for two, or UUIDs."""
+    joined = "-".join(group)
+    return f"gpu{joined}" if group[0].isdigit() else joined
+
+
+def check_free(names: Sequence[str], present: Sequence[Gpu], *, utilization: float) -> None:
+    """Raise DeviceBusy for a GPU with less free memory than the fraction `utilization` that an engine reserves.
+
+    A GPU whose memory nvidia-smi does not report (MIG) passes: its engine fails if there is too little.
+    """
+    for name in names:
+        gpu = next((gpu for gpu in present if gpu.is_called(name)), None)
+        if gpu is None or gpu.total_mib - gpu.used_mib >= utilization * gpu.total_mib:
+            continue
+        holders = ", ".join(gpu.processes) or "a process that nvidia-smi does not list (in another container?)"
+        raise DeviceBusy(
+            f"GPU {name} is busy: {holders} holds memory, {gpu.used_mib} of {gpu.total_mib} MiB are in use and "
+            f"search.gpu_memory_utilization = {utilization:g} needs {utilization * gpu.total_mib:.0f} MiB; end that "
+            f"process, leave GPU {name} out of search.gpus, or lower search.gpu_memory_utilization"
+        )
+
+
+def pin(gpus: Sequence[str]) -> None:
+    """Let this process see only these GPUs, numbered as by nvidia-smi. Call it before torch is imported."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
+def choose_and_pin(wanted: str, key: str, flag: str, *, most: int | None = None) -> list[str]:
+    """Let this process see only the chosen GPUs, the first `most` of them, and return these. See `choose_gpus`."""
+    gpus = choose_gpus(wanted, list_gpus(), key, flag)[:most]
+    pin(gpus)
+    return gpus
+
+
+def _find(name: str, wanted: str, present: Sequence[Gpu]) -> Gpu | None:
+    """Return the GPU of that name, None for a MIG slice, which nvidia-smi does not list as a GPU."""
+    found = [gpu for gpu in present if gpu.is_called(name)]
+    if not found and name.startswith("MIG-"):
+        return None
+    if len(found) != 1:
+        present_names = ", ".join(f"{gpu.index} ({gpu.uuid})" if gpu.uuid else gpu.index for gpu in present)
+        problem = "matches several UUIDs" if found else "does not exist"
+        raise UsageError(f"GPU {name} (in {wanted}) {problem}: this machine has {present_names}")
+    return found[0]
+
+
+def _named(name: str, present: Sequence[Gpu]) -> Gpu:
+    # A GPU that a scheduler allows exists, even if nvidia-smi is missing and cannot describe it.
+    return next((gpu for gpu in present if gpu.is_called(name)), Gpu(name))
+
+
+def _expand(part: str, whole: str) -> list[str]:
+    if match := _RANGE.fullmatch(part):
+        first, last = int(match[1]), int(match[2])
+        if first <= last:
+            return [str(number) for number in range(first, last + 1)]
+    elif part.isdigit() or part.startswith(("GPU-", "MIG-")):
+        return [part]
+    raise UsageError(f"{whole!r} is not a list of GPUs: write 0-6, 0,2,4, a UUID, all, or cpu")
+
+
+def _query_gpus() -> list[Gpu]:
+    processes: dict[str, list[str]] = {}
+    for uuid, pid, name, used in _query("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", columns=4):
+        holds = f", {used} MiB" if used.isdigit() else ""
+        processes.setdefault(uuid, []).append(f"{os.path.basename(name)} (pid {pid}{holds})")
+    return [
+        Gpu(index, uuid, _mib(total), _mib(used), tuple(processes.get(uuid, ())))
+        for index, uuid, total, used in _query("--query-gpu=index,uuid,memory.total,memory.used", columns=4)
+    ]
+
+
+def _mib(text: str) -> int:
+    # nvidia-smi writes `[N/A]` for a GPU that is divided into MIG slices.
+    return int(text) if text.isdigit() else 0
+
+
+def ask_nvidia_smi(*arguments: str) -> str | None:
+    """Return what nvidia-smi prints, None if it is not installed. Raises UsageError with its message if it fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        result = subprocess.run(  # noqa: S603
+            [program, *arguments], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"nvidia-smi did not answer within {_NVIDIA_SMI_SECONDS} s, so the driver or a GPU hangs: reboot"
+        ) from None
+    if result.returncode:
+        message = (result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}").splitlines()[0]
+        raise UsageError(f"nvidia-smi failed, so no GPU can be used: {message}")
+    return result.stdout
+
+
+def _query(query: str, *, columns: int) -> list[list[str]]:
+    """Return the rows that nvidia-smi prints. Raises UsageError with its message if it fails."""
+    output = ask_nvidia_smi(query, "--format=csv,noheader,nounits") or ""
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
+    return [row for row in rows if len(row) == columns]

@@ -1,0 +1,132 @@
+"""Files and directories that exist completely or not at all, also after a power cut; and lock files."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tba.common.errors import ConfigError, LockTaken
+
+_HASH_CHUNK_BYTES = 4 << 20
+_COPY_BYTES = 1 << 30
+_NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as a hex digest."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content to a new file inside the kernel. A file system with reflinks shares the blocks.
+
+    Raises FileExistsError if the target exists.
+    """
+    with source.open("rb") as reader, target.open("xb") as writer:
+        try:
+            while os.copy_file_range(reader.fileno(), writer.fileno(), _COPY_BYTES):
+                pass
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            reader.seek(0)
+            writer.seek(0)
+            writer.truncate()
+            shutil.copyfileobj(reader, writer, _HASH_CHUNK_BYTES)
+
+
+def link_or_copy(source: Path, target: Path) -> str:
+    """Create a hard link to a file that never changes, or a copy where links are impossible.
+
+    Returns "" for a link, else the reason for the copy.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP):
+            raise
+        copy_file(source, target)
+        return str(error.strerror)
+    return ""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees the old text or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file atomically with indented JSON."""
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Return indented JSON for a file: equal values give equal bytes."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def publish_directory(temporary: Path, final: Path) -> None:
+    """Rename a finished directory to its final name, which must not exist: a published directory never changes.
+
+    All files are synced before the rename, so that a directory under its final name is complete after a power cut.
+    """
+    for path in sorted(temporary.rglob("*")):
+        sync(path)
+    sync(temporary)
+    os.rename(temporary, final)
+    sync(final.parent)
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
+    """Hold a lock file while the block runs, at most as long as the process lives.
+
+    Raises LockTaken with the sentence if another process holds it, ConfigError if it cannot be created.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not truncated: the holder may have written into it.
+        file = path.open("a")
+    except OSError as error:
+        raise ConfigError(f"{path.parent} is not a writable directory: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockTaken(sentence) from None
+        # The previous holder has removed the file, and another process may have created a new one: a lock on the
+        # removed file would exclude no one.
+        if not os.fstat(file.fileno()).st_nlink:
+            raise LockTaken(sentence)
+        yield
+
+
+def temporary_directory(final: Path) -> Path:
+    """Create an empty directory next to `final`, in place of one that a crashed writer left behind."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary

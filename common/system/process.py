@@ -1,0 +1,206 @@
+"""How every tba process behaves towards the system: signals, parents, memory, systemd."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from tba.common.system.orphan_guard import kill_all, session_of
+
+# Options of prctl(2).
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Parameters of glibc's mallopt(3), each with its value in bytes. glibc allows no larger mmap threshold than 32 MiB.
+_M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 256 << 20
+_M_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK = -3, 32 << 20
+_SAME_REQUEST_SECONDS = 1.0
+PARENT_VARIABLE = "TBA_PARENT_PID"
+# The file through which the ranks of a trainer find each other.
+RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep up to 256 MiB of freed memory at the end of a heap, in blocks of up to 32 MiB.
+
+    By default glibc returns a large freed block to the kernel. The next batch of a trainer, or the next reply of the
+    buffer, then starts with a page fault per 4 KiB. On a virtual machine that returns pages to its host, these faults
+    took most of the time of some batches. Has no effect without glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK)
+
+
+@contextlib.contextmanager
+def objects_frozen() -> Iterator[None]:
+    """Exclude all existing objects from garbage collection while the block runs: they live as long as the process.
+
+    With torch and transformers there are 350,000, and a full collection takes 0.2 s. Every rank of a trainer would
+    collect at a different step, and all ranks would wait each time.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class StopSignal:
+    """True after SIGTERM or SIGINT: finish the work under way and exit 0. A second signal exits immediately.
+
+    A second signal within a second counts as the same request, since systemd and a supervisor may both send one. With
+    `listens=False` the default signal handlers stay, and it is never true.
+    """
+
+    def __init__(self, *, listens: bool = True) -> None:
+        self._stopped_at: float | None = None
+        self._exits_immediately = False
+        # Whether the first signal was SIGINT (Ctrl-C).
+        self.interrupted = False
+        if listens:
+            signal.signal(signal.SIGTERM, self._on_signal)
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def __call__(self) -> bool:
+        return self._stopped_at is not None
+
+    @contextlib.contextmanager
+    def exits_immediately(self) -> Iterator[None]:
+        """While the block runs, a signal ends this process and its children immediately: no work can be lost yet.
+
+        The handler does not raise an exception, since a library in the block could catch it, or wait for its children
+        while it passes.
+        """
+        self._exits_immediately = True
+        try:
+            if self():
+                self._exit()
+            yield
+        finally:
+            self._exits_immediately = False
+
+    def _exit(self) -> None:
+        kill_descendants()
+        os._exit(0)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._stopped_at is None:
+            self._stopped_at = now
+            self.interrupted = number == signal.SIGINT
+        elif now - self._stopped_at > _SAME_REQUEST_SECONDS:
+            os._exit(128 + number)
+        notify_systemd("STOPPING=1")
+        if self._exits_immediately:
+            self._exit()
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when the launcher that started it ends. Linux only.
+
+    The launcher passes its pid in the environment. The signal is SIGKILL: a hung process would ignore any other, and no
+    acknowledged data can be lost by it.
+    """
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The launcher may have ended before the call.
+    if os.getppid() != int(parent):
+        sys.exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose parent ends, so that none escapes supervision. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def child_pids(pid: int | None = None) -> set[int]:
+    """Return the children of a process (by default this one), including adopted ones and zombies.
+
+    Empty if the kernel does not list them.
+    """
+    found: set[int] = set()
+    # OSError: not Linux, or the process or thread has just ended.
+    with contextlib.suppress(OSError):
+        for thread in list(Path(f"/proc/{pid or 'self'}/task").iterdir()):
+            with contextlib.suppress(OSError):
+                found.update(map(int, (thread / "children").read_text().split()))
+    return found
+
+
+def kill_descendants() -> None:
+    """Send SIGKILL to all descendants in this process's session, including those that start meanwhile.
+
+    Python's resource tracker is spared: it frees the memory that the others shared, and ends by itself.
+    """
+    session = os.getsid(0)
+    kill_all(lambda: [pid for pid in _descendants(os.getpid()) if session_of(pid) == session and not _is_tracker(pid)])
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in child_pids(pid):
+        yield from _descendants(child)
+        yield child
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    # The process has ended.
+    except OSError:
+        return False
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL`, or `signal 35` for a signal without a name, as most real-time signals are."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class NotifySocket:
+    """Receives what a child process sends with `notify_systemd`."""
+
+    def __init__(self) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        # The kernel chooses a free abstract name, so that a killed process leaves no file behind.
+        self._channel.bind("")
+        self.address = "@" + self._channel.getsockname()[1:].decode()
+
+    def receive(self) -> list[str]:
+        """Return the lines received since the last call, such as `READY=1`."""
+        lines = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                lines += self._channel.recv(4096).decode(errors="replace").splitlines()
+        return lines
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._channel.close()
+
+
+def notify_systemd(state: str) -> None:
+    """Send `READY=1`, `WATCHDOG=1` or `STATUS=...` to systemd. Does nothing outside a Type=notify unit."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    # A leading @ stands for the zero byte of an abstract address.
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        # A receiver that is busy must not stop this process.
+        channel.setblocking(False)
+        channel.sendto(state.encode(), address)

@@ -1,0 +1,1 @@
+"""The files of models and of snapshots: format, tensors, deltas."""

@@ -1,0 +1,226 @@
+"""Deltas: a lossless record of what changed between two versions of the weights.
+
+A delta is a safetensors file in a Zstandard frame. For a tensor NAME with few changes it holds three arrays, in the
+order of the elements:
+
+    difference/NAME [changes]   new minus old bits, unsigned and wrapping, labelled with the type of the weights
+    position/NAME   [changes]   the position within a block of 2^8 or 2^16 elements of the flat tensor: U8 or U16
+    count/NAME      [blocks]    the number of changes in each block: U16 or U32
+
+and for a tensor that would not be smaller in that form
+
+    whole/NAME      in its shape
+
+A position takes one or two bytes, where plain int32 indices take four, and decoding needs no search. Most differences
+of a small step are one unit in the last place, 1 or -1: they compress to a fraction of the new values' size. Unchanged
+tensors are absent. Comparisons are on bits.
+
+Zstandard (RFC 8878) keeps a block that would not shrink as it is. Its frame declares the size of its content, which
+must be the one that the manifest states: `unpack_delta` writes no more.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from tba.common.errors import SnapshotCorrupt, SnapshotError
+from tba.common.quantity import quantity
+from tba.common.weights.tensor_file import ITEM_BYTES, Bits, Tensor, content_of, map_tensors
+
+FILE = "delta.safetensors.zst"
+
+# Level 9 saves 2 % more of the bytes and takes ten times as long (`benchmarks/delta.py`).
+_LEVEL = 3
+_UNPACK_BYTES = 4 << 20
+
+Positions = npt.NDArray[np.int64]
+# Positions within a chunk.
+ChunkPositions = npt.NDArray[np.uint32]
+
+# Elements compared at a time: the old and new chunk and the mask fit in a core's cache.
+_CHUNK = 1 << 19
+_BLOCK_BITS = (8, 16)
+_POSITION = {8: "U8", 16: "U16"}
+# One size larger than a position: a block of 256 elements may hold 256 changes.
+_COUNT = {8: "U16", 16: "U32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change of one tensor.
+
+    `positions` [changes] index the flat tensor, ascending, and `bits` [changes] are added there. Without positions
+    `bits` [elements] replace all.
+    """
+
+    name: str
+    dtype: str
+    positions: Positions | None
+    bits: Bits
+
+
+def build_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, max_bytes: float) -> dict[str, Tensor] | None:
+    """The tensors of the delta file from `old` to `new`; None if it would exceed `max_bytes`.
+
+    Both must have the same names, types and shapes.
+    """
+    delta: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in new.items():
+        added = _change_of(name, old[name], tensor, max_bytes - size)
+        if added is None:
+            return None
+        size += sum(one.bits.nbytes for one in added.values())
+        delta |= added
+    return delta if size <= max_bytes else None
+
+
+def write_delta(path: Path, changed: Mapping[str, Tensor]) -> int:
+    """Write the file of a delta, compressed. Returns the size of its content in bytes."""
+    content = content_of(changed)
+    size = sum(part.nbytes for part in content)
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=-1)
+    with path.open("wb") as file, compressor.stream_writer(file, size=size) as packed:
+        for part in content:
+            packed.write(part)
+    return size
+
+
+def unpack_delta(path: Path, target: Path, size: int) -> None:
+    """Write the safetensors file of a delta, which must have `size` bytes.
+
+    Raises SnapshotError if the file cannot be read, SnapshotCorrupt if it is malformed or has another size.
+    """
+    try:
+        with path.open("rb") as file, target.open("wb") as unpacked:
+            if (declared := zstandard.frame_content_size(file.read(18))) != size:
+                raise SnapshotCorrupt(f"{path} declares {declared} bytes, its manifest {size}")
+            file.seek(0)
+            reader = zstandard.ZstdDecompressor().stream_reader(file)
+            while part := reader.read(min(_UNPACK_BYTES, size - unpacked.tell() + 1)):
+                if unpacked.tell() + len(part) > size:
+                    raise SnapshotCorrupt(f"{path} has more than the {size} bytes that its manifest states")
+                unpacked.write(part)
+            if unpacked.tell() != size:
+                raise SnapshotCorrupt(f"{path} has {unpacked.tell()} bytes of the {size} that its manifest states")
+    except zstandard.ZstdError as error:
+        raise SnapshotCorrupt(f"{path} is no delta: {error}") from error
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}") from error
+
+
+def read_delta(path: Path) -> Iterator[Change]:
+    """The changes in an unpacked delta. Raises SnapshotError if there is none, SnapshotCorrupt if it is malformed."""
+    tensors = map_tensors(path)
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "whole":
+            yield Change(name, tensor.dtype, None, tensor.bits)
+        elif kind == "difference":
+            try:
+                positions = _positions(tensors[f"position/{name}"], tensors[f"count/{name}"])
+            except KeyError as error:
+                raise SnapshotCorrupt(f"{path} has differences of {name!r} but no {error}") from error
+            if len(positions) != len(tensor.bits):
+                found = (
+                    f"{quantity(len(tensor.bits), 'difference')} of {name!r}, {quantity(len(positions), 'position')}"
+                )
+                raise SnapshotCorrupt(f"{path} has {found}")
+            yield Change(name, tensor.dtype, positions, tensor.bits)
+
+
+def apply_delta(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Apply an unpacked delta in place, once. Raises SnapshotError if it is unreadable or belongs to another model."""
+    for change in read_delta(path):
+        tensor = weights.get(change.name)
+        if tensor is None or tensor.dtype != change.dtype:
+            raise SnapshotCorrupt(
+                f"{path} changes {change.name!r} of type {change.dtype}, which the weights do not have"
+            )
+        if change.positions is None:
+            if len(change.bits) != len(tensor.bits):
+                raise SnapshotCorrupt(f"{path} replaces {change.name!r} by {quantity(len(change.bits), 'element')}")
+            tensor.bits[:] = change.bits
+        elif len(change.positions):
+            # Ascending: the last is the largest.
+            if change.positions[-1] >= len(tensor.bits):
+                raise SnapshotCorrupt(f"{path} changes element {change.positions[-1]} of {change.name!r}")
+            tensor.bits[change.positions] += change.bits
+
+
+def _change_of(name: str, old: Tensor, new: Tensor, max_bytes: float) -> dict[str, Tensor] | None:
+    """What a delta file holds of one tensor: nothing, the changed elements, or all. None if it exceeds the limit."""
+    whole, width = new.bits.nbytes, ITEM_BYTES[new.dtype]
+    chunks: list[ChunkPositions] = []
+    changes = 0
+    for start in range(0, len(new.bits), _CHUNK):
+        chunk = _differing(old.bits[start : start + _CHUNK], new.bits[start : start + _CHUNK])
+        chunks.append(chunk)
+        changes += len(chunk)
+        # Too many changes for any encoding of single elements.
+        if changes * (width + 1) > min(whole, max_bytes):
+            break
+    if not changes:
+        return {}
+    sizes = {bits: changes * (width + bits // 8) + _blocks(new, bits) * (bits // 4) for bits in _BLOCK_BITS}
+    bits = min(_BLOCK_BITS, key=sizes.__getitem__)
+    if min(whole, sizes[bits]) > max_bytes:
+        return None
+    return {f"whole/{name}": new} if whole <= sizes[bits] else _encoded(name, old, new, chunks, bits)
+
+
+def _differing(old: Bits, new: Bits) -> ChunkPositions:
+    """The positions at which two chunks differ, ascending.
+
+    Searching the mask in words of eight bytes first takes half as long as `flatnonzero` of the mask when 1 % has
+    changed. If most words have a change, the plain search is the faster one.
+    """
+    mask = old != new
+    whole = len(mask) & ~7
+    words = mask[:whole].view(np.uint64)
+    octets = np.flatnonzero(words != 0)
+    if 2 * len(octets) > len(words):
+        return np.flatnonzero(mask).astype(np.uint32)
+    inner = np.flatnonzero(words[octets].view(np.bool_))
+    found = [(octets[inner >> 3] << 3) + (inner & 7), np.flatnonzero(mask[whole:]) + whole]
+    joined: ChunkPositions = np.concatenate(found).astype(np.uint32)
+    return joined
+
+
+def _encoded(name: str, old: Tensor, tensor: Tensor, chunks: Sequence[ChunkPositions], bits: int) -> dict[str, Tensor]:
+    """The three arrays of a tensor. Every chunk but the last consists of whole blocks of 2^bits elements."""
+    parts = [slice(start, start + _CHUNK) for start in range(0, len(tensor.bits), _CHUNK)]
+    differences = [
+        np.take(tensor.bits[part], chunk) - np.take(old.bits[part], chunk)
+        for part, chunk in zip(parts, chunks, strict=True)
+    ]
+    difference = np.concatenate(differences)
+    # The conversion keeps the low bits: the position within the block.
+    position = np.concatenate([chunk.astype(f"<u{bits // 8}") for chunk in chunks])
+    counts = [np.bincount(chunk >> bits, minlength=_CHUNK >> bits) for chunk in chunks]
+    count = np.concatenate(counts)[: _blocks(tensor, bits)].astype(f"<u{bits // 4}")
+    return {
+        f"position/{name}": Tensor(_POSITION[bits], position.shape, position),
+        f"count/{name}": Tensor(_COUNT[bits], count.shape, count),
+        f"difference/{name}": Tensor(tensor.dtype, difference.shape, difference),
+    }
+
+
+def _blocks(tensor: Tensor, bits: int) -> int:
+    return -(-len(tensor.bits) >> bits)
+
+
+def _positions(in_block: Tensor, count: Tensor) -> Positions:
+    """Positions in the flat tensor; none if the counts do not add up, so that the caller sees unequal lengths."""
+    bits = 8 * in_block.bits.itemsize
+    starts = np.arange(len(count.bits), dtype=np.int64) << bits
+    counts = count.bits.astype(np.int64)
+    if int(counts.sum()) != len(in_block.bits):
+        return np.empty(0, np.int64)
+    positions: Positions = np.repeat(starts, counts)
+    positions += in_block.bits
+    return positions

@@ -1,0 +1,124 @@
+"""The files of a model, from a local directory or the Hugging Face hub: safetensors and JSON, never pickles."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tba.common.errors import ConfigError, MissingExtra
+
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+
+# A directory with a tokenizer has at least one of these.
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+
+def model_directory(path: str, *, setting: str = "model.path") -> Path:
+    """The local directory of a model, downloaded from the hub if needed. Raises ConfigError if there is none."""
+    return local_model(path, setting=setting) or _from_hub(path, setting)
+
+
+def local_model(path: str, *, setting: str = "model.path") -> Path | None:
+    """The directory of a model on this machine, None for a model of the hub. Raises ConfigError if it is neither."""
+    if not path:
+        raise ConfigError(
+            f"{setting} is not set: name a Hugging Face model directory or a hub id in ./tba.toml, or in the file that "
+            "--config names"
+        )
+    local = Path(path).expanduser()
+    # False without permission, where `Path.is_dir` raises.
+    if os.path.isdir(local):
+        if not os.path.isfile(local / "config.json"):
+            raise ConfigError(f"{setting} {path} has no config.json: it is not a Hugging Face model directory")
+        return local
+    if not is_hub_name(path):
+        raise ConfigError(f"{setting} {path} does not exist")
+    return None
+
+
+def check_model(path: str, *, setting: str = "model.path") -> bool:
+    """Whether a model is on this machine; False for a model of the hub.
+
+    Raises ConfigError if it is neither, or a file is missing from its directory. No file is opened but JSON.
+    """
+    directory = local_model(path, setting=setting)
+    if directory is None:
+        return False
+    if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
+        raise ConfigError(f"{setting} {path} has no tokenizer: no file is called {', '.join(_TOKENIZER_FILES)}")
+    try:
+        missing = [file.name for file in weight_files(directory) if not file.is_file()]
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    if missing:
+        raise ConfigError(f"{setting} {path} lacks {', '.join(missing)}, which its index names: copy the model again")
+    return True
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this can be a model of the hub: it is no directory here and does not look like a path."""
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    return not (is_path or os.path.isdir(path))
+
+
+def _from_hub(name: str, setting: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ModuleNotFoundError:
+        raise MissingExtra("huggingface_hub", "train") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{setting} {name!r} is neither a directory nor a model the hub gives: {reason}") from error
+
+
+def model_here(path: str) -> Path | None:
+    """The directory of a model on this machine, also of one that was downloaded from the hub; None if there is none."""
+    try:
+        if local := local_model(path):
+            return local
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, allow_patterns=_HUB_FILES, local_files_only=True))
+    # The hub's own errors for what is not there are of these kinds.
+    except (ConfigError, ModuleNotFoundError, OSError, ValueError):
+        return None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The model's safetensors files: those of its index if it has one, since some models also ship another copy."""
+    index = read_json(directory / "model.safetensors.index.json").get("weight_map", {})
+    files = [directory / name for name in sorted(set(index.values()))] or sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
+    return files
+
+
+def share_weights(directory: Path) -> None:
+    """Give the weights of a new model directory the permissions of its config.json, as the umask says.
+
+    The safetensors package writes files that only their owner can read.
+    """
+    for weights in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", weights)
+
+
+def eos_ids(directory: Path) -> list[int]:
+    """The token ids that end a response, from the generation config or else the model config."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(directory / name).get("eos_token_id")
+        if value is not None:
+            return list(value) if isinstance(value, list) else [int(value)]
+    return []
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, empty if the file does not exist."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return content

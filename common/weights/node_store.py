@@ -1,0 +1,203 @@
+"""The directories of snapshots on one node, shared by its trainer and its searchers.
+
+    WEIGHTS/v00000042-1a2b3c4d5e6f7a8b/         complete; never changes. Its users hold a shared lock on it
+    WEIGHTS/.v00000043-8b7a6f5e4d3c2b1a.part/   being written or assembled under an exclusive lock
+
+A name has the version and the first digits of the manifest's sha256. The locks are flock locks on the directories
+themselves: they end with the process that holds them, and stay on a finished directory when it is renamed.
+`durable.exclusive_lock` does neither. The directory must therefore be on a local file system.
+
+Who makes a directory knows its content, from hashing it, and records that before it gets its name: the other processes
+of the same user do not hash it again. Nothing here is synced to disk, so a record is only valid until the next boot.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from tba.common.config import Config
+from tba.common.errors import ConfigError
+from tba.common.weights import delta_store
+from tba.common.weights.model_files import model_here, weight_files
+from tba.common.weights.snapshot import SnapshotKey
+
+# Exactly the names that this module creates: search.weights_dir may be a directory that holds other things too.
+SNAPSHOT = f"v[0-9]*-{'[0-9a-f]' * 16}"
+DELETED = f".deleted-[0-9]*-{SNAPSHOT}*"
+
+# The record in a directory. Not named by any manifest.
+PROOF = "proof"
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+# Every user writes there; the directory below it is checked.
+MEMORY = Path("/dev/shm")  # noqa: S108
+# The newest, the one before, which may be served while the next one is written, and one that a slow searcher reads.
+COPIES = 4
+_POLL_SECONDS = 0.01
+
+
+@dataclass(slots=True)
+class PinnedSnapshot:
+    """A snapshot directory that is not deleted until it is released, by a shared lock on `_descriptor`.
+
+    Without a descriptor it needs no lock: it is inside a directory that is being assembled.
+    """
+
+    path: Path
+    _descriptor: int | None = None
+
+    def release(self) -> None:
+        """Allow the directory to be deleted. May be called twice."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def pin(directory: Path, key: SnapshotKey) -> PinnedSnapshot | None:
+    """Keep a complete snapshot from being deleted, without checking it; None if it is not here."""
+    return pin_path(directory / key.name)
+
+
+def pin_path(path: Path) -> PinnedSnapshot | None:
+    """Keep a directory from being deleted or written again; None if it is not here."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    # Under an exclusive lock it is about to lose its name, and may keep the lock under the next one.
+    while not (locked := try_lock(descriptor, fcntl.LOCK_SH)) and is_named(descriptor, path):
+        time.sleep(_POLL_SECONDS)
+    if locked and is_named(descriptor, path):
+        return PinnedSnapshot(path, descriptor)
+    os.close(descriptor)
+    return None
+
+
+def record_proof(directory: Path, manifest_sha256: str) -> None:
+    """Record that every file in a directory has the hash in its manifest. Called before it gets its final name."""
+    (directory / PROOF).write_text(_proof(manifest_sha256), encoding="ascii")
+
+
+def withdraw_proof(directory: Path) -> None:
+    """Have the next user hash the files again."""
+    (directory / PROOF).unlink(missing_ok=True)
+
+
+def is_proved(directory: Path, manifest_sha256: str) -> bool:
+    """Whether a process of this user has recorded, since the last boot, that the files are those of this manifest."""
+    try:
+        own = all(path.lstat().st_uid == os.getuid() for path in (directory, directory / PROOF))
+        return own and (directory / PROOF).read_text(encoding="ascii") == _proof(manifest_sha256)
+    except (OSError, ValueError):
+        return False
+
+
+def _proof(manifest_sha256: str) -> str:
+    return f"{_BOOT.read_text(encoding='ascii').strip()} {manifest_sha256}\n"
+
+
+def weights_directory(config: Config) -> Path:
+    """The directory of a run's snapshots on this node: in memory if there is room for a few copies of the model.
+
+    The answer is the same for every process of this user and configuration, however full the memory is. Raises
+    ConfigError if other users could write to it.
+    """
+    if config.search.weights_dir is not None:
+        return config.search.weights_dir / config.run.name
+    if not _fits_in_memory(config):
+        return config.run.dir / "weights" / config.run.name
+    own = MEMORY / f"tba-{os.getuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        state = own.lstat()
+    except OSError as error:
+        raise ConfigError(f"{own} cannot be created ({error.strerror}): set search.weights_dir") from error
+    if state.st_uid != os.getuid() or state.st_mode & 0o022 or own.is_symlink():
+        raise ConfigError(f"{own} can be written to by other users: set search.weights_dir")
+    # Another run of this name in another directory is another run.
+    where = xxhash.xxh32_hexdigest(str(config.run.dir.resolve()).encode())
+    return own / "weights" / f"{config.run.name}-{where}"
+
+
+def _fits_in_memory(config: Config) -> bool:
+    """Whether the memory file system is large enough; a model that is not on this machine yet is taken for small."""
+    if not os.access(MEMORY, os.W_OK | os.X_OK):
+        return False
+    size, model = shutil.disk_usage(MEMORY).total, model_here(config.model.path)
+    try:
+        files = [] if model is None else weight_files(model)
+    except ConfigError:
+        files = []
+    return size >= COPIES * sum(path.stat().st_size for path in files if path.is_file())
+
+
+def make_directory(directory: Path) -> None:
+    """Create a cache directory. Raises ConfigError if it cannot be used."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own = directory.stat().st_uid == os.getuid()
+    except OSError as error:
+        raise ConfigError(f"search.weights_dir {directory} cannot be created: {error.strerror}") from error
+    if not own:
+        raise ConfigError(f"search.weights_dir {directory} belongs to another user: set another one")
+
+
+def clear(directory: Path) -> None:
+    """The run is finished: delete this node's cached weights that are not in use, and the directory if it is empty."""
+    for path in [*directory.glob(SNAPSHOT), *directory.glob(f".{SNAPSHOT}.part")]:
+        delete(path)
+    for rest in (*directory.glob(DELETED), directory / delta_store.NAME):
+        shutil.rmtree(rest, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open directory unless that would mean waiting. False if it would."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_named(descriptor: int, path: Path) -> bool:
+    """Whether an open directory still has this name: it may have been renamed or deleted before it was locked."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def delete(path: Path) -> bool:
+    """Delete a directory unless a process uses it. Returns False if it is in use.
+
+    It is renamed first: a deletion that is interrupted must not leave half a snapshot under a valid name.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return True
+    try:
+        if not try_lock(descriptor) or not is_named(descriptor, path):
+            return False
+        deleted = path.with_name(f".deleted-{os.getpid()}-{path.name.lstrip('.')}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, deleted)
+            shutil.rmtree(deleted, ignore_errors=True)
+        return True
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,22 @@
+"""Loading a tokenizer with transformers. Without transformers, `tba.buffer.tools.tokenizer` reads tokenizer.json."""
+
+from pathlib import Path
+from typing import Any
+
+from tba.common.errors import ConfigError, MissingExtra, first_line
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer of a model directory: a PreTrainedTokenizerBase.
+
+    Raises ConfigError if it cannot be loaded, MissingExtra if transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise MissingExtra("transformers", "train") from None
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    # transformers raises many kinds of errors here; all mean that the files are not a tokenizer.
+    except Exception as error:
+        raise ConfigError(f"{directory} has no tokenizer that loads: {first_line(error)}") from error

@@ -1,0 +1,1 @@
+"""Messages, their encoding, sockets, and the client of the buffer."""

@@ -1,0 +1,283 @@
+"""ZeroMQ sockets, with every limit explicit. The only module that imports zmq.
+
+The buffer binds a ROUTER; every client dials it with a DEALER. Sends never block: a peer that does not read loses
+replies and repeats its requests, which are all idempotent.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tba.common.errors import AddressInUse, ConfigError, TbaError
+from tba.common.wire.codec import MAX_FRAME_BYTES
+from tba.common.wire.trajectory import ARRAY_KINDS
+
+# Limits in messages, not bytes. Replies are small, and a client keeps its unanswered requests in memory anyway. The
+# server queues few requests per peer: requests that it does not read must wait in the senders.
+_HIGH_WATER_MARK = 1024
+_UNREAD_REQUESTS = 16
+# The most frames that a valid multipart has.
+_MOST_FRAMES = 1 + len(ARRAY_KINDS)
+# One read of the socket stops after the multipart that exceeds this.
+_READ_BYTES = 4 << 20
+# A frame over the codec's limit gets an error reply. A frame over this limit is not read: ZeroMQ disconnects the peer.
+_HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
+# A connection broken by the network is detected within 12 s: each side pings every 2 s and closes the connection if
+# nothing arrives for 10 s after a ping. A new connection is abandoned after 5 s and tried again. Otherwise the outage
+# would outlast the network's: TCP retries at growing intervals, and ZeroMQ waits 30 s for the greeting.
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 10_000
+_CONNECT_TIMEOUT_MS = 5_000
+_LINGER_MS = 500
+# Binding holds the directory lock for milliseconds; another program may hold it indefinitely.
+_LOCK_SECONDS = 2.0
+_LOCK_RETRY_SECONDS = 0.02
+
+Peer = bytes
+
+
+class ServerChannel:
+    """The listening side: receives multiparts from many peers and replies to each.
+
+    `setting` is the configuration key of the address, for error messages; `unsent` is how many replies may wait for a
+    peer. The socket file of a dead server is replaced. Raises AddressInUse if another program listens at the address,
+    ConfigError if it cannot be bound for another reason.
+    """
+
+    def __init__(self, address: str, *, setting: str = "buffer.address", unsent: int = _HIGH_WATER_MARK) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _set_limits(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
+        self._socket.setsockopt(zmq.SNDHWM, unsent)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            with _free_socket_file(address):
+                self._socket.bind(address)
+        except (OSError, zmq.ZMQError) as error:
+            self.close()
+            raise _bind_error(setting, address, error) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._woken, self._waker = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://wake")
+        self._waker.connect("inproc://wake")
+        # A ZeroMQ socket must not be used by two threads at a time.
+        self._waking = threading.Lock()
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._reading = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the address can be reached only from this machine."""
+        return self.address.startswith(("ipc://", "tcp://127.", "tcp://[::1]"))
+
+    def wake(self) -> None:
+        """Make `receive` return immediately. The only method that other threads may call."""
+        # A full queue is enough wake-ups.
+        with self._waking, contextlib.suppress(zmq.Again):
+            self._waker.send(b"", zmq.NOBLOCK)
+
+    def receive(self, timeout_seconds: float, limit: int) -> list[tuple[Peer, list[memoryview]]]:
+        """Return the multiparts that have arrived, up to `limit` of them or 4 MiB.
+
+        Waits up to the timeout for the first one, or for `wake`. With a limit of 0 it waits without reading.
+        """
+        received: list[tuple[Peer, list[memoryview]]] = []
+        size = 0
+        if self._reading != bool(limit):
+            self._reading = bool(limit)
+            self._poller.register(self._socket, zmq.POLLIN if limit else 0)
+        self._poller.poll(max(0, round(timeout_seconds * 1000)))
+        # Checked before each receive: catching zmq.Again costs as much as receiving a message.
+        while _readable(self._woken):
+            self._woken.recv(zmq.NOBLOCK)
+        while len(received) < limit and size < _READ_BYTES and _readable(self._socket):
+            peer, frames = self._receive_one()
+            received.append((peer, frames))
+            size += sum(frame.nbytes for frame in frames)
+        return received
+
+    def _receive_one(self) -> tuple[Peer, list[memoryview]]:
+        """Return a multipart, which ZeroMQ delivers as a whole. Surplus frames are dropped but one, to be refused.
+
+        Written out because `recv_multipart` queries the socket after each frame for what the frame itself knows.
+        """
+        peer = self._socket.recv(zmq.NOBLOCK)
+        frames: list[memoryview] = []
+        more = True
+        while more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) <= _MOST_FRAMES:
+                frames.append(frame.buffer)
+            more = frame.more
+        return peer, frames
+
+    def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
+        """Send a reply. Returns False if the peer is gone or does not read: it will repeat its request."""
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Send what is queued for at most half a second, then close."""
+        self._context.destroy(_LINGER_MS)
+
+
+class ClientChannel:
+    """The dialling side. Connects in the background and reconnects indefinitely.
+
+    `setting` is the configuration key of the address, for error messages. Raises ConfigError for an invalid address.
+    """
+
+    def __init__(self, address: str, *, setting: str = "buffer.address") -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _set_limits(self._socket)
+        # Queue messages only on a live connection. The client repeats what a dead server did not answer, and knows
+        # which of it is still needed.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connections = 0
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"{setting} {address!r} cannot be dialled: {error}") from error
+
+    @property
+    def connections(self) -> int:
+        """Number of connections so far. Requests sent on any but the last one may be lost."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._connections += 1
+        return self._connections
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Queue a multipart. Returns False if there is no connection or the queue is full."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, timeout_seconds: float) -> list[memoryview] | None:
+        """Return the next multipart, or None if none arrives in time or a new connection is established."""
+        self._poller.poll(max(0, round(timeout_seconds * 1000)))
+        if not self._socket.poll(0):
+            return None
+        return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+
+    def close(self) -> None:
+        """Send what is queued for at most half a second, then close."""
+        self._socket.disable_monitor()
+        self._context.destroy(_LINGER_MS)
+
+
+def _readable(socket: "zmq.Socket[bytes]") -> bool:
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
+def _set_limits(socket: "zmq.Socket[bytes]") -> None:
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, _HARD_FRAME_LIMIT)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
+
+
+@contextlib.contextmanager
+def _free_socket_file(address: str) -> Iterator[None]:
+    """Ensure that no program listens at the file of an ipc address while the block binds it. Raises OSError.
+
+    ZeroMQ unlinks an existing file and binds the name again: a server that listened there would get no more requests,
+    and no error. The lock on the directory is for two servers that start at the same time.
+    """
+    # An abstract address has no file, and a wildcard always gets a new one.
+    if not address.startswith("ipc://") or address.startswith(("ipc://@", "ipc://*")):
+        yield
+        return
+    path = Path(address.removeprefix("ipc://"))
+    with _locked(path.parent):
+        if path.exists() and not path.is_socket():
+            raise FileExistsError(errno.EEXIST, "the file is no socket")
+        if _listens(path):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lock a directory, if the file system supports it. Raises BlockingIOError if another program keeps the lock.
+
+    A directory and not a lock file, as `durable.exclusive_lock` would make: it stays clean. Other OSErrors pass.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    # An unreadable directory may still be writable: binding will tell.
+    except PermissionError:
+        yield
+        return
+    deadline = time.monotonic() + _LOCK_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            # Some network file systems cannot lock directories.
+            except OSError:
+                break
+            time.sleep(_LOCK_RETRY_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _listens(path: Path) -> bool:
+    """Whether a program accepts connections at a socket file. If that cannot be determined, assume that it does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        # A blocking connect would wait if the listener's backlog is full.
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            # An error without a number: the path is too long for a socket, and binding will fail with that.
+            return error.errno not in (None, errno.ENOENT, errno.ECONNREFUSED)
+    return True
+
+
+def _bind_error(setting: str, address: str, error: OSError | zmq.ZMQError) -> TbaError:
+    if isinstance(error, BlockingIOError):
+        return AddressInUse(
+            f"{setting} {address} cannot be bound: another program keeps a lock on its directory (`lsof` or `fuser` "
+            "names it); stop that or choose another address"
+        )
+    if error.errno == errno.EADDRINUSE:
+        return AddressInUse(
+            f"{setting} {address} is in use: another program listens there; stop it or choose another address"
+        )
+    return ConfigError(f"{setting} {address!r} cannot be bound: {error.strerror or error}")

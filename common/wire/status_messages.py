@@ -1,0 +1,54 @@
+"""Messages of `tba status` and of the display of `tba run`: what the buffer knows of itself and of its clients."""
+
+from tba.common.wire.messages import Id, Message, Name, Role, Seconds
+
+
+class GetStatus(Message):
+    """Monitor -> buffer, at any time. Reply: Status."""
+
+    TYPE = "get_status"
+
+
+class ClientStatus(Message):
+    """One client of the buffer in `tba status`. `trajectories` and `duplicates` are rows since the server started."""
+
+    role: Role
+    sender: Name
+    host: str
+    silent_seconds: Seconds
+    activity: str
+    reason: str
+    weights_version: Id | None
+    metrics: dict[str, float]
+    trajectories: Id
+    duplicates: Id
+    leases: Id
+
+
+class Status(Message):
+    """Reply to GetStatus. `step` counts reported optimiser steps; `queued_bytes` wait for a transaction;
+    `commit_seconds` is the mean duration of the last transactions, including the work of their handlers.
+    `batches_without_recent_data` counts those since the server started; `no_recent_data` is a sentence if the last
+    batch was one.
+    """
+
+    TYPE = "status"
+    run_name: Name
+    step: Id
+    finished: bool
+    uptime_seconds: Seconds
+    epoch: Id
+    prompts: Id
+    trajectories: Id
+    errors: Id
+    duplicates: Id
+    sampleable: Id
+    puts_per_second: Seconds
+    database_bytes: Id
+    queued_bytes: Id
+    commit_seconds: Seconds
+    rejected: dict[str, int]
+    trainer_waits_for: str
+    batches_without_recent_data: Id
+    no_recent_data: str
+    clients: list[ClientStatus]

@@ -1,0 +1,192 @@
+"""Trajectories on the wire: one column per field, and one array frame per kind of token data.
+
+Shape suffixes: N trajectories, P prompt tokens of all of them, R response tokens, V version runs.
+
+A *version run* is a pair (policy version, number of tokens). A response has one for each policy version that produced
+some of its tokens: more than one if it spans a hot reload. Their lengths add up to the length of the response.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.common.errors import WireError
+from tba.common.quantity import quantity
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+STOP_EOS = "eos"
+STOP_LENGTH = "length"
+STOP_ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One prompt and one response to it.
+
+    `lease` is the id of the prompt visit that it answers. `logprobs` are natural-log probabilities of the response
+    tokens under the distribution they were sampled from, temperature and top-p included. `version_runs` is [V, 2].
+    `created_at` is Unix time. An empty `loss_mask` counts every response token. `reference_logprob` is the sum over
+    the counted tokens at temperature 1; None leaves it to the trainer.
+    """
+
+    prompt_key: str
+    lease: int
+    prompt_ids: Int32
+    response_ids: Int32
+    logprobs: Float32
+    version_runs: Int32
+    reward: float
+    reward_parts: dict[str, float]
+    stop_reason: str
+    sampling: dict[str, Any]
+    created_at: float
+    generation_seconds: float
+    text: str | None = None
+    error: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    loss_mask: UInt8 = field(default_factory=lambda: np.zeros(0, np.uint8))
+    reference_logprob: float | None = None
+
+
+# The fields with one value per trajectory that are stored under their own names, and their types. Columns on the wire
+# and in the database, exports and imports derive from this list. A dict is JSON text in the database.
+ROW_FIELDS: dict[str, type] = {
+    "reward": float,
+    "reward_parts": dict,
+    "stop_reason": str,
+    "sampling": dict,
+    "created_at": float,
+    "generation_seconds": float,
+    "text": str,
+    "error": str,
+    "metadata": dict,
+}
+MAP_FIELDS = tuple(name for name, kind in ROW_FIELDS.items() if kind is dict)
+# Prompt and visit travel by key and number; the database has references to their rows instead.
+ROW_COLUMNS = ("prompt_key", "lease", *ROW_FIELDS)
+
+
+@dataclass(frozen=True)
+class ArrayKind:
+    """The encoding of one kind of token data: `width` numbers of `dtype` per token, or per version run."""
+
+    name: str
+    dtype: str
+    width: int
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """The size of one token or version run in bytes."""
+        return np.dtype(self.dtype).itemsize * self.width
+
+
+ARRAY_KINDS = (
+    ArrayKind("prompt_ids", "<i4", 1),
+    ArrayKind("response_ids", "<i4", 1),
+    ArrayKind("logprobs", "<f4", 1),
+    ArrayKind("version_runs", "<i4", 2),
+    ArrayKind("loss_mask", "|u1", 1),
+)
+
+# Positions in ARRAY_KINDS, which are also those of the frames.
+PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, _ = range(len(ARRAY_KINDS))
+
+
+def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the columns for a message header, and one frame per array kind for the whole batch."""
+    columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in ROW_COLUMNS}
+    if any(t.reference_logprob is not None for t in trajectories):
+        columns["reference_logprob"] = [t.reference_logprob for t in trajectories]
+    frames = []
+    for kind in ARRAY_KINDS:
+        arrays = [getattr(t, kind.name) for t in trajectories]
+        columns[f"{kind.name}_count"] = [len(array) for array in arrays]
+        frames.append(b"".join(np.ascontiguousarray(array, dtype=kind.dtype).tobytes() for array in arrays))
+    return columns, frames
+
+
+def slices(sizes: Sequence[int], frame: memoryview) -> list[memoryview]:
+    """Cut a frame into one view of `sizes[i]` bytes per trajectory, without copying or decoding."""
+    if not frame.nbytes:
+        return [frame] * len(sizes)
+    stops = list(accumulate(sizes))
+    return list(map(frame.__getitem__, map(slice, [0, *stops], stops)))
+
+
+def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
+    """Raise WireError unless the frames match the columns of counts, masks and version runs the responses."""
+    if len(frames) != len(ARRAY_KINDS):
+        raise WireError(f"{quantity(len(frames), 'array frame')} where {len(ARRAY_KINDS)} are needed")
+    for kind, frame in zip(ARRAY_KINDS, frames, strict=True):
+        expected = sum(columns[f"{kind.name}_count"]) * kind.unit_bytes
+        if frame.nbytes != expected:
+            raise WireError(f"frame {kind.name} has {frame.nbytes} bytes, its counts add up to {expected}")
+    if columns["logprobs_count"] != columns["response_ids_count"]:
+        raise WireError("logprobs and response_ids differ in length: one log-probability belongs to each token")
+    _check_version_runs(columns, frames)
+    if not any(columns["loss_mask_count"]):
+        return
+    for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
+        if masked not in (0, tokens):
+            raise WireError(
+                f"a loss mask has {quantity(masked, 'entry', 'entries')} for {quantity(tokens, 'response token')}"
+            )
+
+
+def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
+    """Raise WireError unless the runs of each row have positive lengths that add up to its response length."""
+    if not columns["version_runs_count"]:
+        return
+    runs = np.frombuffer(frames[VERSION_RUNS], "<i4").reshape(-1, 2)
+    # The usual case: no response spans a hot reload, so each row has one run.
+    if len(runs) == len(columns["version_runs_count"]):
+        covered = runs[:, 1].tolist()
+    else:
+        starts = np.cumsum([0, *columns["version_runs_count"][:-1]])
+        covered = np.add.reduceat(runs[:, 1], starts, dtype=np.int64).tolist()
+        # Only an empty response may have an empty run: otherwise a row could have more runs than tokens.
+        in_row = np.repeat(np.array(covered) > 0, columns["version_runs_count"])
+        if (runs[in_row, 1] == 0).any():
+            raise WireError("version runs hold a negative number or an empty run")
+    if covered != columns["response_ids_count"]:
+        pairs = enumerate(zip(covered, columns["response_ids_count"], strict=True))
+        row, tokens = next((row, tokens) for row, (length, tokens) in pairs if length != tokens)
+        raise WireError(f"the version runs of row {row} do not cover its {quantity(tokens, 'response token')}")
+    if runs.min() < 0:
+        raise WireError("version runs hold a negative number or an empty run")
+
+
+def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, failed: Sequence[bool]) -> None:
+    """Raise WireError for values that no model produces. Only rows with `failed` set may be empty."""
+    for name, position in (("prompt_ids", PROMPT_IDS), ("response_ids", RESPONSE_IDS)):
+        if np.frombuffer(frames[position], "<i4").min(initial=0) < 0:
+            raise WireError(f"negative token id in {name}")
+        counts = columns[f"{name}_count"]
+        if 0 in counts and any(not count and not bad for count, bad in zip(counts, failed, strict=True)):
+            raise WireError(f"a trajectory without an error has empty {name}")
+    logprobs = np.frombuffer(frames[LOGPROBS], "<f4")
+    # A finite sum proves that all terms are finite, in a quarter of the time of isfinite. An infinite sum may also be
+    # an overflow, so only then each term is checked.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = logprobs.sum()
+    if not math.isfinite(total) and not np.isfinite(logprobs).all():
+        raise WireError("a log-probability is not finite")
+
+
+def unpack_arrays(columns: dict[str, Any], frames: Sequence[memoryview]) -> dict[str, list[npt.NDArray[Any]]]:
+    """Return the arrays of a checked batch by kind, one per trajectory, of shape [count] or [count, width]."""
+    arrays = {}
+    for kind, frame in zip(ARRAY_KINDS, frames, strict=True):
+        shape = (-1,) if kind.width == 1 else (-1, kind.width)
+        views = slices([count * kind.unit_bytes for count in columns[f"{kind.name}_count"]], frame)
+        arrays[kind.name] = [np.frombuffer(view, kind.dtype).reshape(shape) for view in views]
+    return arrays

@@ -1,0 +1,128 @@
+"""One supervised `tba` process: how to start it, when to restart it, and why it failed."""
+
+import contextlib
+import enum
+import subprocess
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError, TbaError
+from tba.common.system.process import signal_name
+from tba.deploy.log_relay import TAIL_LINES, Relay
+
+# Exit codes after which a restart cannot help.
+NO_RESTART = (EXIT_CONFIG, EXIT_USAGE, EXIT_BROKEN)
+_ERROR_PREFIX = "error: "
+
+
+class RestartPolicy(enum.Enum):
+    """When a child that has ended is started again. None of them restarts it after a code in `NO_RESTART`."""
+
+    NEVER = enum.auto()
+    ON_FAILURE = enum.auto()
+    ALWAYS = enum.auto()
+
+
+@dataclass(slots=True)
+class Child:
+    """One `tba` process and the state of its supervision. Times are monotonic, in seconds."""
+
+    name: str
+    kind: str
+    """Children of one kind can do each other's work."""
+    arguments: Sequence[str]
+    log_file: Path | None
+    """Where its output goes; None copies it line by line to the supervisor's standard error."""
+    restart: RestartPolicy = RestartPolicy.ON_FAILURE
+    restart_arguments: Sequence[str] = ()
+    """Further arguments of every start but the first, such as --resume."""
+    after: "Child | None" = None
+    """It is started, and restarted, only while this other child is ready."""
+    environment: dict[str, str] = field(default_factory=dict)
+    cores: Sequence[int] | None = None
+    """The CPU cores it may use; None means those of the supervisor."""
+    process: subprocess.Popen[bytes] | None = None
+    relay: Relay | None = None
+    ready: bool = False
+    """Whether it has sent READY=1 since its last start."""
+    notices: Sequence[str] = ()
+    """What it has sent to systemd between the last two polls, such as WATCHDOG=1."""
+    starts: int = 0
+    failures: int = 0
+    """Failures in a row; reset after `launch.stable_seconds` without one."""
+    last_code: int | None = None
+    """Exit code of its last end, also while it waits for a restart."""
+    started_at: float = 0.0
+    start_at: float = 0.0
+    """When a restart is due."""
+    exit_code: int | None = None
+    """Exit code once it has ended and will not be restarted."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self.process.pid if self.process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether its process exists and has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended and will not be started again."""
+        return self.exit_code is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether it may be started now, if it does not run."""
+        return not self.ended and (self.after is None or self.after.ready) and time.monotonic() >= self.start_at
+
+    def restarts_after(self, code: int) -> bool:
+        """Return whether it is started again after it ended with this exit code."""
+        if code in NO_RESTART or self.restart is RestartPolicy.NEVER:
+            return False
+        return code != 0 or self.restart is RestartPolicy.ALWAYS
+
+    def log_tail(self) -> str:
+        """Return the last lines of its output."""
+        if self.relay is not None:
+            return "\n".join(self.relay.tail)
+        if self.log_file is not None:
+            with contextlib.suppress(OSError), self.log_file.open(encoding="utf-8", errors="replace") as file:
+                return "".join(deque(file, TAIL_LINES)).rstrip()
+        return ""
+
+    def last_error(self) -> str:
+        """Return the last error sentence in its output, empty if there is none."""
+        lines = reversed(self.log_tail().splitlines())
+        return next((line for line in lines if line.startswith(_ERROR_PREFIX)), "").removeprefix(_ERROR_PREFIX)
+
+    def failure(self) -> TbaError:
+        """Return the error of a child that has failed for good, with its exit code where a restart cannot help."""
+        code, sentence = self.last_code, self.last_error()
+        where = f" of {self.log_file}" if self.log_file else ""
+        error = TbaError(f"{self.name} failed with exit code {code}; the end{where}:\n{self.log_tail()}")
+        if code in NO_RESTART:
+            error = TbaError(f"{self.name}: {sentence}") if sentence else error
+            error.exit_code = code
+        return error
+
+    def open_log(self) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+        """Open the log file to append to it; the context gives None if there is none. Raises ConfigError."""
+        if self.log_file is None:
+            return contextlib.nullcontext()
+        try:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            return self.log_file.open("ab")
+        except OSError as error:
+            raise ConfigError(f"run.dir: {self.log_file} cannot be written: {error.strerror}") from error
+
+
+def ending(code: int) -> str:
+    """Describe how a process ended: `failed with exit code 1`, or `was ended by SIGKILL`."""
+    return f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"

@@ -1,0 +1,109 @@
+"""The searchers of one machine: one child per engine, and `tba search` over several of them."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from tba.common.config import Config
+from tba.common.log import get_logger
+from tba.common.system.cpu_affinity import openmp_threads, partition_cores
+from tba.common.system.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
+from tba.common.system.process import notify_systemd
+from tba.common.system.watchdog import Watchdog
+from tba.common.wire.client import BufferClient
+from tba.common.wire.probe import ask_status
+from tba.deploy.child import Child, RestartPolicy
+from tba.deploy.display import fleet_line
+from tba.deploy.drain import drain_seconds
+from tba.deploy.supervisor import Supervisor
+
+log = get_logger(__name__)
+
+POLL_SECONDS = 0.1
+
+
+class Fleet:
+    """The searchers of this machine under one supervisor, with a summary line every `launch.summary_seconds`."""
+
+    def __init__(self, config: Config, arguments: Sequence[str]) -> None:
+        self._config = config
+        self._children = searcher_children(config, arguments)
+        self._supervisor = Supervisor(self._children, config.launch)
+        self._summary_at = time.monotonic() + config.launch.summary_seconds
+        self._ready = False
+        # Of the supervisor's loop. The searchers watch their own.
+        self._watchdog = Watchdog()
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Run until all searchers are done or `stop()`. No child outlives this call.
+
+        Raises TbaError if the configuration is wrong for one of them, or all of them are broken.
+        """
+        client = BufferClient(self._config.buffer.address, role="monitor", name="fleet")
+        with closing(client), self._supervisor as supervisor:
+            while not (stop() or all(child.ended for child in self._children)):
+                supervisor.poll()
+                self._watchdog.beat()
+                if (failed := supervisor.failed()) is not None:
+                    raise failed.failure()
+                self._notify_ready()
+                self._summarise(client)
+                time.sleep(POLL_SECONDS)
+            supervisor.stop(self._children, drain_seconds=drain_seconds(self._config))
+
+    def _notify_ready(self) -> None:
+        if not self._ready and any(child.ready for child in self._children):
+            self._ready = True
+            notify_systemd("READY=1")
+
+    def _summarise(self, client: BufferClient) -> None:
+        if time.monotonic() < self._summary_at:
+            return
+        self._summary_at = time.monotonic() + self._config.launch.summary_seconds
+        line = fleet_line(self._children, self._config.launch.max_restarts, ask_status(client))
+        log.info(line)
+        notify_systemd(f"STATUS={line}")
+
+
+def searcher_groups(config: Config, flag: str = "") -> list[list[str]]:
+    """Return the GPUs of each searcher; `flag` as in `choose_gpus`.
+
+    Raises UsageError for a missing GPU, DeviceBusy for one without enough free memory.
+    """
+    present = list_gpus()
+    chosen = choose_gpus(config.search.gpus, present, "search.gpus", flag)
+    # vLLM reserves its fraction of the memory at its start.
+    if config.search.engine == "vllm":
+        check_free(chosen, present, utilization=config.search.gpu_memory_utilization)
+    return group_gpus(chosen, config.search.tensor_parallel)
+
+
+def searcher_children(config: Config, arguments: Sequence[str], *, with_trainer: bool = False) -> list[Child]:
+    """Return a child for each engine: one per group of GPUs, or `cpu_searchers` on the CPU, each on its own cores.
+
+    `with_trainer`: they belong to a `tba run`, which restarts them always and whose trainer needs cores too.
+    """
+    restart = RestartPolicy.ALWAYS if with_trainer else RestartPolicy.ON_FAILURE
+    engines: list[tuple[str, list[str], list[int] | None]]
+    if config.search.gpus != CPU:
+        environment = one_thread_each(config)
+        engines = [
+            (label(group), ["--gpus", ",".join(group), "--tp", str(len(group))], None)
+            for group in searcher_groups(config)
+        ]
+    else:
+        count = config.search.cpu_searchers
+        parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))
+        environment = one_thread_each(config, openmp_threads(parts))
+        engines = [(f"cpu{n}", ["--cpu", "1", "--index", str(n)], cores) for n, cores in enumerate(parts[:count])]
+    return [
+        Child(name, "search", ["search", *arguments, *flags], None, restart, environment=environment, cores=cores)
+        for name, flags, cores in engines
+    ]
+
+
+def one_thread_each(config: Config, threads: int = 1) -> dict[str, str]:
+    """Return the environment that limits OpenMP where children share the cores of a CPU, by default to one thread."""
+    uses_cpu = CPU in (config.search.gpus, config.train.gpu)
+    return {"OMP_NUM_THREADS": str(threads)} if uses_cpu and "OMP_NUM_THREADS" not in os.environ else {}

@@ -1,0 +1,1 @@
+"""Delivery of trajectories to the buffer: a spool on disk keeps them until they are acknowledged."""

@@ -1,0 +1,1 @@
+"""Inference engines: generate responses, score token sequences, load weights."""

@@ -1,0 +1,221 @@
+"""The checks of a snapshot: before an engine touches its weights, and by its canary afterwards.
+
+The check before reads headers and the manifest; no tensor is loaded here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.common.errors import CanaryMismatch, SnapshotError, SnapshotRefused
+from tba.common.log import get_logger
+from tba.common.quantity import quantity
+from tba.common.weights import adapter
+from tba.common.weights.snapshot import Canary, Snapshot
+from tba.common.wire.trajectory import Float32
+from tba.searcher.engines.engine import in_vocabulary
+
+log = get_logger(__name__)
+
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+# Of the tolerance. Rounding makes single tokens differ far more than their mean; wrong weights make all of them differ.
+_MEAN_FRACTION = 0.25
+# Of the deviation that was measured on the same weights: what later snapshots may reach.
+_MARGIN = 3.0
+# Of the limits without calibration: what the calibration may reach. Wrong weights differ by more.
+_WIDEST = 8.0
+# In config.json, for models with routed experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+# By name: safetensors dtype and shape.
+TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
+# `Engine.score`.
+Score = Callable[[Sequence[Sequence[int]]], list[Float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The difference between engine and trainer on the same tokens (`LoadReport` defines the numbers)."""
+
+    maximum: float
+    mean: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest `Mismatch` that is accepted. The maximum is infinite for models with routed experts."""
+
+    maximum: float
+    mean: float
+    kl: float
+
+    @classmethod
+    def of(cls, tolerance: float, *, routed: bool) -> "Limits":
+        """The limits without calibration, for a largest difference of `tolerance`.
+
+        The estimate of the KL divergence is about d * d / 2 for a difference d.
+        """
+        return cls(float("inf") if routed else tolerance, tolerance * _MEAN_FRACTION, tolerance**2 / 2)
+
+    def allow(self, found: Mismatch) -> bool:
+        """Whether a mismatch is accepted. One with NaN is not."""
+        pairs = zip((found.maximum, found.mean, found.kl), (self.maximum, self.mean, self.kl), strict=True)
+        return all(value <= limit and value < float("inf") for value, limit in pairs)
+
+    def times(self, factor: float) -> "Limits":
+        """All limits, scaled."""
+        return Limits(self.maximum * factor, self.mean * factor, self.kl * factor)
+
+    def calibrated(self, found: Mismatch) -> "Limits":
+        """Limits for later snapshots, when the same weights already differ by `found`: these are the least."""
+        widest = self.times(_WIDEST)
+        # The KL divergence grows with the square of the differences.
+        return Limits(
+            min(max(self.maximum, _MARGIN * found.maximum), widest.maximum),
+            min(max(self.mean, _MARGIN * found.mean), widest.mean),
+            min(max(self.kl, _MARGIN**2 * found.kl), widest.kl),
+        )
+
+
+class Acceptance:
+    """What an engine accepts: weights of these shapes, whose canary differs by at most some limits.
+
+    The limits follow from `tolerance`, the largest difference of a dense model. The first snapshot of the weights that
+    an engine was started with calibrates them: it shows how far two right computations are apart.
+    """
+
+    def __init__(
+        self, shapes: TensorShapes, *, tied: bool, vocabulary: int, tolerance: float, routed: bool = False
+    ) -> None:
+        """`tied` is whether embedding and head are one tensor, `vocabulary` the number of token ids.
+
+        `routed` is whether rounding may choose other experts, or weights are quantized: single tokens then differ by
+        several nats.
+        """
+        self._shapes = shapes
+        self._tied = tied
+        self.vocabulary = vocabulary
+        self.routed = routed
+        self._limits = Limits.of(tolerance, routed=routed)
+        # Until the first snapshot is accepted, which may calibrate.
+        self.uncalibrated = True
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Raise SnapshotError unless this is a snapshot of the model that the engine serves."""
+        name = f"v{snapshot.manifest.version}"
+        if not snapshot.weight_files:
+            raise SnapshotError(f"{name} is based on v{snapshot.manifest.base}, and its complete weights are missing")
+        if difference := shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, tied=self._tied)):
+            raise SnapshotRefused(f"{name} does not hold the weights of the model that is served: {difference}")
+        if snapshot.adapter is not None and (problem := self._adapter_problem(snapshot.adapter)):
+            raise SnapshotRefused(f"{name} is an adapter of another model: {problem}")
+        if problem := canary_problem(snapshot.manifest.canary, self.vocabulary):
+            raise SnapshotRefused(f"{name} has an unusable canary: {problem}")
+
+    def _adapter_problem(self, directory: Path) -> str | None:
+        for name, one in adapter.load(directory).factors.items():
+            shape = (one.b.shape[0], one.a.shape[1])
+            if name not in self._shapes or self._shapes[name][1] != shape:
+                return f"it changes {name!r} of shape {list(shape)}"
+        return None
+
+    def prove(self, score: Score, snapshot: Snapshot, *, context: int, calibrate: bool = False) -> Mismatch:
+        """Score the canary with freshly loaded weights, and compare with the trainer's log-probabilities.
+
+        Of a sequence that fills the engine's `context`, the beginning is scored. With `calibrate` the mismatch may be
+        larger, and the limits of later snapshots follow from it. Raises CanaryMismatch if it exceeds the limits, or is
+        NaN.
+
+        This detects wrong weights, not stale ones: one optimiser step may change less than bfloat16 rounds. The engine
+        itself must check that the new weights are in place.
+        """
+        canary = snapshot.manifest.canary
+        scores = score([sequence[: context - 1] for sequence in canary.sequences])
+        expected = [logprobs[: len(one)] for one, logprobs in zip(scores, canary.logprobs, strict=True)]
+        found = mismatch(np.concatenate(scores), np.concatenate(expected))
+        self.judge(found, snapshot.manifest.version, calibrate=calibrate)
+        return found
+
+    def judge(self, found: Mismatch, version: int, *, calibrate: bool = False) -> None:
+        """Raise CanaryMismatch if the mismatch of a version exceeds the limits. See `prove`."""
+        limits = self._limits.times(_WIDEST) if calibrate else self._limits
+        if not limits.allow(found):
+            raise CanaryMismatch(
+                f"v{version} does not match the trainer: its log-probabilities differ by {found.maximum:.3g} on the "
+                f"canary and by {found.mean:.3g} in the mean, with a KL divergence of {found.kl:.3g}; "
+                f"{limits.maximum:.3g}, {limits.mean:.3g} and {limits.kl:.3g} are allowed"
+            )
+        if calibrate:
+            self._limits = self._limits.calibrated(found)
+            log.info("canary calibrated", version=version, **asdict(found), limits=asdict(self._limits))
+
+
+def routes_or_quantizes(config: dict[str, Any]) -> bool:
+    """Whether a model's config.json says that it has routed experts or quantized weights."""
+    parts = [config, config.get("text_config") or {}]
+    return any(part.get("quantization_config") or any(part.get(key) for key in _EXPERTS) for part in parts)
+
+
+def mismatch(engine: NDArray[Any], trainer: NDArray[Any]) -> Mismatch:
+    """Compare log-probabilities [T] of the same tokens, in float64. NaN if any is."""
+    difference = np.asarray(engine, np.float64) - np.asarray(trainer, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        kl = np.mean(np.expm1(difference) - difference)
+    return Mismatch(float(np.abs(difference).max()), float(np.abs(difference).mean()), float(kl))
+
+
+def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
+    """Names, dtypes and shapes in safetensors files, from their headers. Raises SnapshotError.
+
+    With tied embeddings a copy of the head may or may not have been saved, so it is left out.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes: TensorShapes = {}
+    for path in files:
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                # A safe_open handle is not iterable.
+                for name in file.keys():  # noqa: SIM118
+                    entry = file.get_slice(name)
+                    shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise SnapshotError(f"{path} is not readable safetensors: {error}") from error
+    if tied:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
+    """Describe the first difference, or return None. Float dtypes may differ: engines cast."""
+    if missing := sorted(expected.keys() - found.keys()):
+        return f"{quantity(len(missing), 'tensor is', 'tensors are')} missing, for example {missing[0]!r}"
+    if unknown := sorted(found.keys() - expected.keys()):
+        return f"{quantity(len(unknown), 'tensor is', 'tensors are')} unknown, for example {unknown[0]!r}"
+    for name, (dtype, shape) in expected.items():
+        found_dtype, found_shape = found[name]
+        if found_shape != shape:
+            return f"{name!r} has shape {list(found_shape)}, not {list(shape)}"
+        if found_dtype != dtype and not {dtype, found_dtype} <= FLOAT_DTYPES:
+            return f"{name!r} has dtype {found_dtype}, not {dtype}"
+    return None
+
+
+def canary_problem(canary: Canary, vocabulary: int) -> str | None:
+    """Describe why an engine cannot score this canary, or return None."""
+    if not canary.sequences:
+        return "it has no sequence"
+    if len(canary.sequences) != len(canary.logprobs):
+        return f"{len(canary.sequences)} sequences with {len(canary.logprobs)} lists of log-probabilities"
+    for ids, logprobs in zip(canary.sequences, canary.logprobs, strict=True):
+        if len(ids) != len(logprobs) + 1:
+            return f"a sequence of {len(ids)} tokens has {len(logprobs)} log-probabilities"
+        if not in_vocabulary(ids, vocabulary):
+            return f"a token id is outside the vocabulary of {vocabulary}"
+    return None

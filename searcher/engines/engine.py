@@ -1,0 +1,176 @@
+"""The interface of a generation engine.
+
+The searcher owns the loop: it submits requests, calls `step`, and collects finished responses. Between two steps it may
+load new weights. Requests in flight survive that, and each token keeps the version that produced it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tba.common.errors import EngineError
+from tba.common.weights.snapshot import Snapshot
+from tba.common.wire.trajectory import Float32, Int32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How to sample one response. `temperature` 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to generate. `id` is unique for the lifetime of the engine."""
+
+    id: int
+    prompt_ids: Int32
+    sampling: SamplingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished response of R tokens.
+
+    `logprobs` [R] are natural-log probabilities under the sampling distribution, with temperature and top-p (greedy
+    decoding: at temperature 1). `version_runs` [V, 2] are pairs (policy version, tokens) in order; the tokens sum to R.
+    `stop_reason` is "eos" (its token is included in `response_ids`) or "length".
+    """
+
+    id: int
+    response_ids: Int32
+    logprobs: Float32
+    version_runs: Int32
+    stop_reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The result and the cost of a swap of weights.
+
+    `mismatch_*` compare the engine with the trainer on the tokens of the canary: the largest and the mean
+    |log-probability difference| d, and the mean of exp(d) - 1 - d, an estimate of the KL divergence (Schulman's k3).
+
+    `way` names how the weights were loaded. `read_seconds` is the duration of `prepare`, whether or not generation
+    continued meanwhile. `pause_seconds` is how long `load_weights` blocked generation; `exchange_seconds` and
+    `canary_seconds` are the parts of it that the successful attempt took.
+    """
+
+    mismatch_max: float
+    mismatch_mean: float
+    mismatch_kl: float
+    way: str
+    read_seconds: float
+    exchange_seconds: float
+    canary_seconds: float
+    pause_seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by their metric names."""
+        return {
+            "mismatch_max": self.mismatch_max,
+            "mismatch_mean": self.mismatch_mean,
+            "mismatch_kl": self.mismatch_kl,
+            "swap_read_seconds": self.read_seconds,
+            "swap_exchange_seconds": self.exchange_seconds,
+            "swap_canary_seconds": self.canary_seconds,
+            "swap_pause_seconds": self.pause_seconds,
+        }
+
+
+class Engine(Protocol):
+    """A generation engine. All methods must be called from one thread, except `prepare`.
+
+    Errors are raised as EngineError or SnapshotError. After EngineFaulty the process must end: a supervisor restarts it
+    with a new engine.
+    """
+
+    @property
+    def weights_version(self) -> int:
+        """Version that the next token will be produced by."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not yet returned by `step`."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Responses that it generates concurrently; more are queued."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What this engine reports of itself, by metric name."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; its response is shorter if the context has no room for `max_tokens` after the prompt.
+
+        Raises EngineError if it has no room for one token.
+        """
+
+    def step(self) -> list[Generation]:
+        """Advance all requests by about one token and return those that finished. [] when idle."""
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Do the part of `load_weights` that needs no pause. Does not change the weights that serve.
+
+        Blocks until it is done; call it from another thread while stepping continues. It is optional: otherwise
+        `load_weights` does this part too. Raises SnapshotError if the snapshot cannot be loaded at all.
+        """
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
+        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+
+        All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the refused ones
+        reaches a Generation, and requests in flight are still answered. The files of the weights that serve must stay
+        readable: a rollback may need them. Raises EngineFaulty if the engine does not accept weights any more, or
+        cannot roll back.
+        """
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
+        """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
+        whose t-th entry is log p(token t + 1 | tokens up to t)."""
+
+    def close(self) -> None:
+        """Free the device."""
+
+
+def append_version(runs: list[list[int]], version: int, tokens: int) -> None:
+    """Add `tokens` of `version` to the end of a list of [version, tokens] runs."""
+    if runs and runs[-1][0] == version:
+        runs[-1][1] += tokens
+    elif tokens:
+        runs.append([version, tokens])
+
+
+def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) -> GenerationRequest:
+    """Return a request with at most the tokens that the context has room for after the prompt.
+
+    Raises EngineError for a request that no engine of this model can answer.
+    """
+    sampling, prompt = request.sampling, len(request.prompt_ids)
+    if prompt >= context:
+        raise EngineError(
+            f"request {request.id} has a prompt of {prompt} tokens and needs one more, the engine has a context of "
+            f"{context}: raise search.max_model_len, or drop the prompt"
+        )
+    if not in_vocabulary(request.prompt_ids.tolist(), vocabulary):
+        raise EngineError(f"request {request.id} is empty, or has token ids outside 0 to {vocabulary - 1}")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
+        raise EngineError(
+            f"request {request.id} has temperature {sampling.temperature}, top_p {sampling.top_p}, max_tokens "
+            f"{sampling.max_tokens}: they must be at least 0, in (0, 1], and at least 1"
+        )
+    if prompt + sampling.max_tokens <= context:
+        return request
+    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=context - prompt))
+
+
+def in_vocabulary(ids: Sequence[int], vocabulary: int) -> bool:
+    """Whether there are token ids, and all of them are in the vocabulary."""
+    return len(ids) > 0 and 0 <= min(ids) <= max(ids) < vocabulary

@@ -1,0 +1,296 @@
+"""Generation with plain Transformers: runs on any device that torch supports, with no other dependency.
+
+Continuous batching: each step adds one token to all rows in one forward pass. Finished rows leave immediately. Waiting
+requests join as soon as an eighth of the rows is free, with one forward pass over their prompts. Joining one by one
+would fill the batch a little better, and cost a pass per response (docs/decisions/0016).
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import Cache
+from transformers.utils import logging as transformers_logging
+
+from tba.common.errors import ConfigError, SnapshotError
+from tba.common.system.load_errors import loading
+from tba.common.weights import adapter
+from tba.common.weights.model_files import eos_ids, model_directory, weight_files
+from tba.common.weights.snapshot import Snapshot
+from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
+from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
+from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, append_version, fit_request
+from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache
+from tba.searcher.engines.token_sampling import sample
+
+# Shape suffixes: B rows of the batch, T positions, V vocabulary.
+
+# The layer types that the KV cache supports. With a sliding window it keeps all positions, and the mask hides those
+# outside.
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(slots=True)
+class _Row:
+    """One request and its response so far. `uniform` are its random numbers, one per token."""
+
+    request: GenerationRequest
+    started: float
+    uniform: npt.NDArray[np.float64]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    runs: list[list[int]] = field(default_factory=list)
+
+
+class TransformersEngine:
+    """An `Engine` (searcher/engines/engine.py) on `transformers`, for CPUs and for models that vLLM lacks."""
+
+    def __init__(
+        self, model: str, *, dtype: str, device: str, max_in_flight: int, seed: int, canary_tolerance: float
+    ) -> None:
+        transformers_logging.disable_progress_bar()
+        directory = model_directory(model)
+        with loading(f"the model in {directory}", device):
+            self._model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=getattr(torch, dtype), use_safetensors=True
+            )
+            self._model.to(device).eval().requires_grad_(False)
+        _use_grouped_attention(self._model, directory)
+        self._device = device
+        self.max_in_flight = max_in_flight
+        # It has no state that people need to watch.
+        self.metrics: dict[str, float] = {}
+        self._generator = np.random.default_rng(seed)
+        self._eos = frozenset(eos_ids(directory))
+        config = self._model.config
+        self._context = int(config.max_position_embeddings)
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        shapes = tensor_shapes(weight_files(directory), tied=tied)
+        self._shapes = shapes
+        self._acceptance = Acceptance(
+            shapes,
+            tied=tied,
+            vocabulary=int(config.vocab_size),
+            tolerance=canary_tolerance,
+            routed=routes_or_quantizes(config.to_dict()),
+        )
+        if other := sorted(shapes.keys() - self._model.state_dict().keys()):
+            raise ConfigError(
+                f"the files in {directory} name tensors differently from transformers (for example {other[0]!r}): "
+                'this engine cannot reload such models, use search.engine = "vllm"'
+            )
+        self._version = 0
+        self._queue: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        self._cache = BatchKVCache()
+
+    @property
+    def weights_version(self) -> int:
+        """Version that the next token will be produced by."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not yet returned by `step`."""
+        return len(self._queue) + len(self._rows)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises EngineError if the prompt does not fit the model's context."""
+        request = fit_request(request, vocabulary=self._acceptance.vocabulary, context=self._context)
+        seed = request.sampling.seed
+        generator = self._generator if seed is None else np.random.Generator(np.random.Philox(seed))
+        self._queue.append(_Row(request, time.perf_counter(), generator.random(request.sampling.max_tokens)))
+
+    @torch.inference_mode()
+    def step(self) -> list[Generation]:
+        """Advance all requests by about one token and return those that finished. [] when idle."""
+        finished: list[Generation] = []
+        if self._rows:
+            finished += self._advance()
+        # After the running rows, so that rows that have just finished make room. A new row gets one token in this step.
+        if self._queue and self.max_in_flight - len(self._rows) >= max(1, self.max_in_flight // 8):
+            finished += self._admit()
+        return finished
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Check a snapshot; its files are read by `load_weights`. Raises SnapshotError for another model's."""
+        self._acceptance.check(snapshot)
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
+        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+
+        All or nothing, as the protocol requires: no step runs between the copy and the canary, so requests in flight
+        never use refused weights. Their KV cache keeps what older weights computed.
+        """
+        self._acceptance.check(snapshot)
+        times = [time.perf_counter()]
+        targets = self._targets()
+        backup = {name: tensor.clone() for name, tensor in targets.items()}
+        values = _read(snapshot)
+        calibrate = self._acceptance.uncalibrated and (self._acceptance.routed or _are_equal(targets, values))
+        times.append(time.perf_counter())
+        try:
+            _copy(targets, values)
+            times.append(time.perf_counter())
+            mismatch = self._acceptance.prove(self.score, snapshot, context=self._context, calibrate=calibrate)
+        # Also when a signal handler raised: unproven weights must not serve.
+        except BaseException:
+            _copy(targets, backup)
+            raise
+        times.append(time.perf_counter())
+        self._version = snapshot.manifest.version
+        self._acceptance.uncalibrated = False
+        read, exchange, canary = np.diff(times).tolist()
+        parts = (read, exchange, canary, times[-1] - times[0])
+        return LoadReport(mismatch.maximum, mismatch.mean, mismatch.kl, "copy", *parts)
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
+        """Teacher-forced log-probabilities at temperature 1: for T tokens an array [T - 1]."""
+        return [self._score_one(list(sequence)) for sequence in sequences]
+
+    def close(self) -> None:
+        """Nothing to close: the memory is freed with the object."""
+
+    # ------------------------------------------------------------ generation
+
+    def _admit(self) -> list[Generation]:
+        """Fill the free rows from the queue. The forward pass over the prompts gives the first tokens."""
+        before = len(self._rows)
+        rows = [self._queue.popleft() for _ in range(min(self.max_in_flight - before, len(self._queue)))]
+        lengths = [len(row.request.prompt_ids) for row in rows]
+        ids_BT = np.zeros((len(rows), max(lengths)), np.int64)
+        mask_BT = np.zeros_like(ids_BT)
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            ids_BT[number, -length:] = row.request.prompt_ids
+            mask_BT[number, -length:] = 1
+        positions_BT = torch.from_numpy((mask_BT.cumsum(-1) - 1).clip(min=0))
+        prompts = DynamicCache()
+        logits_BV = self._forward(torch.from_numpy(ids_BT), torch.from_numpy(mask_BT), positions_BT, prompts)
+        self._cache.join(prompts, lengths)
+        self._rows += rows
+        self._add_tokens(rows, logits_BV)
+        return self._retire()
+
+    def _advance(self) -> list[Generation]:
+        """Generate one more token for every row."""
+        last_B1 = torch.tensor([row.tokens[-1:] for row in self._rows])
+        self._cache.reserve_column()
+        mask_BT, positions_B1 = self._cache.mask_and_positions(self._device)
+        logits_BV = self._forward(last_B1, mask_BT, positions_B1, self._cache)
+        self._cache.end += 1
+        self._add_tokens(self._rows, logits_BV)
+        return self._retire()
+
+    def _forward(
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """Logits [B, V] after the last position, float32."""
+        output = self._model(
+            input_ids=ids_BT.to(self._device),
+            attention_mask=mask_BT.to(self._device),
+            position_ids=positions_BT.to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits_BV: torch.Tensor = output.logits[:, -1].float()
+        return logits_BV
+
+    def _add_tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> None:
+        uniform_B = torch.tensor([row.uniform[len(row.tokens)] for row in rows], dtype=torch.float64)
+        drawn = sample(logits_BV, [row.request.sampling for row in rows], uniform_B.to(self._device))
+        for row, token, logprob in zip(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            append_version(row.runs, self._version, 1)
+
+    def _retire(self) -> list[Generation]:
+        """Remove the finished rows from the batch."""
+        finished = []
+        # In descending order: the last row, which takes the number of the one that leaves, was visited already.
+        for number in reversed(range(len(self._rows))):
+            row = self._rows[number]
+            if (reason := self._stop_reason(row)) is not None:
+                finished.append(_generation(row, reason))
+                self._cache.leave(number)
+                self._rows[number] = self._rows[-1]
+                self._rows.pop()
+        return finished
+
+    def _stop_reason(self, row: _Row) -> str | None:
+        if row.tokens[-1] in self._eos:
+            return STOP_EOS
+        return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
+
+    # ------------------------------------------------------------ weights
+
+    def _targets(self) -> dict[str, torch.Tensor]:
+        """The tensors that a snapshot overwrites, by name. A tied head is not among them: it is the embedding."""
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        return {name: tensor for name, tensor in state.items() if name in self._shapes}
+
+    def _score_one(self, sequence: list[int]) -> Float32:
+        if len(sequence) < 2:
+            return np.zeros(0, np.float32)
+        ids_1T = torch.tensor([sequence], device=self._device)
+        logprobs_TV = self._model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
+        scores: Float32 = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
+        return scores
+
+
+def _use_grouped_attention(model: Any, directory: Path) -> None:
+    """Raise ConfigError for a model whose state is more than the keys and values of attention."""
+    if other := set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES:
+        raise ConfigError(
+            f"the model in {directory} has layers of type {min(other)!r}, which this engine cannot batch: "
+            'use search.engine = "vllm"'
+        )
+    # A model without sdpa, such as one with extra terms in its attention, keeps its own implementation.
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED)
+
+
+def _are_equal(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(target, values[name].to(target.device, target.dtype)) for name, target in targets.items())
+
+
+def _copy(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+
+def _read(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in snapshot.weight_files:
+        try:
+            tensors |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise SnapshotError(f"{path} cannot be read: {error}") from error
+    if snapshot.adapter is not None:
+        policy = adapter.load(snapshot.adapter)
+        # In float32: copying the sums into the model rounds them.
+        for name in policy.factors:
+            tensors[name] = tensors[name].float() + torch.from_numpy(policy.change(name))
+    return tensors
+
+
+def _generation(row: _Row, reason: str) -> Generation:
+    return Generation(
+        id=row.request.id,
+        response_ids=np.asarray(row.tokens, np.int32),
+        logprobs=np.asarray(row.logprobs, np.float32),
+        version_runs=np.asarray(row.runs, np.int32),
+        stop_reason=reason,
+        seconds=time.perf_counter() - row.started,
+    )

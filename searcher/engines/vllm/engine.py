@@ -1,0 +1,147 @@
+"""Generation with vLLM: an engine in this process, stepped by the searcher's loop.
+
+vLLM can only swap weights safely while no step is running. Because the searcher's own thread steps it, `load_weights`
+runs between two steps: nothing is paused, and the version of each token is exact.
+
+    VllmEngine ──► HotReload ──► RunningVllm ──► vLLM ──► WeightWorker, in each worker process
+
+docs/vllm.md lists what was run, and what was not (CUDA).
+"""
+
+from collections.abc import Sequence
+
+from tba.common.config.run import ModelSection
+from tba.common.config.search import SearchSection
+from tba.common.errors import EngineFaulty
+from tba.common.weights.model_files import eos_ids, model_directory, read_json, weight_files
+from tba.common.weights.snapshot import Snapshot
+from tba.common.wire.trajectory import Float32
+from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
+from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport
+from tba.searcher.engines.vllm.hot_reload import HotReload
+from tba.searcher.engines.vllm.running import SCORING_ROWS, RunningVllm
+from tba.searcher.engines.vllm.scheduler import VllmScheduler
+from tba.searcher.engines.vllm.start import (
+    adapter_of_all,
+    import_vllm,
+    leave_process_groups,
+    most_in_flight,
+    start_vllm,
+)
+
+
+class VllmEngine:
+    """An `Engine` (searcher/engines/engine.py) on vLLM."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        search: SearchSection,
+        *,
+        seed: int,
+        canary_tolerance: float,
+        lora_rank: int = 0,
+        pack_weights: bool = True,
+        initial_version: int = 0,
+        prompt_tokens: int = 0,
+    ) -> None:
+        """`lora_rank` 0 is an engine without adapters; `prompt_tokens` is the length of a typical prompt.
+
+        `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
+        """
+        import_vllm()
+        directory = model_directory(model.path)
+        files = weight_files(directory)
+        config = read_json(directory / "config.json")
+        tied = bool(config.get("tie_word_embeddings", False))
+        rows = most_in_flight(search) + SCORING_ROWS
+        llm = start_vllm(model, search, max_num_seqs=rows, seed=seed, lora_rank=lora_rank, pack_weights=pack_weights)
+        scheduler = VllmScheduler(llm)
+        self._running = RunningVllm(
+            llm,
+            version=initial_version,
+            scheduler=scheduler,
+            max_in_flight=scheduler.choose_in_flight(search, prompt_tokens),
+            eos_ids=eos_ids(directory),
+            keep_prefix_cache=search.keep_prefix_cache,
+            adapter=adapter_of_all() if lora_rank else None,
+        )
+        acceptance = Acceptance(
+            tensor_shapes(files, tied=tied),
+            tied=tied,
+            vocabulary=self._running.vocabulary,
+            tolerance=canary_tolerance,
+            routed=routes_or_quantizes(config) or self._running.quantized,
+        )
+        try:
+            self._hot_reload = HotReload(self._running, files, acceptance)
+        except BaseException:
+            self._running.close()
+            leave_process_groups()
+            raise
+
+    @property
+    def weights_version(self) -> int:
+        """Version that the next token will be produced by."""
+        return self._running.version
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not yet returned by `step`."""
+        return self._running.in_flight
+
+    @property
+    def max_in_flight(self) -> int:
+        """Responses that it generates concurrently; more are queued."""
+        return self._running.max_in_flight
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The limit of responses in flight, the tokens that fit the KV cache, and the preemptions since the start."""
+        scheduler = self._running.scheduler
+        return {
+            "max_in_flight": float(self.max_in_flight),
+            "kv_cache_tokens": float(scheduler.kv_cache_tokens),
+            "preemptions": float(scheduler.preemptions),
+        }
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises EngineError if the prompt does not fit the model's context."""
+        self._running.submit(request)
+
+    def step(self) -> list[Generation]:
+        """Advance all requests by about one token and return those that finished. [] when idle."""
+        return self._running.step()
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Read a snapshot alongside generation; call it from another thread.
+
+        Raises SnapshotError if it is not a snapshot of this model.
+        """
+        self._running.check()
+        self._hot_reload.prepare(snapshot)
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
+        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+
+        All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the refused ones
+        reaches a Generation, and requests in flight are still answered.
+        """
+        self._running.check()
+        try:
+            return self._hot_reload.load(snapshot)
+        except EngineFaulty as error:
+            self._running.give_up(str(error))
+            raise
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
+        """Teacher-forced log-probabilities at temperature 1: for a sequence of T tokens an array [T - 1],
+        whose t-th entry is log p(token t + 1 | tokens up to t)."""
+        return self._running.score(sequences)
+
+    def close(self) -> None:
+        """Free the device and end the workers. The engine cannot be used afterwards; closing twice is fine."""
+        self._running.give_up("the engine is closed")
+        self._hot_reload.wait()
+        if self._running.close():
+            leave_process_groups()

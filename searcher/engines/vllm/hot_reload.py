@@ -1,0 +1,260 @@
+"""Hot reload of a running vLLM: swap and verify, else reload everything, else roll back.
+
+    1  swap      exchange the weights that `prepare` read, read a sample back, and score the canary
+    2  reload    load all weights with vLLM's slow reload; read back and canary as before
+    3  rollback  restore the old weights and verify their own canary: the snapshot is refused, the engine is fine
+    4  faulty    the engine cannot roll back, or does not accept weights that are readable: its process must end
+
+From the first write until the end of the attempt, nothing that was generated is handed out.
+
+Which way swaps take is proved when the engine starts: all weights are zeroed, and the files that the engine serves are
+loaded again in that way. If all parameters, buffers and tensors made from them are then what they were, it is right.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty, SnapshotError
+from tba.common.log import get_logger
+from tba.common.quantity import quantity
+from tba.common.weights.snapshot import Canary, FileEntry, Manifest, Snapshot
+from tba.searcher.engines.acceptance import Acceptance, Mismatch
+from tba.searcher.engines.engine import LoadReport
+from tba.searcher.engines.vllm.running import LoadFailed, RunningVllm
+
+log = get_logger(__name__)
+
+# How weights get into the engine. ADAPTER: they are in already, and only the adapter on them is replaced.
+ADAPTER, IN_PLACE, RELOAD = "adapter", "in place", "reload"
+
+_POLL_SECONDS = 0.01
+_OWN_TOKENS = 32
+# Tensors that a message names.
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Weights, where to read them again, and the snapshot whose canary verifies them.
+
+    `content` identifies the complete files; None for the files that the engine started with. `adapter` is the
+    directory of an adapter on them, or "".
+    """
+
+    version: int
+    files: list[str]
+    content: Mapping[str, FileEntry] | None
+    adapter: str
+    proof: Snapshot
+
+
+class HotReload:
+    """The swaps of one engine."""
+
+    def __init__(self, running: RunningVllm, own_files: list[Path], acceptance: Acceptance) -> None:
+        """`own_files` are those that the engine started with."""
+        self._running = running
+        self._acceptance = acceptance
+        # The snapshot that the workers have ready, the one that was checked, and how long preparing took.
+        self._prepared: Path | None = None
+        self._checked: Path | None = None
+        self._read_seconds = 0.0
+        # Held while weights are prepared or swapped.
+        self._lock = threading.Lock()
+        # First: with LoRA it installs the adapter that also the engine's own canary is scored with.
+        obstacles = running.call("tba_start")
+        proof = _own_proof(running, own_files)
+        self._served = _Weights(running.version, [*map(str, own_files)], None, "", proof)
+        self.way = self._proved_way(obstacles)
+        # The complete files that the parameters hold: the base of an adapter. None if unknown.
+        self._base: Mapping[str, FileEntry] | None = None
+
+    def _proved_way(self, obstacles: list[str | None]) -> str:
+        """The first way that restores this model, for all workers. Raises ConfigError if none does."""
+        started = time.perf_counter()
+        # All workers must swap alike: one that can only reload decides for all.
+        obstacle = next((one for one in obstacles if one is not None), None)
+        reasons = [] if obstacle is None else [f"not {IN_PLACE}: {obstacle}"]
+        for way in (IN_PLACE, RELOAD)[len(reasons) :]:
+            if (failure := self._failure_of(way)) is None:
+                seconds = time.perf_counter() - started
+                log.info("weights are swapped", way=way, reason="; ".join(reasons) or "proved", seconds_proof=seconds)
+                return way
+            reasons.append(f"not {way}: {failure}")
+        raise ConfigError(
+            f"vLLM cannot replace the weights of {self._served.proof.path} while it runs ({'; '.join(reasons)}): "
+            'choose another model, or search.engine = "transformers"'
+        )
+
+    def _failure_of(self, way: str) -> str | None:
+        """Zero all weights, load the engine's own files in a way, and say what is not as before."""
+        own = self._served
+        # So that no cached key or value of the engine's start hides a difference.
+        self._running.set_version(own.version)
+        try:
+            wrong = sorted({name for names in self._running.call("tba_try", own.files, way) for name in names})
+            if wrong:
+                many = quantity(len(wrong), "tensor is", "tensors are")
+                return f"{many} not restored, for example {', '.join(wrong[:_NAMED])}"
+            self._prove(own)
+        except SnapshotError as error:
+            return str(error)
+        return None
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Let the workers read a snapshot, and wait for them. May be called from any thread.
+
+        Raises SnapshotError if it is not a snapshot of this model. Any other failure is logged: `load` tries again,
+        and falls back.
+        """
+        with self._lock:
+            self._check(snapshot)
+            try:
+                if self._first_way(_weights_of(snapshot)) == IN_PLACE:
+                    self._prepare(_weights_of(snapshot))
+            except LoadFailed as error:
+                log.warning("weights not prepared", version=snapshot.manifest.version, reason=str(error))
+
+    def load(self, snapshot: Snapshot) -> LoadReport:
+        """Adopt a snapshot. Raises SnapshotError or CanaryMismatch after a rollback, else EngineFaulty."""
+        started = time.perf_counter()
+        with self._lock:
+            if self._checked != snapshot.path:
+                self._check(snapshot)
+            weights = _weights_of(snapshot)
+            try:
+                report = self._adopt(weights, started)
+            # Also when a signal handler raised: unproven weights must not serve.
+            except BaseException as error:
+                self._roll_back()
+                if isinstance(error, LoadFailed):
+                    # If the files are gone the snapshot is to blame. Else it is the engine.
+                    self._check(snapshot)
+                    _fail(f"the engine does not accept the weights of v{weights.version}: {error}")
+                raise
+            self._served = weights
+            self._acceptance.uncalibrated = False
+        return report
+
+    def wait(self) -> None:
+        """Wait until no snapshot is being prepared."""
+        with self._lock:
+            pass
+
+    def _check(self, snapshot: Snapshot) -> None:
+        self._checked = None
+        self._acceptance.check(snapshot)
+        if snapshot.adapter is not None and not self._running.uses_adapters:
+            raise SnapshotError(
+                f"v{snapshot.manifest.version} is an adapter, and this engine was started without adapters: "
+                'set lora.rank and lora.publish = "adapter" as the trainer has them'
+            )
+        self._checked = snapshot.path
+
+    def _first_way(self, weights: _Weights) -> str:
+        """How to write weights, if nothing fails."""
+        if self._running.uses_adapters and weights.content is not None and weights.content == self._base:
+            return ADAPTER
+        return self.way
+
+    def _prepare(self, weights: _Weights) -> None:
+        started = time.perf_counter()
+        self._prepared = None
+        self._running.call("tba_prepare", weights.files, weights.version)
+        while (states := self._running.call("tba_prepared")) and not all(ended for ended, _ in states):
+            time.sleep(_POLL_SECONDS)
+        if failures := [failure for _, failure in states if failure]:
+            raise LoadFailed(f"v{weights.version} could not be prepared: {failures[0]}")
+        self._read_seconds = time.perf_counter() - started
+        self._prepared = weights.proof.path
+
+    def _adopt(self, weights: _Weights, started: float) -> LoadReport:
+        """Attempts 1 and 2."""
+        way = self._first_way(weights)
+        try:
+            return self._swap(weights, way, started)
+        except (LoadFailed, CanaryMismatch) as error:
+            if way == RELOAD:
+                raise
+            log.warning("weights did not take, loading all of them again", version=weights.version, reason=str(error))
+        # Not inside the except clause: the error's traceback keeps the weights of the first attempt alive.
+        return self._swap(weights, RELOAD, started)
+
+    def _swap(self, weights: _Weights, way: str, started: float) -> LoadReport:
+        if way == IN_PLACE and self._prepared != weights.proof.path:
+            self._prepare(weights)
+        begun = time.perf_counter()
+        self._write(weights, way)
+        written = time.perf_counter()
+        found = self._prove(weights, calibrate=self._acceptance.uncalibrated and self._is_natural(way))
+        now = time.perf_counter()
+        read_seconds = self._read_seconds if way == IN_PLACE else 0.0
+        parts = (read_seconds, written - begun, now - written)
+        return LoadReport(found.maximum, found.mean, found.kl, way, *parts, pause_seconds=now - started)
+
+    def _write(self, weights: _Weights, way: str) -> None:
+        """Overwrite the weights, and the adapter after them: vLLM's reload removes it. Raises LoadFailed."""
+        self._running.set_version(weights.version)
+        if way != ADAPTER:
+            self._prepared = self._base = None
+            if way == IN_PLACE:
+                self._running.call("tba_exchange")
+            else:
+                self._running.call("tba_reload", weights.files, weights.version)
+            self._base = weights.content
+        self._running.call("tba_set_adapter", weights.adapter)
+
+    def _prove(self, weights: _Weights, *, calibrate: bool = False) -> Mismatch:
+        return self._acceptance.prove(
+            self._running.score, weights.proof, context=self._running.context, calibrate=calibrate
+        )
+
+    def _is_natural(self, way: str) -> bool:
+        """Whether the first snapshot's deviation from the trainer is that of two right computations.
+
+        It is if the weights are those of the start. With routed experts or quantized weights the first snapshot counts
+        in any case: a searcher that joins later sees no other.
+        """
+        return self._acceptance.routed or (way != ADAPTER and all(self._running.call("tba_is_own")))
+
+    def _roll_back(self) -> None:
+        """Attempt 3. All requests start over, because scoring the canary advanced them with the refused weights: those
+        with new tokens have wrong ones, and those without may have a partly computed prompt."""
+        served = self._served
+        self._running.start_over()
+        try:
+            way = self._first_way(served)
+            try:
+                if way == IN_PLACE:
+                    self._prepare(served)
+                self._write(served, way)
+            except LoadFailed as error:
+                log.warning("old weights did not take, loading all again", version=served.version, reason=str(error))
+                self._write(served, RELOAD)
+            self._prove(served)
+        except (SnapshotError, EngineError) as error:
+            _fail(f"a snapshot was refused and v{served.version} could not be restored: {error}")
+
+
+def _weights_of(snapshot: Snapshot) -> _Weights:
+    manifest = snapshot.manifest
+    adapter = str(snapshot.adapter or "")
+    return _Weights(manifest.version, [*map(str, snapshot.weight_files)], manifest.model_files, adapter, snapshot)
+
+
+def _own_proof(running: RunningVllm, files: list[Path]) -> Snapshot:
+    """A snapshot of the weights that serve, whose canary is what the engine itself gives some random tokens."""
+    length = min(_OWN_TOKENS, running.context - 1)
+    tokens = np.random.default_rng(0).integers(0, running.vocabulary, length).tolist()
+    canary = Canary([tokens], [score.tolist() for score in running.score([tokens])])
+    return Snapshot(files[0].parent, Manifest("", running.version, 0, 0.0, {}, canary), files)
+
+
+def _fail(reason: str) -> NoReturn:
+    raise EngineFaulty(f"{reason}; restart the searcher")

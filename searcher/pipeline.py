@@ -1,0 +1,225 @@
+"""The searcher's pipeline: from a visit of a prompt to a group of trajectories on its way to the buffer.
+
+    visit ──► generate ──► score ──► reference ──► deliver
+               engine      workers    thread        spool, then the buffer
+
+Each stage has `submit` and `done`. `done` returns what is finished without waiting for the rest, so a slow stage does
+not block the engine. Without configured reference log-probabilities there is no reference stage.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from tba.common.errors import EngineError
+from tba.common.log import get_logger
+from tba.common.wire.messages import NO_VISIT, Visit
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Trajectory
+from tba.searcher.delivery.delivery import Delivery
+from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.exploration import Exploration
+from tba.searcher.scoring.reference_scorer import ReferenceScorer
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Group, Scored, failed, storable
+from tba.searcher.tasks.task import Reward, Task
+
+log = get_logger(__name__)
+
+# A prompt that does not fit the context is a row with an error. When nothing else comes, the settings are wrong.
+_MAX_FAILURES_IN_A_ROW = 1_000
+_ERROR_CHARACTERS = 2_000
+_NO_TOKENS = np.zeros(0, np.int32)
+_NO_LOGPROBS = np.zeros(0, np.float32)
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that a searcher uses."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One sample of a group. With an `error` the engine could not generate it."""
+
+    group: Group
+    sampling: SamplingSettings
+    generation: Generation
+    error: str = ""
+
+
+class GenerationStage:
+    """Visits in, responses of the engine out."""
+
+    def __init__(
+        self, engine: Engine, task: Task, tokenizer: Tokenizer, exploration: Exploration, samples: int
+    ) -> None:
+        self._engine = engine
+        self._exploration = exploration
+        self._samples = samples
+        self._prompts = prompts = {prompt.key: prompt for prompt in task.prompts()}
+        # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
+        self._prompt_ids = cache(lambda key: np.asarray(tokenizer.encode(prompts[key].text), np.int32))
+        self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
+        self._failed: list[Response] = []
+        self._next_id = 0
+
+    @property
+    def waiting(self) -> int:
+        """Responses submitted and not yet returned by `done`."""
+        return self._engine.in_flight + len(self._failed)
+
+    def submit(self, visit: Visit) -> None:
+        """Queue the requests of a visit in the engine."""
+        group = Group(visit, self._prompts[visit.prompt_key], self._prompt_ids(visit.prompt_key), self._samples)
+        for sample in range(self._samples):
+            sampling = self._exploration.settings(visit, sample)
+            try:
+                self._engine.submit(GenerationRequest(self._next_id, group.prompt_ids, sampling))
+            except EngineError as error:
+                runs = np.array([[self._engine.weights_version, 0]], np.int32)
+                nothing = Generation(self._next_id, _NO_TOKENS, _NO_LOGPROBS, runs, STOP_ERROR, 0.0)
+                self._failed.append(Response(group, sampling, nothing, f"not generated: {error}"))
+            else:
+                self._requests[self._next_id] = group, sampling
+            self._next_id += 1
+
+    def done(self) -> list[Response]:
+        """Step the engine. Returns the responses that have ended, and those that could not be generated."""
+        responses, self._failed = self._failed, []
+        for generation in self._engine.step() if self._engine.in_flight else ():
+            responses.append(Response(*self._requests.pop(generation.id), generation))
+        return responses
+
+
+class ScoringStage:
+    """Responses in, groups whose rows all have their reward out."""
+
+    def __init__(self, rewards: Rewards, tokenizer: Tokenizer) -> None:
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._unscored: dict[int, Response] = {}
+        self._complete: list[Group] = []
+        self._failures_in_a_row = 0
+        self.trajectories = 0
+        self.tokens = 0
+        self.errors = 0
+
+    def submit(self, response: Response) -> None:
+        """Have a response scored; one without text gets its row immediately."""
+        generation, prompt = response.generation, response.group.prompt
+        if response.error:
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+                raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {response.error}")
+            log.warning("rollout failed", prompt=prompt.key, reason=response.error)
+            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), response.error[:_ERROR_CHARACTERS]))
+            return
+        self._failures_in_a_row = 0
+        try:
+            text = storable(self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
+        # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
+        except Exception as error:
+            log.exception("response not decoded", prompt=prompt.key)
+            reason = f"not decoded: {type(error).__name__}: {error}"
+            self._finish(response, Scored(generation.id, None, *failed(reason)))
+            return
+        self._unscored[generation.id] = response
+        self._rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
+
+    def done(self, wait_seconds: float) -> list[Group]:
+        """The groups that are complete. Waits for the first score at most `wait_seconds`, if one is due."""
+        for scored in self._rewards.wait(wait_seconds if self._rewards.waiting else 0.0):
+            self._finish(self._unscored.pop(scored.ticket), scored)
+        groups, self._complete = self._complete, []
+        return groups
+
+    def _finish(self, response: Response, scored: Scored) -> None:
+        """Add the row of a response to its group."""
+        group, generation = response.group, response.generation
+        self.errors += scored.error is not None
+        self.trajectories += not response.error
+        self.tokens += len(generation.response_ids)
+        row = Trajectory(
+            prompt_key=group.prompt.key,
+            lease=group.visit.lease,
+            prompt_ids=group.prompt_ids,
+            response_ids=generation.response_ids,
+            logprobs=generation.logprobs,
+            version_runs=generation.version_runs,
+            reward=scored.reward.total,
+            reward_parts=scored.reward.parts,
+            stop_reason=generation.stop_reason,
+            sampling={"temperature": response.sampling.temperature, "top_p": response.sampling.top_p},
+            created_at=time.time(),
+            generation_seconds=generation.seconds,
+            text=scored.text,
+            error=scored.error,
+        )
+        group.done.append(row)
+        if len(group.done) == group.size:
+            self._complete.append(group)
+
+
+class Pipeline:
+    """The stages in a row. The leases of all groups that are in them are held."""
+
+    def __init__(
+        self,
+        generation: GenerationStage,
+        scoring: ScoringStage,
+        references: ReferenceScorer | None,
+        delivery: Delivery,
+    ) -> None:
+        self._generation = generation
+        self._scoring = scoring
+        self._references = references
+        self._delivery = delivery
+        self._leases: set[int] = set()
+
+    @property
+    def generating(self) -> bool:
+        """Whether the engine has something to do."""
+        return self._generation.waiting > 0
+
+    @property
+    def leases(self) -> set[int]:
+        """The leases of the groups that the buffer has not acknowledged."""
+        return {*self._leases, *self._delivery.leases}
+
+    def submit(self, visits: Iterable[Visit]) -> None:
+        """Start the groups of some visits."""
+        for visit in visits:
+            if visit.lease != NO_VISIT:
+                self._leases.add(visit.lease)
+            self._generation.submit(visit)
+
+    def step(self, *, generate: bool, wait_seconds: float) -> None:
+        """Move everything that is ready to its next stage. Waits at most `wait_seconds` for the first score.
+
+        Without `generate` the engine is not stepped, and the later stages continue.
+        """
+        for response in self._generation.done() if generate else ():
+            self._scoring.submit(response)
+        for group in self._scoring.done(wait_seconds):
+            if self._references is None:
+                self._deliver(group)
+            else:
+                self._references.submit(group)
+        for group in self._references.done() if self._references is not None else ():
+            self._deliver(group)
+
+    def close(self) -> None:
+        """Deliver the groups that wait for reference log-probabilities, without these."""
+        for group in self._references.close() if self._references is not None else ():
+            self._deliver(group)
+
+    def _deliver(self, group: Group) -> None:
+        self._leases.discard(group.visit.lease)
+        self._delivery.submit(group.done, group.visit.lease)

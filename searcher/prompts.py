@@ -1,0 +1,44 @@
+"""The task's prompts at the buffer: their registration, and the choice among them while the buffer is away."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from tba.common.config import Config
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.searcher.tasks.task import Prompt, Task, fingerprint
+
+_REGISTER_CHUNK = 10_000
+
+
+def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool]) -> None:
+    """Send the prompt keys to the buffer, unless it has them. Raises Refused if it has others."""
+    prompts = task.prompts()
+    digest = fingerprint(prompts)
+    for offset in range(0, len(prompts), _REGISTER_CHUNK):
+        keys = [prompt.key for prompt in prompts[offset : offset + _REGISTER_CHUNK]]
+        message = messages.RegisterPrompts(
+            task=task.name, fingerprint=digest, total=len(prompts), offset=offset, keys=keys
+        )
+        registered, _ = client.call(message, messages.Registered, stop=stop)
+        if registered.complete:
+            return
+
+
+def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> Iterator[messages.Visit]:
+    """Yield prompts without a lease, for an outage of the buffer: an endless shuffle per searcher and start.
+
+    They become rows without a visit, which are trained on. The buffer's epoch order is not affected, so no prompt is
+    skipped. Where the configuration limits how far searchers may run ahead, only the buffer can keep that limit, and
+    no prompt is generated without a lease.
+    """
+    if config.max_staleness is not None or config.samples_per_insert is not None:
+        return
+    rng = np.random.default_rng([config.run.seed, *sender.encode()])
+    # The seed of a response follows from its epoch, so these epochs must be ones that no other searcher uses.
+    epoch = int(rng.integers(1 << 40, 1 << 62))
+    while prompts:
+        for index in rng.permutation(len(prompts)):
+            yield messages.Visit(lease=messages.NO_VISIT, epoch=epoch, prompt_key=prompts[index].key)
+        epoch += 1

@@ -1,0 +1,207 @@
+"""A sequence classifier with one label as a reward: its logit is the score of a (prompt, response) pair.
+
+The score of a pair does not depend on the batch that it is computed in, beyond rounding: padding is on the right and
+masked. Shape suffixes: N pairs, T tokens of the longest.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from tba.common.config import RewardModelSection
+from tba.common.errors import ConfigError
+from tba.common.quantity import quantity
+from tba.common.system.load_errors import loading, not_loaded, out_of_memory
+from tba.common.token_batches import cut_by_tokens
+from tba.common.weights.model_files import model_directory, weight_files
+
+_SETTING = "reward_model.path"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+
+# A score, or a sentence why there is none.
+Score = float | str
+
+
+class RewardModel:
+    """The classifier of a directory on one device.
+
+    Raises ConfigError if the files are no reward model, MemoryShort.
+    """
+
+    def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
+        self._config = config
+        self._device = torch.device(device)
+        self._model = _load(directory, config.dtype, self._device)
+        self._tokenizer = _read_tokenizer(directory, chat=config.template == "chat")
+        self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
+        self._own_pad_id = _own_pad_id(self._model.config)
+        # Of a pair: limited by the model's positions, and by the configuration or the tokenizer.
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        limits = (config.max_length or self._tokenizer.model_max_length, positions)
+        self._max_tokens = int(min(limit for limit in limits if limit))
+
+    def encode(self, prompt: str, response: str) -> list[int]:
+        """The tokens of a pair. Raises ValueError for one that the model cannot score."""
+        if self._config.template == "chat":
+            chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            # A template is a program that comes with the model and may raise anything.
+            try:
+                text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+            except Exception as error:
+                raise ValueError(f"{type(error).__name__} of the chat template: {error}") from error
+            # The template has written the special tokens.
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        else:
+            ids = self._tokenizer.encode(prompt + response, verbose=False)
+        if not 0 < len(ids) <= self._max_tokens:
+            raise ValueError(
+                f"{quantity(len(ids), 'token')}; it takes 1 to {self._max_tokens} (reward_model.max_length)"
+            )
+        if max(ids) >= self._vocabulary:
+            raise ValueError(f"token {max(ids)} is outside the vocabulary of {self._vocabulary}")
+        return ids
+
+    def batches(self, pairs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Indices of pairs, longest first, in batches of at most `batch_tokens`, padding included.
+
+        A batch has fewer pairs than the vocabulary has tokens, so that there is a token that none of them ends with.
+        """
+        lengths = [len(pair) for pair in pairs]
+        return cut_by_tokens(lengths, self._config.batch_tokens, padded=True, max_rows=self._vocabulary - 1)
+
+    def score(self, pairs: Sequence[Sequence[int]], begin: Callable[[int, int], None]) -> list[Score]:
+        """One score per pair, computed in one batch, or in halves of it when memory is short.
+
+        `begin(start, stop)` is called before each forward pass of `pairs[start:stop]`.
+        """
+        scores: list[Score] = []
+        todo = [(0, len(pairs))]
+        while todo:
+            start, stop = todo.pop()
+            begin(start, stop)
+            try:
+                scores += self._forward(pairs[start:stop])
+                continue
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+            # After the block: the error, and the tensors that its frames refer to, are gone.
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            if stop - start == 1:
+                scores.append(f"out of memory on {self._device} with {quantity(len(pairs[start]), 'token')}")
+            else:
+                middle = (start + stop) // 2
+                todo += [(middle, stop), (start, middle)]
+        return scores
+
+    @torch.inference_mode()
+    def _forward(self, pairs: Sequence[Sequence[int]]) -> list[Score]:
+        ids_NT = np.full((len(pairs), max(map(len, pairs))), self._pad_id(pairs), np.int64)
+        attention_NT = np.zeros_like(ids_NT)
+        for n, pair in enumerate(pairs):
+            ids_NT[n, : len(pair)], attention_NT[n, : len(pair)] = pair, 1
+        logits = self._model(
+            input_ids=torch.from_numpy(ids_NT).to(self._device),
+            attention_mask=torch.from_numpy(attention_NT).to(self._device),
+        ).logits
+        scores: list[float] = logits[:, 0].float().tolist()
+        return [score if np.isfinite(score) else f"the score is {score}" for score in scores]
+
+    def _pad_id(self, pairs: Sequence[Sequence[int]]) -> int:
+        """Choose the padding token of a batch, and set it in the model.
+
+        transformers ignores the attention mask when it chooses the position to read a decoder's score at: it takes the
+        last token that is not `pad_token_id`. A model trained with a padding token must be read the same way as in
+        training. A model without one is read at the very last token of a pair that is alone; in a batch, padding with
+        a token that no pair ends with has the same effect.
+        """
+        if self._own_pad_id is not None:
+            return self._own_pad_id
+        ends = {pair[-1] for pair in pairs}
+        pad = next(token for token in range(self._vocabulary) if token not in ends)
+        self._model.config.get_text_config().pad_token_id = pad
+        return pad
+
+
+def check_files(section: RewardModelSection) -> str:
+    """Describe the model of `[reward_model]` in one sentence, for `tba doctor`. Raises ConfigError if it cannot be one.
+
+    The classifier is built without memory for its weights; whether the files hold a head is only seen when they load.
+    """
+    directory = model_directory(section.path, setting=_SETTING)
+    config = _read_config(directory)
+    with torch.device("meta"):
+        try:
+            name = type(AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)).__name__
+        # A model's constructor may raise anything for values that it does not expect.
+        except Exception as error:
+            raise not_loaded(f"the reward model in {directory}", error) from error
+    weight_files(directory)
+    _read_tokenizer(directory, chat=section.template == "chat")
+    pad = _own_pad_id(config)
+    padding = "no padding token of its own" if pad is None else f"pads with token {pad}"
+    return f"{section.path}: {name}, {padding}, {section.template}"
+
+
+def _load(directory: Path, dtype: str, device: torch.device) -> Any:
+    config = _read_config(directory)
+    with loading(f"the reward model in {directory}", device):
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            directory,
+            config=config,
+            dtype=_DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        # A checkpoint without a head loads too, with a random one.
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(f"the reward model in {directory} is no classifier: it has no {', '.join(missing[:3])}")
+        model.to(device).eval().requires_grad_(False)
+    text = model.config.get_text_config()
+    if hasattr(text, "use_cache"):
+        text.use_cache = False
+    return model
+
+
+def _read_config(directory: Path) -> Any:
+    """The configuration of a classifier with one label. Raises ConfigError if it is something else, or MemoryShort."""
+    with loading(f"the reward model in {directory}"):
+        config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    if config.num_labels != 1:
+        raise ConfigError(
+            f"the reward model in {directory} has {config.num_labels} labels: a reward needs a classifier with one"
+        )
+    pad, rows = _own_pad_id(config), getattr(config.get_text_config(), "vocab_size", None)
+    if pad is not None and rows is not None and pad >= rows:
+        raise ConfigError(
+            f"the reward model in {directory} pads with token {pad}, and has {rows} embeddings: "
+            "set pad_token_id in its config.json to a token below, or to null if it was trained without padding"
+        )
+    return config
+
+
+def _read_tokenizer(directory: Path, *, chat: bool) -> Any:
+    """The model's tokenizer. With `chat` it must have a chat template. Raises ConfigError, MemoryShort."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    # The library raises many kinds; `not_loaded` tells a lack of memory from faulty files.
+    except Exception as error:
+        raise not_loaded(f"the tokenizer of the reward model in {directory}", error) from error
+    if chat and not tokenizer.chat_template:
+        raise ConfigError(
+            f'reward_model.template = "chat", and the tokenizer in {directory} has no chat template: '
+            'set reward_model.template = "concatenation"'
+        )
+    return tokenizer
+
+
+def _own_pad_id(config: Any) -> int | None:
+    """The padding token that a model was trained with. None if there is none, which some files write as -1."""
+    pad = config.get_text_config().pad_token_id
+    return None if pad is None or pad < 0 else int(pad)

@@ -1,0 +1,104 @@
+"""The frozen reference model in a searcher: log-probabilities of whole responses.
+
+Float32 weights, with matrices in bfloat16 where autocast would round them before each product; teacher forced,
+temperature 1, summed in float64 over the tokens that count. Duplicated on purpose: searcher and trainer share no code
+that needs torch. `tests/unit/searcher/test_references.py` keeps this, the trainer's `model/scorer.py` and
+`publishing/canary.py`, and the engine's `score` equal.
+
+Shape suffixes: N rows, T tokens of the longest, R response tokens of one row, c a chunk of them, H hidden size,
+V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tba.common.system.load_errors import loading
+from tba.common.token_batches import cut_by_tokens
+from tba.common.weights.model_files import model_directory
+from tba.common.wire.trajectory import Trajectory
+
+# Of a batch, padding included.
+_BATCH_TOKENS = 8192
+# Response positions whose logits exist at the same time.
+_CHUNK = 256
+
+
+class ReferenceModel:
+    """The model of a directory or hub id on one device. Raises ConfigError if it does not load, or MemoryShort."""
+
+    def __init__(self, model: str, *, device: str, dtype: str) -> None:
+        directory = model_directory(model)
+        with loading(f"the reference model in {directory}", device):
+            self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
+            self._device = torch.device(device)
+            # As the trainer computes on such a device.
+            self._autocast = self._device.type == "cuda" and dtype == "bfloat16"
+            if self._autocast:
+                halve(self._model)
+            self._model.to(device).eval().requires_grad_(False)
+        self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
+
+    @torch.inference_mode()
+    def logprobs(self, rows: Sequence[Trajectory]) -> list[float | None]:
+        """The log-probability of each response given its prompt, a natural logarithm.
+
+        None for a failed rollout, for a row with a token outside the vocabulary, and where the result is not finite.
+        """
+        found: list[float | None] = [None] * len(rows)
+        usable = [n for n, row in enumerate(rows) if self._is_usable(row)]
+        for batch in cut_by_tokens([_tokens(rows[n]) for n in usable], _BATCH_TOKENS, padded=True):
+            indices = [usable[index] for index in batch]
+            for n, logprob in zip(indices, self._batch([rows[n] for n in indices]), strict=True):
+                found[n] = logprob if math.isfinite(logprob) else None
+        return found
+
+    def _is_usable(self, row: Trajectory) -> bool:
+        ids = (row.prompt_ids, row.response_ids)
+        return all(len(part) and part.min() >= 0 and part.max() < self._vocabulary for part in ids)
+
+    def _batch(self, rows: Sequence[Trajectory]) -> list[float]:
+        width = max(map(_tokens, rows))
+        # Padded on the right, where attention is causal and does not reach it.
+        tokens = np.zeros((len(rows), width), np.int64)
+        attention = np.zeros_like(tokens)
+        for n, row in enumerate(rows):
+            tokens[n, : _tokens(row)] = np.concatenate([row.prompt_ids, row.response_ids])
+            attention[n, : _tokens(row)] = 1
+        tokens_NT, attention_NT = (torch.from_numpy(array).to(self._device) for array in (tokens, attention))
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+            hidden_NTH = self._model.base_model(
+                input_ids=tokens_NT, attention_mask=attention_NT, use_cache=False
+            ).last_hidden_state
+            return [self._sum(row, hidden_NTH[n], tokens_NT[n]) for n, row in enumerate(rows)]
+
+    def _sum(self, row: Trajectory, hidden_TH: Tensor, tokens_T: Tensor) -> float:
+        """The log-probability of one response. Token r is predicted at the position before its own."""
+        first, last = len(row.prompt_ids), _tokens(row)
+        head = self._model.get_output_embeddings()
+        logprobs = []
+        hidden_RH, target_R = hidden_TH[first - 1 : last - 1], tokens_T[first:last]
+        for hidden_cH, target_c in zip(torch.split(hidden_RH, _CHUNK), torch.split(target_R, _CHUNK), strict=True):
+            logits_cV = head(hidden_cH).float()
+            logprobs.append(logits_cV.gather(1, target_c[:, None])[:, 0] - logits_cV.logsumexp(dim=1))
+        logprob_R = torch.cat(logprobs).double()
+        if len(row.loss_mask):
+            logprob_R = torch.where(torch.from_numpy(row.loss_mask != 0).to(self._device), logprob_R, 0.0)
+        return float(logprob_R.sum())
+
+
+def halve(model: PreTrainedModel) -> None:
+    """Round the weights of linear layers, embeddings and experts to bfloat16; embeddings still give float32."""
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    for parameter in model.parameters():
+        if id(parameter) in matrices or parameter.dim() == 3:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
+
+
+def _tokens(row: Trajectory) -> int:
+    return len(row.prompt_ids) + len(row.response_ids)

@@ -1,0 +1,97 @@
+"""The reward of a response: the task's, plus the reward model's if there is one.
+
+submit ──┬──► task's workers ──┬──► both results ──► done
+         └──► reward model ────┘
+"""
+
+import multiprocessing.connection
+import time
+
+from tba.common.config import TaskSection
+from tba.common.wire.messages import LARGEST_REWARD
+from tba.searcher.scoring.model_scorer import ModelScorer
+from tba.searcher.scoring.scoring import Item, Scored, failed
+from tba.searcher.scoring.task_scorer import TaskScorer
+from tba.searcher.scoring.worker_pool import Result
+from tba.searcher.tasks.task import Prompt, Reward, Task
+
+# The part of the reward that is the model's logit.
+MODEL_PART = "reward_model"
+
+
+class Rewards:
+    """Scores responses in other processes; `wait` returns them.
+
+    It closes `model` with itself. Start it in the main thread and before the engine, as `WorkerPool` says.
+    """
+
+    def __init__(self, task: Task, config: TaskSection, model: ModelScorer | None = None) -> None:
+        self._task = TaskScorer(task, config)
+        self._model = model
+        # By ticket: monotonic time of submission, and the results that have arrived.
+        self._submitted_at: dict[int, float] = {}
+        self._by_task: dict[int, Scored] = {}
+        self._by_model: dict[int, Result] = {}
+        self.errors = 0
+        # Of the last response.
+        self.latency_seconds = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Number of responses submitted and not yet returned by `wait`."""
+        return len(self._submitted_at)
+
+    @property
+    def timeouts(self) -> int:
+        """How many rewards took too long."""
+        return self._task.timeouts + (self._model.timeouts if self._model is not None else 0)
+
+    def submit(self, ticket: int, prompt: Prompt, text: str, finished: bool) -> None:
+        """Queue a response; `text` has no lone surrogates."""
+        item = Item(ticket, prompt, text, finished, time.monotonic())
+        self._submitted_at[ticket] = item.submitted_at
+        self._task.submit(item)
+        if self._model is not None:
+            self._model.submit(item)
+
+    def wait(self, seconds: float) -> list[Scored]:
+        """The responses scored since the last call. Waits at most `seconds` for a worker to send something.
+
+        Raises TaskError and WorkerLost as `TaskScorer`.
+        """
+        channels = [*self._task.channels, *(self._model.channels if self._model is not None else ())]
+        if channels:
+            multiprocessing.connection.wait(channels, seconds)
+        self._by_task |= {scored.ticket: scored for scored in self._task.done()}
+        if self._model is None:
+            return [self._finish(scored) for scored in list(self._by_task.values())]
+        self._by_model |= {result.item.ticket: result for result in self._model.poll()}
+        both = self._by_task.keys() & self._by_model.keys()
+        return [
+            self._finish(_sum(self._by_task[ticket], self._by_model.pop(ticket), self._model.config.weight))
+            for ticket in sorted(both)
+        ]
+
+    def close(self) -> None:
+        """End the workers and the programs they started."""
+        self._task.close()
+        if self._model is not None:
+            self._model.close()
+
+    def _finish(self, scored: Scored) -> Scored:
+        """Count a response whose whole reward is known."""
+        del self._by_task[scored.ticket]
+        self.latency_seconds = time.monotonic() - self._submitted_at.pop(scored.ticket)
+        self.errors += scored.error is not None
+        return scored
+
+
+def _sum(scored: Scored, by_model: Result, weight: float) -> Scored:
+    if scored.error is not None:
+        return scored
+    if by_model.error is not None:
+        return Scored(scored.ticket, scored.text, *failed(f"model: {by_model.error}"))
+    total, parts = scored.reward.total + weight * by_model.value, {**scored.reward.parts, MODEL_PART: by_model.value}
+    if not abs(total) <= LARGEST_REWARD:
+        return Scored(scored.ticket, scored.text, *failed(f"model: the reward would be {total}"))
+    return Scored(scored.ticket, scored.text, Reward(total, parts), None)

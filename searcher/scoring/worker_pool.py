@@ -1,0 +1,222 @@
+"""A supervised pool of reward workers.
+
+    submit ──► waiting ──► a batch to an idle worker ──► results ──► poll
+                  ▲                  │
+                  └─── requeued ◄────┴ died or timed out: the items it was working on fail
+
+The searcher never waits for a worker. One that dies or exceeds its time is replaced immediately; one that fails before
+it is ready, as when memory is short, is started again with backoff. Whether failed starts end the searcher is for the
+owner to decide, from `refusal`, `failed_starts` and `trouble`.
+
+Messages of a worker: `["ready"]` once it has loaded, or a sentence why not: `["refused", sentence]` if it never will,
+`["failed", sentence]` if another start may succeed. Then `["begin", tickets]` before it works on these items, and
+`["results", [[ticket, value, error], ...]]`. A worker that does not send `begin` works on the first item without a
+result. So the items that a worker died of are known.
+"""
+
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tba.common.log import get_logger
+from tba.common.system.backoff import backoff
+from tba.common.system.orphan_guard import SessionGuard
+from tba.searcher.scoring.scoring import Item
+from tba.searcher.scoring.worker_process import WorkerProcess
+
+log = get_logger(__name__)
+
+_FIRST_PAUSE_SECONDS = 1.0
+_MAX_PAUSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What a pool runs, and its limits.
+
+    A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, a key of the
+    configuration's `section`, and while it has items it must send a message every `work_seconds`. It is sent at most
+    `batch` items at a time, and waits up to `gather_seconds` for that many. While no worker is ready, items fail that
+    wait longer than `max_wait_seconds`, if that is set. `name` is for log messages.
+    """
+
+    name: str
+    section: str
+    module: str
+    settings: Any
+    workers: int
+    batch: int
+    load_seconds: float
+    work_seconds: float
+    gather_seconds: float = 0.0
+    max_wait_seconds: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of an item: a value, or a sentence why there is none."""
+
+    item: Item
+    value: Any
+    error: str | None
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker process and the items without a result that it has, in order of their submission."""
+
+    process: WorkerProcess
+    ready: bool = False
+    items: dict[int, Item] = field(default_factory=dict)
+    running: list[int] = field(default_factory=list)
+    # Its last words, if it could not load.
+    sentence: str = ""
+
+
+class WorkerPool:
+    """Keeps worker processes running and gives them items to score.
+
+    Start it in the main thread, since workers die with the thread that started them, and before the engine.
+    """
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.workers: list[Worker] = []
+        self.timeouts = 0
+        # Why a worker will never load; empty while none has said so.
+        self.refusal = ""
+        # In a row. Workers that fail at about the same time count as one.
+        self.failed_starts = 0
+        # The last failure of a worker.
+        self.trouble = ""
+        self._waiting: deque[Item] = deque()
+        self._results: list[Result] = []
+        self._guard = SessionGuard()
+        # Monotonic. No worker is started before `_start_at`; none has been ready since `_down_since`.
+        self._start_at = 0.0
+        self._down_since: float | None = None
+        self._start_missing()
+
+    @property
+    def channels(self) -> Sequence[socket.socket]:
+        """Readable when there may be something to `poll`."""
+        return [worker.process.channel for worker in self.workers]
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker has loaded."""
+        return any(worker.ready for worker in self.workers)
+
+    def submit(self, item: Item) -> None:
+        """Queue an item."""
+        self._waiting.append(item)
+
+    def poll(self) -> list[Result]:
+        """Supervise the workers and return the results that have arrived. Never blocks, except to reap a worker."""
+        for worker in list(self.workers):
+            worker.process.flush()
+            self._receive(worker)
+            if failure := self._failure_of(worker):
+                self._replace(worker, failure)
+        self._start_missing()
+        self._send_batches()
+        self._expire()
+        results, self._results = self._results, []
+        return results
+
+    def close(self) -> None:
+        """End the workers and the programs they started."""
+        for worker in self.workers:
+            worker.process.kill()
+        self.workers = []
+        self._guard.close()
+
+    def _start_missing(self) -> None:
+        what = self.settings
+        while len(self.workers) < what.workers and time.monotonic() >= self._start_at:
+            self.workers.append(Worker(WorkerProcess(what.module, what.settings, self._guard, what.environment)))
+
+    def _receive(self, worker: Worker) -> None:
+        for kind, *content in worker.process.receive():
+            if kind == "ready":
+                worker.ready = True
+                self.failed_starts, self._down_since = 0, None
+            elif kind == "begin":
+                worker.running = content[0]
+            elif kind == "results":
+                worker.running = []
+                self._results += [Result(worker.items.pop(ticket), *outcome) for ticket, *outcome in content[0]]
+            else:
+                worker.sentence = content[0]
+                self.refusal = content[0] if kind == "refused" else ""
+
+    def _failure_of(self, worker: Worker) -> str | None:
+        """Why a worker must be replaced."""
+        if death := worker.process.death():
+            return death
+        silent = worker.process.silent_seconds
+        if worker.items and silent > self.settings.work_seconds:
+            self.timeouts += 1
+            return f"timed out after {self.settings.work_seconds:g} s"
+        if not worker.ready and silent > self.settings.load_seconds:
+            limit = f"{self.settings.section}.load_seconds = {self.settings.load_seconds:g}"
+            return f"the worker was not ready within {limit}"
+        return None
+
+    def _replace(self, worker: Worker, failure: str) -> None:
+        # Results that it sent before its end count.
+        self._receive(worker)
+        self.trouble = worker.sentence or failure
+        worker.process.kill()
+        self.workers.remove(worker)
+        if not worker.ready:
+            # A refusal is final: the owner of the pool raises it.
+            if not self.refusal:
+                self._start_failed()
+            return
+        log.warning(f"{self.settings.name} replaced", reason=self.trouble, pid=worker.process.pid)
+        # At least one item fails, so that a batch which kills every worker comes to an end.
+        for ticket in worker.running or list(worker.items)[:1]:
+            self._results.append(Result(worker.items.pop(ticket), None, self.trouble))
+        self._waiting.extendleft(reversed(worker.items.values()))
+        if not self.ready:
+            self._down_since = time.monotonic()
+
+    def _start_failed(self) -> None:
+        now = time.monotonic()
+        # Of several workers that were started together only the first failure counts.
+        if now < self._start_at:
+            return
+        self.failed_starts += 1
+        pause = backoff(self.failed_starts, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
+        self._start_at = now + pause
+        log.warning(f"{self.settings.name} did not start", reason=self.trouble, again_in_seconds=pause)
+
+    def _send_batches(self) -> None:
+        for worker in self.workers:
+            if not worker.ready or worker.items or not self._waiting:
+                continue
+            waited = time.monotonic() - self._waiting[0].submitted_at
+            if len(self._waiting) < self.settings.batch and waited < self.settings.gather_seconds:
+                return
+            # A small backlog is divided among all workers.
+            count = min(self.settings.batch, -(-len(self._waiting) // len(self.workers)))
+            items = [self._waiting.popleft() for _ in range(count)]
+            worker.items = {item.ticket: item for item in items}
+            message = [
+                [item.ticket, item.prompt.key, item.prompt.text, item.prompt.answer, item.text, item.finished]
+                for item in items
+            ]
+            worker.process.send(message)
+
+    def _expire(self) -> None:
+        """Fail items that have waited too long for a worker. The time while there was one does not count."""
+        if self._down_since is None or self.settings.max_wait_seconds is None:
+            return
+        latest = time.monotonic() - self.settings.max_wait_seconds
+        while self._waiting and max(self._waiting[0].submitted_at, self._down_since) < latest:
+            self._results.append(Result(self._waiting.popleft(), None, f"no worker: {self.trouble}"))

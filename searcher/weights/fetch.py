@@ -1,0 +1,210 @@
+"""Download snapshot files from the trainer or from other nodes, where no file system is shared.
+
+A file is requested in chunks, several at a time, and written from front to back. The part on disk is therefore always
+a prefix of the file, and a download that was interrupted, or whose process died, resumes at its end. The hash is
+computed while receiving.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+
+from tba.common.clock import Clock
+from tba.common.errors import ConfigError, SnapshotError, SnapshotOutdated, WireError
+from tba.common.log import get_logger
+from tba.common.weights import delta
+from tba.common.wire.channels import ClientChannel
+from tba.common.wire.codec import FileReply, decode_file_reply, encode_request
+from tba.common.wire.file_messages import Chunk, FetchChunk
+from tba.common.wire.messages import Failure
+from tba.searcher.weights.progress import Progress
+
+log = get_logger(__name__)
+
+_CHUNK_BYTES = 2 << 20
+# Chunks requested and not yet received.
+_WINDOW = 8
+_POLL_SECONDS = 0.2
+# Without a reply for this long, everything that is missing is requested again.
+_TIMEOUT_SECONDS = 10.0
+# Without a chunk for this long, another node is asked. A node hears of a snapshot within about a second of the others.
+_NODE_SECONDS = 5.0
+# Shorter silences are not reported.
+_REPORT_SECONDS = 3.0
+
+
+class Fetcher:
+    """A connection to a snapshot server. Used by one thread.
+
+    While the trainer is away a download waits until `progress` says that its snapshot is outdated. For another node it
+    waits `patience` seconds without a new chunk, whether that is silent or has not come that far itself.
+    """
+
+    def __init__(self, address: str, clock: Clock, progress: Progress, patience: float | None = None) -> None:
+        self._address = address
+        self._patience = patience
+        self._who = f"the trainer at {address}" if patience is None else f"the node at {address}"
+        self._progress = progress
+        self._clock = clock
+        self._channel = ClientChannel(address, setting="the announced address")
+        self._connections = 0
+        self._last_id = 0
+
+    def fetch(self, version: int, name: str, target: Path, size: int | None = None) -> str:
+        """Download a file of a snapshot, or the rest of it. `size` in bytes, if it is known. Returns its BLAKE3 in hex.
+
+        Raises SnapshotError if the server does not have it or the file cannot be written, SnapshotOutdated if another
+        snapshot is wanted while the server is away.
+        """
+        try:
+            # It is also linked under another name, such as in an older snapshot: it must not be written to.
+            if target.exists() and target.stat().st_nlink > 1:
+                target.unlink()
+            with target.open("ab") as file:
+                # Larger than the file can be: a remainder of something else.
+                if size is not None and file.tell() > size:
+                    file.truncate(0)
+                started_at = os.fstat(file.fileno()).st_size
+                digest = blake3()
+                if started_at:
+                    log.info("fetch goes on", file=name, version=version, at_mbytes=started_at / 1e6)
+                    digest.update_mmap(target)
+                self._download(version, name, file, started_at, size, digest)
+        except OSError as error:
+            raise SnapshotError(f"{target} cannot be written: {error.strerror}") from error
+        self._progress.report("")
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def _download(
+        self, version: int, name: str, file: BinaryIO, written: int, size: int | None, digest: blake3
+    ) -> None:
+        """Append the rest of a file, to the digest as well.
+
+        Invariant: the file on disk holds its first `written` bytes, and `requested` are the requests in flight for the
+        chunks after them, in order. Only the reply to the first one is accepted; any other is late and is dropped.
+        """
+        what = f"{name} of v{version}"
+        requested: deque[int] = deque()
+        received_at = self._clock.monotonic()
+        while size is None or written < size:
+            if self._reconnected():
+                requested.clear()
+            # While the size is unknown one chunk is requested: its reply holds the size.
+            end = written + 1 if size is None else min(size, written + _WINDOW * _CHUNK_BYTES)
+            for offset in range(written + len(requested) * _CHUNK_BYTES, end, _CHUNK_BYTES):
+                id_ = self._request(FetchChunk(version=version, file=name, offset=offset, length=_CHUNK_BYTES))
+                if id_ is None:
+                    break
+                requested.append(id_)
+            reply = self._receive()
+            if reply is None:
+                if self._wait(what, received_at) > _TIMEOUT_SECONDS:
+                    requested.clear()
+                continue
+            if not requested or reply.header.id != requested[0]:
+                continue
+            if isinstance(reply.message, Failure) and self._patience is not None:
+                requested.clear()
+                self._wait(what, received_at)
+                time.sleep(_POLL_SECONDS / 4)
+                continue
+            requested.popleft()
+            received_at = self._clock.monotonic()
+            content, size = self._chunk(reply, what, written, size)
+            file.write(content)
+            file.flush()
+            digest.update(content)
+            written += content.nbytes
+
+    def _request(self, message: FetchChunk) -> int | None:
+        """Send a request and return its id; None if there is no connection."""
+        self._last_id += 1
+        frames = encode_request(message, id=self._last_id, role="searcher", sender=f"fetch.{os.getpid()}", run="")
+        return self._last_id if self._channel.send(frames) else None
+
+    def _receive(self) -> FileReply | None:
+        """The next reply; None if none arrives within the polling interval, or it is malformed."""
+        frames = self._channel.receive(_POLL_SECONDS)
+        try:
+            return None if frames is None else decode_file_reply(frames)
+        except WireError as error:
+            log.warning("chunk dropped", reason=str(error))
+            return None
+
+    def _reconnected(self) -> bool:
+        """Whether the connection is another one than at the last call. Requests in flight are lost then."""
+        before, self._connections = self._connections, self._channel.connections
+        return self._connections != before
+
+    def _chunk(self, reply: FileReply, what: str, offset: int, size: int | None) -> tuple[memoryview, int]:
+        """The chunk of a reply and the size of the file. Raises SnapshotError for a refusal or unexpected sizes."""
+        message, frames = reply.message, reply.frames
+        if isinstance(message, Failure):
+            raise SnapshotError(f"{self._who} refused: {message.message}")
+        assert isinstance(message, Chunk)
+        expected = min(_CHUNK_BYTES, message.file_bytes - offset)
+        if (size or message.file_bytes) != message.file_bytes or frames[0].nbytes != expected:
+            raise SnapshotError(
+                f"{what} has {message.file_bytes} bytes at {self._address} and {size} in the manifest; "
+                f"{frames[0].nbytes} of {expected} were received"
+            )
+        return frames[0], message.file_bytes
+
+    def _wait(self, what: str, received_at: float) -> float:
+        """Report a silent server and return the seconds of silence. Raises SnapshotOutdated, or SnapshotError."""
+        silent = self._clock.monotonic() - received_at
+        if silent > _REPORT_SECONDS:
+            self._progress.report(f"waiting for {self._who} to send {what}: silent for {silent:.0f} s")
+        self._progress.check(what)
+        if self._patience is not None and silent > self._patience:
+            raise SnapshotError(f"{self._who} did not send {what} for {silent:.0f} s")
+        return silent
+
+
+class Nodes:
+    """Other nodes, then the trainer: where the files of one snapshot and its ancestors come from. Used by one thread.
+
+    Manifests and deltas come from the trainer. A node that did not send a file is not asked again, and a file that is
+    fetched again, because it had another hash, comes from the trainer.
+    """
+
+    def __init__(self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress) -> None:
+        self._nodes = [*nodes]
+        self._trainer = trainer
+        self._clock = clock
+        self._progress = progress
+        self._fetchers: dict[str, Fetcher] = {}
+        self._fetched: set[tuple[int, str]] = set()
+
+    def fetch(self, version: int, name: str, target: Path, size: int | None = None) -> str:
+        """Download a file as `Fetcher.fetch` does."""
+        again = (version, name) in self._fetched
+        self._fetched.add((version, name))
+        while self._nodes and not (again or size is None or name == delta.FILE):
+            try:
+                return self._fetcher(self._nodes[0], _NODE_SECONDS).fetch(version, name, target, size)
+            except SnapshotOutdated:
+                raise
+            except (SnapshotError, ConfigError) as error:
+                log.info("another source is asked", file=name, version=version, reason=str(error))
+                del self._nodes[0]
+        return self._fetcher(self._trainer, None).fetch(version, name, target, size)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for fetcher in self._fetchers.values():
+            fetcher.close()
+
+    def _fetcher(self, address: str, patience: float | None) -> Fetcher:
+        if address not in self._fetchers:
+            self._fetchers[address] = Fetcher(address, self._clock, self._progress, patience)
+        return self._fetchers[address]

@@ -1,0 +1,134 @@
+"""Keep an engine on the newest weights: which snapshot to load, when to retry, and what a swap cost."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tba.common.clock import Clock
+from tba.common.errors import EngineError, SnapshotError, SnapshotRefused
+from tba.common.log import get_logger
+from tba.common.system.backoff import backoff
+from tba.common.wire.messages import WeightsRef
+from tba.searcher.engines.engine import Engine, LoadReport
+from tba.searcher.weights.preparation import Preparation, Prepared
+
+log = get_logger(__name__)
+
+_RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 30.0
+# Snapshots that the engine refuses in a row before the searcher gives up, counting attempts: about half a minute.
+_MOST_REFUSED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    ref: WeightsRef
+    attempts: int
+    # Monotonic.
+    retry_at: float
+    reason: str
+
+
+class WeightsFollower:
+    """Keeps an engine on the newest snapshot that verifies and passes the canary.
+
+    `update` only swaps snapshots that were prepared in the background. A refused snapshot is retried with backoff and
+    from its full snapshot, while the old weights serve: a shared file system may lag behind the announcement, and with
+    bounded staleness there may never be another snapshot. A searcher whose engine refuses several in a row, because
+    they are another model's or fail the canary, gives up: it would serve old weights, or nothing, without an error.
+    """
+
+    def __init__(self, engine: Engine, clock: Clock, preparation: Preparation) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._preparation = preparation
+        self._refused: _Refused | None = None
+        # Its files stay pinned: an engine may read them again.
+        self._served: Prepared | None = None
+        self.last_load_seconds = 0.0
+        # Of the last swap.
+        self.report: LoadReport | None = None
+        self.refusals = 0
+        # In a row, and of snapshots whose files are right.
+        self._refused_by_engine = 0
+
+    @property
+    def current(self) -> WeightsRef | None:
+        """The snapshot that serves; None before the first."""
+        return self._served.ref if self._served else None
+
+    @property
+    def last_prepare_seconds(self) -> float:
+        """How long the preparation of the snapshot that serves took."""
+        return self._served.seconds if self._served else 0.0
+
+    @property
+    def trouble(self) -> str:
+        """Why the newest snapshot does not serve, for people; empty when it does, or soon will."""
+        return self._refused.reason if self._refused else self._preparation.progress.waits_for
+
+    def ask(self, nodes: Sequence[str]) -> None:
+        """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
+        self._preparation.nodes = nodes
+
+    def update(self, newest: WeightsRef | None) -> bool:
+        """Swap to the snapshot that is ready, if one is, and have the newest one prepared. True if weights changed.
+
+        Raises EngineError when the engine has refused several in a row.
+        """
+        changed = False
+        if (result := self._preparation.take()) is not None:
+            if isinstance(result, Prepared):
+                changed = self._swap(result)
+            else:
+                self._refuse(result.ref, result.error)
+            self._preparation.swapped()
+        if newest is not None and newest != self.current:
+            refused = self._refused if self._refused is not None and self._refused.ref == newest else None
+            if refused is None or self._clock.monotonic() >= refused.retry_at:
+                self._preparation.want(newest, refresh=refused is not None)
+        return changed
+
+    def close(self) -> None:
+        """End the preparation and release the files."""
+        self._preparation.close()
+        if self._served is not None:
+            self._served.pinned.release()
+
+    def _swap(self, prepared: Prepared) -> bool:
+        started = time.perf_counter()
+        try:
+            self.report = self._engine.load_weights(prepared.snapshot)
+        except SnapshotError as error:
+            prepared.pinned.release()
+            self._refuse(prepared.ref, error)
+            return False
+        self.last_load_seconds = time.perf_counter() - started
+        if self._served is not None:
+            self._served.pinned.release()
+        self._served, self._refused = prepared, None
+        self._refused_by_engine = 0
+        log.info(
+            "weights loaded",
+            version=prepared.ref.version,
+            step=prepared.ref.step,
+            seconds=self.last_load_seconds,
+            seconds_prepare=prepared.seconds,
+            way=self.report.way,
+            **self.report.metrics(),
+        )
+        return True
+
+    def _refuse(self, ref: WeightsRef, error: SnapshotError) -> None:
+        attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1
+        delay = backoff(attempts, _RETRY_SECONDS, _MAX_RETRY_SECONDS)
+        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, str(error))
+        self.refusals += 1
+        serving = f"v{self.current.version}" if self.current else "nothing"
+        log.warning("weights refused", version=ref.version, attempt=attempts, serving=serving, reason=str(error))
+        self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, SnapshotRefused) else 0
+        if self._refused_by_engine == _MOST_REFUSED:
+            raise EngineError(
+                f"the engine refused {_MOST_REFUSED} snapshots in a row, and serves {serving}; the last: {error}. If "
+                "engine and trainer run the same model and settings, raise search.canary_tolerance"
+            )

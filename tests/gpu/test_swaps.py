@@ -1,0 +1,69 @@
+"""Swaps of weights in a vLLM engine with CUDA graphs."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm]'")
+
+from tba.searcher.engines.engine import SamplingSettings
+from tba.tests.vllm.conftest import Lab
+
+# Heads of dimension 64, which every attention kernel supports.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+# The larger the weights of a random model, the more bfloat16 changes its log-probabilities.
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05, **HEADS}
+# In bfloat16 rounding alone causes up to about 0.15.
+TOLERANCE = 0.5
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    yield lab
+    lab.close()
+
+
+def addresses(engine):
+    """Of all parameters and buffers: what CUDA graphs depend on."""
+    model = engine._running._llm.model_executor.driver_worker.worker.get_model()
+    return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_thirty_swaps_in_place_under_cuda_graphs(lab, tied, record_property):
+    model = lab.rounded(lab.model(seed=1, tied=tied, **SHAPE))
+    engine = lab.engine(
+        model, dtype="bfloat16", canary_tolerance=TOLERANCE, enforce_eager=False, gpu_memory_utilization=0.3
+    )
+    mode = str(engine._running._llm.vllm_config.compilation_config.cudagraph_mode)
+    assert "NONE" not in mode
+    before, pauses, ids = addresses(engine), [], lab.tokens(3, 40)
+    for number in range(30):
+        # A request in flight keeps its tokens; its later tokens are of the new weights.
+        request = lab.submit(
+            engine, lab.tokens(number, 12), SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=32)
+        )
+        for _ in range(3):
+            engine.step()
+        model = lab.rounded(lab.step(model, number, changed=0.3))
+        snapshot = lab.snapshot(model, saved=lab.as_bfloat16(model))
+        engine.prepare(snapshot)
+        report = engine.load_weights(snapshot)
+        assert report.way == "in place"
+        assert addresses(engine) == before
+        assert len(lab.finish(engine)[request].response_ids) == 32
+        pauses.append(report.pause_seconds)
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=TOLERANCE)
+    # Other weights altogether: graphs that read the old ones would answer as before.
+    other = lab.rounded(lab.model(seed=9, tied=tied, **SHAPE))
+    engine.load_weights(lab.snapshot(other, saved=lab.as_bfloat16(other)))
+    prompt = lab.tokens(2, 12)
+    response = lab.generate(engine, prompt)
+    np.testing.assert_allclose(
+        response.logprobs, lab.response_logprobs(other, prompt, response.response_ids), atol=TOLERANCE
+    )
+    engine.close()
+    record_property("cudagraph_mode", mode)
+    record_property("pause_ms_median", 1e3 * float(np.median(pauses)))
+    record_property("pause_ms_max", 1e3 * max(pauses))

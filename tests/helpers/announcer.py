@@ -1,0 +1,56 @@
+"""Publishes snapshots without a trainer, for tests of searchers."""
+
+import shutil
+import time
+from pathlib import Path
+
+from tba.common.system.durable import temporary_directory
+from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.status_messages import ClientStatus, GetStatus, Status
+
+
+class Announcer:
+    """Publishes valid and invalid snapshots of a model, as a trainer would."""
+
+    def __init__(self, address: str, model: Path, directory: Path) -> None:
+        self.client = BufferClient(address, role="publisher", name="test")
+        self.client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=30)
+        self._model = model
+        self._directory = directory
+
+    def announce(self, version: int, *, canary_error: float = 0.0, flip_a_byte: bool = False) -> None:
+        final = self._directory / directory_name(version)
+        temporary = temporary_directory(final)
+        shutil.copytree(self._model, temporary, dirs_exist_ok=True)
+        manifest = Manifest("test", version, version, 0.0, describe_files(temporary), self._canary(canary_error))
+        digest = seal(temporary, final, manifest)
+        if flip_a_byte:
+            content = bytearray((final / "model.safetensors").read_bytes())
+            content[-1000] ^= 1
+            (final / "model.safetensors").write_bytes(content)
+        ref = messages.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=digest)
+        self.client.call(messages.AnnounceSnapshot(weights=ref, bytes=1), messages.Done, deadline_seconds=10)
+
+    def _canary(self, error: float) -> Canary:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
+        sequence = torch.tensor([[3, 4, 13, 5, 6, 15, 7, 8]])
+        with torch.no_grad():
+            logprobs = model(sequence).logits[0, :-1].log_softmax(-1)
+        chosen = logprobs.gather(1, sequence[0, 1:, None])[:, 0] + error
+        return Canary(sequence.tolist(), [chosen.tolist()])
+
+    def searcher(self) -> ClientStatus | None:
+        status, _ = self.client.call(GetStatus(), Status, deadline_seconds=10)
+        return next((client for client in status.clients if client.role == "searcher"), None)
+
+    def wait_for(self, condition, seconds: float = 90) -> ClientStatus:
+        deadline = time.monotonic() + seconds
+        while (searcher := self.searcher()) is None or not condition(searcher):
+            assert time.monotonic() < deadline, searcher
+            time.sleep(0.1)
+        return searcher

@@ -1,0 +1,21 @@
+"""Small checks that many tests share: a value is present, a condition becomes true."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def not_none(value: T | None) -> T:
+    """Return a value that the test expects to be there."""
+    assert value is not None
+    return value
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 90, what: str = "the condition") -> None:
+    """Poll a condition until it is true; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not true within {seconds} s"
+        time.sleep(0.01)

@@ -1,0 +1,131 @@
+"""A task whose reward misbehaves as the response names. Workers load it through `task.name`."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tba.searcher.tasks.task import Prompt, Reward
+
+
+def first(misdeed: str) -> bool:
+    """Whether this is the first call for a misdeed, in any process. A file in HOSTILE_FOLDER records it."""
+    try:
+        Path(os.environ["HOSTILE_FOLDER"], misdeed).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class HostileTask:
+    """Scores 1, unless the response names a misdeed, which is a method below."""
+
+    name = "hostile"
+
+    def prompts(self):
+        return [Prompt("p", "question", "answer")]
+
+    def held_out(self):
+        return []
+
+    def score(self, prompt, response, finished):
+        misdeed = getattr(self, f"_{response}", None)
+        if misdeed:
+            return misdeed()
+        return Reward(1.0, {"correct": 1.0})
+
+    def _raises(self):
+        raise ValueError("lone \ud800 surrogate")
+
+    def _interrupts(self):
+        raise KeyboardInterrupt
+
+    def _hangs(self):
+        time.sleep(3600)
+
+    def _exits(self):
+        os._exit(3)
+
+    def _segfaults(self):
+        os.kill(os.getpid(), 11)
+
+    def _eats(self):
+        hoard = []
+        while True:
+            hoard.append(bytearray(1 << 20))
+
+    def _prints(self):
+        print("noise", flush=True)
+        subprocess.run(["echo", "more noise"], check=True)
+        return Reward(1.0, {})
+
+    def _forks(self):
+        os.fork()
+        return Reward(1.0, {})
+
+    def _infinite(self):
+        return Reward(float("inf"), {})
+
+    def _huge(self):
+        return Reward(float("1e10"), {})
+
+    def _nothing(self):
+        return None
+
+
+class HostilePrompts(HostileTask):
+    """Prompts named after misdeeds: the first scored response of each prompt commits it."""
+
+    def prompts(self):
+        keys = ("raises", "hangs", "exits", "eats", "prints", "starts")
+        return [Prompt(key, f"{n}+1=", "") for n, key in enumerate(keys)]
+
+    def score(self, prompt, response, finished):
+        if first(prompt.key):
+            return super().score(prompt, prompt.key, finished)
+        return Reward(1.0, {name: float(name in sys.modules) for name in ("torch", "vllm", "transformers")})
+
+    def _starts(self):
+        """Start a program that outlives its parent and its parent's process group."""
+        child = subprocess.Popen(["sleep", "3600"], process_group=0)
+        Path(os.environ["HOSTILE_FOLDER"], "pids").write_text(f"{os.getpid()} {child.pid}")
+        return Reward(1.0, {})
+
+
+class Starter(HostilePrompts):
+    """Only the misdeed that starts a program; its worker survives."""
+
+    def prompts(self):
+        return [Prompt("starts", "1+1=", "")]
+
+
+class Hungry(HostileTask):
+    """Needs 512 MiB to load."""
+
+    def __init__(self):
+        self._hoard = bytearray(512 << 20)
+
+
+class HeldBack(HostileTask):
+    """Loads in the searcher, but not in a worker."""
+
+    def __init__(self):
+        if "task_worker" in sys.argv[0]:
+            raise OSError("no licence server")
+
+
+class SlowOnce(HostileTask):
+    """The first worker that loads it hangs."""
+
+    def __init__(self):
+        if "task_worker" in sys.argv[0] and first("slow"):
+            time.sleep(3600)
+
+
+class Unsteady(HostileTask):
+    """The first worker that loads it is killed, as the kernel does when memory is short."""
+
+    def __init__(self):
+        if "task_worker" in sys.argv[0] and first("killed"):
+            os.kill(os.getpid(), 9)

@@ -1,0 +1,63 @@
+"""Small trajectories, puts of them, and clients that are ready to send puts."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.trajectory import Trajectory, pack
+
+
+def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **changes: Any) -> Trajectory:
+    """Return a small valid trajectory; `tokens` sets the response."""
+    tokens = np.asarray(changes.pop("tokens", [5, 6, 7]), np.int32)
+    fields = {
+        "prompt_key": prompt_key,
+        "lease": lease,
+        "prompt_ids": np.array([1, 2], np.int32),
+        "response_ids": tokens,
+        "logprobs": np.full(len(tokens), -0.5, np.float32),
+        "version_runs": np.array([[version, len(tokens)]], np.int32),
+        "reward": 1.0,
+        "reward_parts": {"correct": 1.0},
+        "stop_reason": "eos",
+        "sampling": {"temperature": 1.0, "top_p": 1.0},
+        "created_at": 1000.0,
+        "generation_seconds": 0.1,
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def put_message(rows: Sequence[Trajectory], first: int = 0) -> tuple[messages.PutTrajectories, list[bytes]]:
+    """Return a put and its frames; `first` is the sequence number of the first row."""
+    columns, frames = pack(rows)
+    return messages.PutTrajectories(first_sequence=first, rows=messages.Rows.model_validate(columns)), frames
+
+
+@contextmanager
+def connected(address: str, role: messages.Role = "monitor", name: str = "test") -> Iterator[BufferClient]:
+    """Open a client, and close it at the end of the block."""
+    client = BufferClient(address, role=role, name=name)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def reference(version: int, step: int) -> messages.WeightsRef:
+    """Return the reference of a snapshot."""
+    return messages.WeightsRef(version=version, step=step, path=f"/v{version}", manifest_sha256="0" * 64)
+
+
+def prepare(client: BufferClient, prompts: int = 1, versions: int = 1) -> None:
+    """Register prompts p0, p1, ... and announce versions 0, 1, ..., so that puts are accepted."""
+    keys = [f"p{n}" for n in range(prompts)]
+    register = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=keys)
+    client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=20)
+    client.call(register, messages.Registered, deadline_seconds=20)
+    for version in range(versions):
+        announced = messages.AnnounceSnapshot(weights=reference(version, version), bytes=1)
+        client.call(announced, messages.Done, deadline_seconds=20)

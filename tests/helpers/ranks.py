@@ -1,0 +1,163 @@
+"""Learners on several ranks, for tests: `main` is one rank, a scenario names what it trains.
+
+Rank 0 writes DIRECTORY/SCENARIO.pt, with the metrics of each step and all tensors that can be published, and a
+checkpoint in DIRECTORY/SCENARIO.after. Training resumes from a checkpoint in DIRECTORY/SCENARIO if there is one. The
+scenario NAME/again is NAME with another directory, so that it can resume.
+"""
+
+import os
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tba.common.config import LoraSection, ReferenceSection, TrainSection
+from tba.common.system.process import RENDEZVOUS_VARIABLE
+from tba.tests.helpers.trainer import objective, random_batch, tiny_model
+from tba.trainer.checkpoints import checkpoint
+from tba.trainer.distributed.ranks import ALONE, Ranks, join
+from tba.trainer.model.adapters import BASE, FACTORS, MERGED, add_adapters, gathered
+from tba.trainer.model.scorer import halve
+from tba.trainer.step.host_optimizer import take_masters
+from tba.trainer.step.learner import Learner
+
+_FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
+REDUCTIONS: list[int] = []
+# Keyword arguments of `make_learner`, and the number of prompts of a batch.
+SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 5),
+    "all": ({"sharding": "all"}, 5),
+    "small_chunks": ({"micro_batch_tokens": 1, "sharding": "all"}, 5),
+    "small_chunks_gathered": ({"micro_batch_tokens": 1, "sharding": "optimizer"}, 5),
+    "one_prompt": ({}, 1),
+    "clipped": ({"max_grad_norm": 1e-3}, 3),
+    "tied": ({"tie": True}, 4),
+    "recomputed": ({"gradient_checkpointing": True, "micro_batch_tokens": 60, "sharding": "all"}, 5),
+    "learned_z": ({"name": "tb_learned_z"}, 3),
+    "packed": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "all"}, 5),
+    "packed_gathered": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "optimizer"}, 5),
+    "packed_lora": (
+        {"packing": "packed", "lora": LoraSection(rank=2), "gradient_checkpointing": True, "micro_batch_tokens": 60},
+        4,
+    ),
+    "reset": ({"reference": ReferenceSection(kind="reset", every=1), "sharding": "all"}, 3),
+    "ema": ({"reference": ReferenceSection(kind="ema", every=1, decay=0.5)}, 3),
+    "grpo": ({"name": "grpo", "micro_batch_tokens": 40}, 4),
+    "lora": ({"lora": LoraSection(rank=2), "sharding": "all"}, 4),
+    "lora_recomputed": ({"lora": LoraSection(rank=2), "gradient_checkpointing": True}, 4),
+    "half": ({"autocast": True, "double": False}, 4),
+    "offload": ({"offload": "optimizer", "sharding": "all", "micro_batch_tokens": 30}, 5),
+    "offload_tied": ({"offload": "optimizer", "tie": True, "max_grad_norm": 1e-3}, 3),
+    "offload_learned_z": ({"offload": "optimizer", "name": "tb_learned_z"}, 3),
+    "offload_half": ({"offload": "optimizer", "autocast": True, "double": False}, 4),
+    "lora_half": ({"autocast": True, "double": False, "lora": LoraSection(rank=2)}, 4),
+}
+
+
+def run_all(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Start processes and wait until each has succeeded. In the end none is left."""
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(seconds)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def make_learner(
+    ranks: Ranks = ALONE,
+    *,
+    name: str = "tb",
+    tie: bool = False,
+    double: bool = True,
+    autocast: bool = False,
+    lora: LoraSection | None = None,
+    reference: ReferenceSection | None = None,
+    **keys: Any,
+) -> Learner:
+    """Return a learner of two layers. Its reference is another random model, or the policy without its adapters."""
+    policy, initial = (tiny_model(seed=seed, tie=tie, layers=2) for seed in (0, 1))
+    if lora is not None:
+        initial = None
+        add_adapters(policy, lora)
+        with torch.no_grad():
+            for name_, parameter in policy.named_parameters():
+                if "lora_B" in name_:
+                    parameter.normal_(std=0.1)
+    if double:
+        policy, initial = policy.double(), initial and initial.double()
+    config, masters = TrainSection.model_validate(_FLAT | keys), None
+    if config.offload == "optimizer":
+        masters = take_masters(policy, torch.device("cpu"), half=autocast)
+    if autocast and lora is not None:
+        halve(policy)
+    elif autocast:
+        halve(initial.requires_grad_(False))
+    return Learner(
+        policy,
+        initial,
+        config,
+        objective(name),
+        autocast=autocast,
+        ranks=ranks,
+        reference_config=reference,
+        entropy=True,
+        masters=masters,
+    )
+
+
+def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2) -> dict[str, Any]:
+    """Train a scenario. Returns metrics of each step, weights by name, and the number of gradient reductions."""
+    keys, prompts = SCENARIOS[scenario.removesuffix("/again")]
+    torch.manual_seed(0)
+    learner = make_learner(ranks, **keys)
+    found = checkpoint.newest(directory / scenario)
+    if found is not None:
+        checkpoint.restore(found, learner)
+    first = learner.steps_done
+    REDUCTIONS.clear()
+    metrics = [
+        learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(first, first + steps)
+    ]
+    weights = {
+        f"{what}/{name}": tensor.clone()
+        for what in (MERGED, BASE, FACTORS)
+        for name, tensor in gathered(learner.policy, what)
+    }
+    if ranks.rank == 0:
+        checkpoint.save(directory / f"{scenario}.after", learner, run="r", keep=1)
+    else:
+        list(checkpoint.tensors_of(learner))
+    return {"metrics": metrics, "weights": weights, "reductions": len(REDUCTIONS)}
+
+
+def count_reductions() -> None:
+    """Record each reduction of gradients. FSDP looks up the function at each call."""
+    reduce = dist.reduce_scatter_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        REDUCTIONS.append(1)
+        return reduce(*args, **kwargs)
+
+    dist.reduce_scatter_single = counted
+
+
+def main(rank: int, ranks: int, directory: Path, scenarios: list[str]) -> None:
+    """Run scenarios as one of `ranks` ranks, with a file in the directory as rendezvous."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "rendezvous")
+    count_reductions()
+    torch.use_deterministic_algorithms(True)
+    group = join(torch.device("cpu"))
+    for name in scenarios:
+        result = run(name, directory, group)
+        if rank == 0:
+            torch.save(result, directory / f"{name}.pt")
+    group.close()

@@ -1,0 +1,209 @@
+"""Tiny real models, batches, a real buffer server in a thread and a fake searcher, for tests of the trainer."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tba.buffer.server.writer import BufferServer
+from tba.buffer.service.service import BufferService
+from tba.buffer.store.store import Store
+from tba.common.clock import SystemClock
+from tba.common.config import Config, ObjectiveSection
+from tba.common.wire import messages
+from tba.common.wire.channels import ServerChannel
+from tba.common.wire.client import BufferClient
+from tba.common.wire.trajectory import Trajectory
+from tba.tests.helpers.puts import make_trajectory, put_message
+from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.objectives.from_config import Objective, make_objective
+
+VOCABULARY = 8
+LONGEST_RESPONSE = 10
+Ids = Sequence[int] | np.ndarray
+
+
+def objective(name: Any = "tb", **keys: Any) -> Objective:
+    """Return an objective with the defaults of the configuration."""
+    return make_objective(ObjectiveSection(name=name, **keys), longest_response=LONGEST_RESPONSE)
+
+
+def tiny_model(
+    *, vocabulary: int = VOCABULARY, hidden: int = 16, seed: int = 0, tie: bool = False, layers: int = 1
+) -> Any:
+    """Return a random Llama of a few thousand parameters."""
+    torch.manual_seed(seed)
+    shape = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=tie,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(shape).eval()
+
+
+def save_tiny_model(directory: Path, **settings: Any) -> Path:
+    """Save `tiny_model` as a Hugging Face model directory."""
+    tiny_model(**settings).save_pretrained(directory)
+    return directory
+
+
+def make_row(id_: int, prompt: Ids, response: Ids, **fields: Any) -> Row:
+    """Return a trajectory. By default all of its tokens count and it is off-policy."""
+    values = {
+        "sampling_logprobs": np.zeros(len(response), np.float32),
+        "loss_mask": np.ones(len(response), np.uint8),
+        "on_policy": False,
+    }
+    return Row(
+        id=id_,
+        prompt_ids=np.asarray(prompt, np.int32),
+        response_ids=np.asarray(response, np.int32),
+        **{**values, **fields},
+    )
+
+
+def make_batch(rows: Sequence[Row], rewards: Any, *, step: int = 0, reference: Any = None) -> TrainBatch:
+    """Return a batch with the shape of `rewards`, [B][K]."""
+    reward_BK = torch.tensor(np.asarray(rewards), dtype=torch.float64)
+    missing_BK = torch.full_like(reward_BK, float("nan"))
+    return TrainBatch(
+        step=step,
+        rows=list(rows),
+        reward_BK=reward_BK,
+        reference_BK=missing_BK if reference is None else torch.tensor(reference, dtype=torch.float64),
+        staleness_BK=torch.zeros_like(reward_BK),
+    )
+
+
+def random_batch(seed: int, *, prompts: int = 3, samples: int = 4, step: int = 0) -> TrainBatch:
+    """Return a batch of prompts and responses of different lengths."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for b in range(prompts):
+        prompt = rng.integers(0, VOCABULARY, size=rng.integers(1, 5))
+        for k in range(samples):
+            response = rng.integers(0, VOCABULARY, size=rng.integers(1, 9))
+            rows.append(make_row(100 * seed + b * samples + k, prompt, response))
+    return make_batch(rows, rng.random((prompts, samples)), step=step)
+
+
+class BufferThread:
+    """A buffer server with a real database and a real socket. It can be stopped and started on the same address."""
+
+    def __init__(self, config: Config, *, address: str = "tcp://127.0.0.1:*") -> None:
+        self.config = config
+        self.address = address
+        self.start()
+
+    def start(self) -> None:
+        """Start serving the existing database."""
+        self._stopped = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def stop(self) -> None:
+        """Stop serving and close the database."""
+        self._stopped.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        store = Store(self.config.database, durability="process")
+        run = store.open_run(self.config.run.name, seed=0, config={}, software={})
+        channel = ServerChannel(self.address)
+        self.address = channel.address
+        service = BufferService(store, run, self.config, SystemClock())
+        server = BufferServer(channel, service, queue_bytes=1 << 28)
+        self._ready.set()
+        server.run(self._stopped.is_set)
+        channel.close()
+        store.close()
+
+
+def run_with_buffer(root: Path, **sections: dict[str, Any]) -> tuple[Config, BufferThread]:
+    """Return the configuration of a run of a tiny model, and its buffer. Keyword arguments are sections."""
+    train = {
+        "prompts_per_step": 2,
+        "samples_per_prompt": 3,
+        "learning_rate": 0.01,
+        "warmup_steps": 0,
+        "decay_steps": 2,
+        "publish_every": 2,
+        "checkpoint_every": 3,
+    }
+    fixed = sections | {
+        "run": {"dir": str(root / "run"), "name": "test"},
+        "model": {"path": str(save_tiny_model(root / "model")), "dtype": "float32"},
+        "train": train | sections.get("train", {}),
+    }
+    buffer = BufferThread(Config.model_validate(fixed))
+    address = {"buffer": sections.get("buffer", {}) | {"address": buffer.address}}
+    return Config.model_validate(fixed | address), buffer
+
+
+class FakeSearcher:
+    """Puts random trajectories through the real client, as a searcher would."""
+
+    def __init__(self, address: str, prompts: int) -> None:
+        self.client = BufferClient(address, role="searcher", name="search0")
+        self.keys = [f"p{n}" for n in range(prompts)]
+        self._sequence = 0
+        self.client.call(
+            messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=self.keys),
+            messages.Registered,
+            deadline_seconds=10,
+        )
+
+    def wait_for_weights(self, seconds: float = 10.0) -> messages.WeightsRef:
+        """Wait for the first snapshot, and return the newest one."""
+        heartbeat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
+        for _ in range(int(seconds / 0.05)):
+            self.client.call(heartbeat, messages.Done, deadline_seconds=10)
+            assert self.client.state is not None
+            if self.client.state.weights is not None:
+                return self.client.state.weights
+            self.client.poll(0.05)
+        raise AssertionError(f"no snapshot was announced within {seconds:g} s")
+
+    def put_groups(self, samples: int, *, version: int = 0, seed: int = 0, broken: Sequence[str] = ()) -> None:
+        """Put a group of random responses for every prompt; those of `broken` prompts have rewards up to 1e9."""
+        rng = np.random.default_rng(seed)
+        group = [self._response(key, n, version, rng) for n, key in enumerate(self.keys) for _ in range(samples)]
+        group = [replace(one, reward=1e9 * one.reward) if one.prompt_key in broken else one for one in group]
+        message, frames = put_message(group, self._sequence)
+        self._sequence += len(group)
+        posted = self.client.post(message, frames)
+        while not any(reply.header.id == posted for reply in self.client.poll(1.0)):
+            pass
+
+    def _response(self, key: str, n: int, version: int, rng: np.random.Generator) -> Trajectory:
+        tokens = rng.integers(0, VOCABULARY, size=int(rng.integers(1, 9))).astype(np.int32)
+        return make_trajectory(
+            key,
+            lease=0,
+            version=version,
+            tokens=tokens,
+            prompt_ids=np.array([1, n % VOCABULARY], np.int32),
+            logprobs=np.full(len(tokens), -2.0, np.float32),
+            reward=float(rng.random()),
+            reward_parts={},
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.client.close()

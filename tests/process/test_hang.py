@@ -1,0 +1,83 @@
+"""An engine that hangs in a step, in a run of real processes."""
+
+import os
+
+import pytest
+
+from tba.tests.helpers.checks import wait_until
+from tba.tests.process.test_run import PROMPTS, log_of, query, small_run, starts_of, steps_trained
+
+__all__ = ["small_run"]
+
+# Of each searcher's first process, the engine hangs in its 60th step, and the processes that follow do not.
+HANG = """
+import os, sys
+if "search" in sys.orig_argv and "--index" in sys.orig_argv:
+    import importlib.abc, threading
+    mark = os.environ["HUNG_ONCE"] + sys.orig_argv[-1]
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name != "tba.searcher.run":
+                return None
+            sys.meta_path.remove(self)
+            from tba.searcher.engines.transformers_engine import TransformersEngine
+            step, steps = TransformersEngine.step, []
+            def hanging_step(self):
+                steps.append(1)
+                if len(steps) == 60 and not os.path.exists(mark):
+                    open(mark, "w").close()
+                    threading.Event().wait()
+                return step(self)
+            TransformersEngine.step = hanging_step
+
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.fixture
+def hang_once(tmp_path, monkeypatch):
+    """Make an engine of each searcher hang once."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(HANG)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("HUNG_ONCE", str(tmp_path / "hung"))
+
+
+def test_a_searcher_whose_engine_hangs_is_restarted_and_its_prompts_are_answered(
+    small_run, start_tba, hang_once, tmp_path
+):
+    # No lease expires within this test: the restarted searchers return those of the ones that hung.
+    run = small_run(search={"step_seconds": 2.0}, buffer={"lease_seconds": 600.0}, train={"steps": 100_000})
+    launcher = start_tba("run", run.file)
+    wait_until(lambda: steps_trained(run) >= 1)
+    wait_until(lambda: starts_of(run, "search") == 4)
+    answered = "SELECT COUNT(*) FROM visits WHERE epoch = 0 AND done_at IS NOT NULL"
+    wait_until(lambda: query(run, answered) == [(PROMPTS,)])
+    launcher.terminate()
+    assert launcher.wait(60) == 0
+    output = log_of(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("hung*")) == ["hung0", "hung1"]
+    assert output.count("this process exits exit_code=75 limit=search.step_seconds") == 2
+    assert output.count("in hanging_step") >= 2
+
+
+def test_the_loops_of_all_roles_report_to_systemd(small_run, start_tba, monkeypatch, tmp_path):
+    from tba.common.system.process import NotifySocket
+
+    run = small_run(train={"steps": 100_000})
+    sockets = {}
+    roles = (["buffer", "serve"], ["search", "--cpu", "1"], ["search", "--cpu", "2"], ["train", "--processes", "2"])
+    for role in roles:
+        systemd = sockets[" ".join(role)] = NotifySocket()
+        start_tba(*role, "--config", run.file, NOTIFY_SOCKET=systemd.address)
+    heard: dict[str, list[str]] = {role: [] for role in sockets}
+
+    def all_reported():
+        for role, systemd in sockets.items():
+            heard[role] += systemd.receive()
+        return all(lines.count("WATCHDOG=1") >= 3 and "READY=1" in lines for lines in heard.values())
+
+    wait_until(all_reported)
+    for systemd in sockets.values():
+        systemd.close()

@@ -1,0 +1,162 @@
+"""A trainer's server and four nodes, each in a network namespace: what each sends when all fetch a snapshot at once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba.buffer.service.clients import Clients
+from tba.common.clock import SystemClock
+from tba.tests.process.conftest import clean_environment
+
+NODES = 4
+# 32 MiB of weights.
+ELEMENTS = 16 << 20
+TRAINER = """
+import json, sys
+from pathlib import Path
+from tba.tests.helpers.weights import CountingServer, RandomWeights
+
+directory = Path(sys.argv[1])
+server = CountingServer(sys.argv[2], directory)
+weights = RandomWeights(directory, elements=int(sys.argv[3]), address=server.address)
+print(weights.full().model_dump_json(), flush=True)
+input()
+print(json.dumps(server.served), flush=True)
+server.close()
+"""
+# Its server counts what it sends, and ends the process after a number of chunks of weights (0: never).
+NODE = """
+import json, os, sys
+from pathlib import Path
+from tba.common.clock import SystemClock
+from tba.common.weights.snapshot_server import NodeServer
+from tba.common.wire.messages import WeightsRef
+from tba.searcher.weights.assembly import SnapshotAssembler
+
+directory, endpoint, sources, dies_after = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+sent = []
+
+class Counting(NodeServer):
+    def _chunk(self, request):
+        size, data = super()._chunk(request)
+        if request.file.endswith(".safetensors"):
+            sent.append(len(data))
+            if dies_after and len(sent) > dies_after:
+                os._exit(9)
+        return size, data
+
+directory.mkdir()
+server = Counting(endpoint, directory)
+assembler = SnapshotAssembler(directory, "trainer", SystemClock())
+print("ready", flush=True)
+ref = WeightsRef.model_validate_json(input())
+found, pinned = assembler.assemble(ref, nodes=sources)
+print(str(found.weight_files[0]), flush=True)
+input()
+print(sum(sent), flush=True)
+server.close()
+"""
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def network():
+    """Namespaces on one bridge, the trainer's first: their names. Host i has the address 10.77.0.(i + 1)."""
+    names = [f"tba-{os.getpid()}-{number}" for number in range(NODES + 1)]
+    commands = [f"netns add {name}" for name in names]
+    commands += [f"-n {names[0]} link add name br0 type bridge", f"-n {names[0]} link set br0 up"]
+    commands += [f"-n {names[0]} addr add 10.77.0.1/24 dev br0"]
+    for number, name in enumerate(names[1:], 1):
+        commands += [
+            f"-n {names[0]} link add name port{number} type veth peer name eth0 netns {name}",
+            f"-n {names[0]} link set port{number} master br0",
+            f"-n {names[0]} link set port{number} up",
+            f"-n {name} addr add 10.77.0.{number + 1}/24 dev eth0",
+            f"-n {name} link set eth0 up",
+        ]
+    try:
+        for command in commands:
+            if (done := run("ip", *command.split())).returncode:
+                pytest.skip(f"no network namespaces here: ip {command}: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            run("ip", "netns", "del", name)
+
+
+@pytest.fixture
+def start(network):
+    """Starts a script in a namespace."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(host: int, script: str, *arguments: str) -> subprocess.Popen[str]:
+        command = ["ip", "netns", "exec", network[host], sys.executable, "-c", script, *arguments]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment()
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def tell(process: subprocess.Popen[str], line: str = "") -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tree() -> list[tuple[str, list[str]]]:
+    """The address of each node and its sources, as the buffer knows them."""
+    clients, addresses = Clients(SystemClock(), 60.0), [f"tcp://10.77.0.{n + 2}:5759" for n in range(NODES)]
+    for number, address in enumerate(addresses):
+        clients.mark_seen(f"node{number}.1", "searcher")
+        clients[f"node{number}.1"].serves = address
+    return [(address, clients.sources_of(address)) for address in addresses]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [None, 1], ids=["all live", "one dies while it sends"])
+def test_the_trainer_sends_a_snapshot_about_once_however_many_nodes_fetch_it(start, tmp_path, killed):
+    trainer = start(0, TRAINER, str(tmp_path / "trainer"), "tcp://10.77.0.1:5758", str(ELEMENTS))
+    ref = hear(trainer)
+    nodes = [
+        start(
+            number + 1, NODE, str(tmp_path / f"node{number}"), address, json.dumps(sources),
+            "3" if number == killed else "0",
+        )
+        for number, (address, sources) in enumerate(tree())
+    ]  # fmt: skip
+    assert [hear(node) for node in nodes] == ["ready"] * NODES
+    for node in nodes:
+        tell(node, ref)
+    found = {number: hear(node) for number, node in enumerate(nodes) if number != killed}
+    truth = (Path(json.loads(ref)["path"]) / "model.safetensors").read_bytes()
+    assert all(Path(path).read_bytes() == truth for path in found.values())
+    tell(trainer)
+    served = json.loads(hear(trainer))["model.safetensors"]
+    assert len(truth) <= served <= 2 * len(truth)
+    if killed is not None:
+        assert nodes[killed].wait() == 9
+        return
+    for node in nodes:
+        tell(node)
+    sent = [int(hear(node)) for node in nodes]
+    # Node 0 has two to send to, node 1 one.
+    assert served + sum(sent) >= NODES * len(truth)
+    assert max(sent) <= 3 * len(truth)

@@ -1,0 +1,73 @@
+"""The language of the project: retired words do not come back, and comments stand on lines of their own."""
+
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Words that no reader searches for, each with what to write instead. docs/glossary.md has the project's own terms.
+RETIRED = {
+    r"anew": "again, from scratch",
+    r"whoever|whosoever": "name the process or the caller",
+    r"nobody|somebody|anybody": "no one; better: name the process or the caller",
+    r"for ever": "indefinitely, forever",
+    r"so many (?!\w+ (that|as))": "give the number",
+    r"beside(?!s)": "next to, alongside",
+    r"sign of life|signs of life": "heartbeat",
+    r"in vain": "without success",
+    r"estates?": "the spool of a dead searcher",
+    r"lottery|lotteries": "draw",
+    r"ladder": "hot reload",
+    r"hence|thereby|therein|wherein|whereof|lest": "so, in it, where",
+    r"batch cache": "KV cache",
+    r"bring(s)? up to date|brought up to date": "refresh",
+    r"what is made ready": "what is prepared",
+}
+RETIRED_WORD = re.compile("|".join(rf"\b(?:{word})\b" for word in RETIRED), re.IGNORECASE)
+# A comment after code is allowed for tools, and for the unit or shape of a value: a few words.
+TOOL_COMMENT = re.compile(r"#\s*(noqa|type:|fmt:|pragma|mypy)")
+SHORT_COMMENT_WORDS = 4
+
+
+def files(*patterns: str) -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [ROOT / name for name in listed if (ROOT / name).exists() and ROOT / name != Path(__file__)]
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The text of a file that people read: all of a page; docstrings, strings, comments and names of a module."""
+    if path.suffix != ".py":
+        yield from enumerate(path.read_text().splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type in {tokenize.STRING, tokenize.COMMENT}:
+            yield token.start[0], token.string
+        elif token.type == tokenize.NAME:
+            yield token.start[0], token.string.replace("_", " ")
+
+
+def test_retired_words_do_not_come_back():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {match[0]}"
+        for path in files("*.py", "*.md", "*.toml", "Makefile", "deploy/systemd/*")
+        for line, text in prose(path)
+        for match in RETIRED_WORD.finditer(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_comments_stand_on_lines_of_their_own():
+    trailing = []
+    for path in files("*.py"):
+        lines = path.read_text().splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            row, column = token.start
+            if token.type != tokenize.COMMENT or not lines[row - 1][:column].strip():
+                continue
+            if not TOOL_COMMENT.match(token.string) and len(token.string.split()) > SHORT_COMMENT_WORDS + 1:
+                trailing.append(f"{path.relative_to(ROOT)}:{row}")
+    assert not trailing, "\n".join(trailing)

@@ -1,0 +1,306 @@
+"""Output and error sentences of `tba buffer query`, `show`, `tail`, `stats` and `migrate`."""
+
+import csv
+import itertools
+import json
+import sqlite3
+
+import pytest
+
+from tba.buffer.tools.show import follow
+
+
+def test_query_prints_a_table_for_people(tba_buffer, filled):
+    lines = tba_buffer("query", "SELECT id, reward FROM trajectories WHERE id < 3", "-b", filled).output.splitlines()
+    assert [line.split() for line in lines] == [["id", "reward"], ["1", "0"], ["2", "0.25"]]
+
+
+def test_query_prints_json_and_csv_for_machines(tba_buffer, filled):
+    sql = "SELECT id, reward, error FROM trajectories WHERE id IN (1, 7)"
+    assert tba_buffer("query", sql, "-b", filled, "--json").json == [
+        {"id": 1, "reward": 0.0, "error": None},
+        {"id": 7, "reward": 0.0, "error": "reward: no number"},
+    ]
+    assert (
+        tba_buffer("query", sql, "-b", filled, "--csv").output == "id,reward,error\n1,0.0,\n7,0.0,reward: no number\n"
+    )
+
+
+def test_blobs_print_as_their_size_in_tables(tba_buffer, filled):
+    sql = "SELECT prompt_ids FROM payloads WHERE trajectory = 1"
+    assert "<8 bytes>" in tba_buffer("query", sql, "-b", filled).output
+
+
+@pytest.mark.parametrize(
+    ("sql", "rows"),
+    [
+        ("SELECT 1 WHERE 0", []),
+        ("SELECT prompt_ids FROM payloads WHERE trajectory = 1", [{"prompt_ids": "0100000002000000"}]),
+        ("SELECT 9e999 AS a, -9e999 AS b", [{"a": "inf", "b": "-inf"}]),
+    ],
+)
+def test_values_that_json_lacks_print_as_text(tba_buffer, filled, sql, rows):
+    assert tba_buffer("query", sql, "-b", filled, "--json").json == rows
+
+
+def test_a_note_reports_that_rows_were_left_out(tba_buffer, filled):
+    cut = tba_buffer("query", "SELECT id FROM trajectories", "-b", filled, "--limit", 2)
+    assert len(cut.output.splitlines()) == 3
+    assert cut.message == "first 2 rows only: --limit 0 shows all\n"
+    assert tba_buffer("query", "SELECT id FROM trajectories", "-b", filled, "--limit", 7).message == ""
+
+
+def test_json_output_refuses_two_columns_of_the_same_name(tba_buffer, filled):
+    refused = tba_buffer("query", "SELECT 1 AS a, 2 AS a", "-b", filled, "--json")
+    assert (refused.exit_code, refused.output) == (2, "")
+    assert "two columns are named 'a'" in refused.message
+
+
+def test_a_table_shows_two_columns_of_the_same_name(tba_buffer, filled):
+    assert tba_buffer("query", "SELECT 1 AS a, 2 AS a", "-b", filled).output.split() == ["a", "a", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM trajectory_rows",
+        "INSERT INTO runs (uuid, name, created_at, seed) VALUES ('u', 'n', 0, 0)",
+        "ATTACH 'other.sqlite' AS other",
+        "CREATE TEMP TABLE t (a)",
+        "PRAGMA journal_mode = DELETE",
+        "PRAGMA query_only = OFF",
+        "VACUUM INTO 'copy.sqlite'",
+        "SELECT load_extension('x')",
+        "BEGIN",
+    ],
+)
+def test_query_only_reads(sql, tba_buffer, filled, tmp_path):
+    before = filled.read_bytes()
+    refused = tba_buffer("query", sql, "-b", filled)
+    assert (refused.exit_code, refused.output) == (2, "")
+    assert "only reads" in refused.message
+    assert filled.read_bytes() == before
+    assert not list(tmp_path.glob("other*")) + list(tmp_path.glob("copy*"))
+
+
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("SELECT * FROM nope", "no such table: nope: docs/database.md lists the views"),
+        ("SELECT nope FROM trajectories", "no such column: nope: docs/database.md"),
+        ("SELEC 1", 'near "SELEC": syntax error'),
+        ("SELECT 1; SELECT 2", "one statement at a time"),
+        ("", "returns no rows"),
+        ("SELECT json('{')", "malformed JSON"),
+    ],
+)
+def test_wrong_sql_gives_one_sentence(sql, words, tba_buffer, filled):
+    refused = tba_buffer("query", sql, "-b", filled)
+    assert refused.exit_code == 2
+    assert words in refused.message
+
+
+def test_json_and_csv_exclude_each_other(tba_buffer, filled):
+    assert tba_buffer("query", "SELECT 1", "-b", filled, "--json", "--csv").exit_code == 2
+
+
+READERS = [
+    ("stats",),
+    ("query", "SELECT 1"),
+    ("show", 1),
+    ("tail",),
+    ("check",),
+    ("export", "x.jsonl"),
+    ("backup", "x"),
+]
+
+
+@pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
+def test_a_missing_file_is_a_usage_error(command, tba_buffer):
+    refused = tba_buffer(*command, "--buffer", "nowhere.sqlite")
+    assert refused.exit_code == 2
+    assert "nowhere.sqlite does not exist" in refused.message
+
+
+@pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
+def test_a_file_that_is_not_a_buffer_database_is_refused(command, tba_buffer, tmp_path):
+    (tmp_path / "text").write_text("not a database, but long enough to look like one" * 20)
+    sqlite3.connect(tmp_path / "empty").execute("CREATE TABLE a (b)").connection.close()
+    assert "is not a readable buffer database" in tba_buffer(*command, "-b", "text").message
+    assert "is not a buffer database: it has no tables of tba" in tba_buffer(*command, "-b", "empty").message
+
+
+@pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
+def test_a_database_with_an_unknown_schema_is_refused(command, tba_buffer, filled):
+    _record_migration(filled, "INSERT INTO _sqlite_migrations VALUES (99, 'tba', '9999_future', 'now')")
+    refused = tba_buffer(*command, "-b", filled)
+    assert refused.exit_code == 1
+    assert "has schema 9999_future, which this release does not know" in refused.message
+
+
+def test_a_database_of_an_older_release_is_migrated_on_request(tba_buffer, filled, next_release):
+    migration = next_release()
+    assert "run `tba buffer migrate`" in tba_buffer("query", "SELECT 1", "-b", filled).message
+    assert migration in tba_buffer("migrate", "-b", filled).output
+    assert tba_buffer("query", "SELECT COUNT(*) AS n FROM trajectories", "-b", filled, "--json").json == [{"n": 7}]
+
+
+def test_migrating_a_missing_file_is_a_usage_error(tba_buffer):
+    assert tba_buffer("migrate", "-b", "nowhere.sqlite").exit_code == 2
+
+
+def test_a_directory_in_which_sqlite_cannot_read_is_explained(tba_buffer, filled):
+    """A directory named like the -shm file prevents SQLite from creating it, as a read-only directory does."""
+    for name in (f"{filled.name}-shm", f"{filled.name}-wal"):
+        filled.with_name(name).unlink(missing_ok=True)
+        filled.with_name(name).mkdir()
+    refused = tba_buffer("query", "SELECT 1 FROM runs", "-b", filled)
+    assert refused.exit_code == 1
+    assert "needs write access to its directory" in refused.message
+    assert "tba buffer backup" in refused.message
+
+
+def _record_migration(path, sql: str) -> None:
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute(sql)
+    connection.close()
+
+
+# ---------------------------------------------------------------- show
+
+
+def test_show_prints_everything_about_a_trajectory_as_json(tba_buffer, filled):
+    known = tba_buffer("show", 2, "-b", filled, "--json").json
+    assert (known["reward"], known["reward_parts"], known["text"]) == (0.25, {"correct": 1.0}, "answer 01")
+    assert (known["prompt_ids"], known["response_ids"], known["version_runs"]) == ([1, 2], [0, 1, 9], [[0, 3]])
+    assert [(row["step"], row["staleness"]) for row in known["trained_by"]] == [(0, 0)]
+    assert known["reference_logprobs"] == {"initial": -1.5}
+
+
+def test_show_prints_a_trajectory_for_people(tba_buffer, filled):
+    shown = tba_buffer("show", 2, "-b", filled).output
+    for words in ("reward part correct", "v0 x 3 tokens", "answer 01", "token ids [1, 2]", "staleness"):
+        assert words in shown
+
+
+def test_show_decodes_tokens_with_the_configured_model(tba_buffer, harness, trajectory, example_model):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(tokens=[11, 8, 1])], 0)
+    arguments = ("show", 1, "-b", buffer.store.path, "--set", f"model.path={example_model}", "--json")
+    assert tba_buffer(*arguments).json["response_text"] == "85"
+
+
+def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(
+    tba_buffer, harness, trajectory, example_model
+):
+    buffer = harness()
+    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
+    buffer.fill(1, 0)
+    buffer.put([trajectory(lease=0, tokens=[4, 5])], first_sequence=0)
+    shown = tba_buffer("show", 1, "-b", buffer.store.path).output
+    assert "response:\n12\n" in shown
+    assert "1970-01-01 00:16:40.000 UTC" in shown
+    assert "at text" not in shown
+
+
+@pytest.mark.parametrize("time", [1e300, -1e300, 9e999, None])
+def test_a_time_outside_the_calendar_prints_as_a_number(tba_buffer, filled, time):
+    with sqlite3.connect(filled) as connection:
+        connection.execute("UPDATE trajectory_rows SET created_at = ? WHERE id = 2", (time,))
+    shown = tba_buffer("show", 2, "-b", filled)
+    assert (shown.exit_code, "answer 01" in shown.output) == (0, True)
+    assert tba_buffer("show", 2, "-b", filled, "--json").json["created_at"] == time
+    assert "answer 01" in tba_buffer("tail", "-b", filled).output
+
+
+def test_show_reports_that_no_step_trained_on_a_trajectory(tba_buffer, filled):
+    assert "no step has trained on it" in tba_buffer("show", 7, "-b", filled).output
+
+
+def test_show_of_an_unknown_id_names_the_largest_id(tba_buffer, filled):
+    refused = tba_buffer("show", 99, "-b", filled)
+    assert refused.exit_code == 2
+    assert "has no trajectory 99: ids go up to 7" in refused.message
+
+
+# ---------------------------------------------------------------- tail and stats
+
+
+def test_show_of_an_impossible_id_is_a_usage_error(tba_buffer, filled):
+    assert tba_buffer("show", 10**20, "-b", filled).exit_code == 2
+
+
+def test_tail_prints_the_newest_trajectory_last(tba_buffer, filled):
+    lines = tba_buffer("tail", "-n", 2, "-b", filled).output.splitlines()
+    assert "#6 " in lines[0]
+    assert "answer 12" in lines[0]
+    assert "#7 " in lines[1]
+    assert "reward: no number" in lines[1]
+
+
+def test_tail_prints_one_json_object_per_line(tba_buffer, filled):
+    lines = tba_buffer("tail", "-n", 3, "--json", "-b", filled).output.splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [5, 6, 7]
+
+
+def test_follow_yields_each_new_trajectory_once(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 2)
+
+    sequence = itertools.count(100, 2)
+
+    def put_two(_: float) -> None:
+        buffer.put([trajectory(tokens=[n]) for n in range(2)], first_sequence=next(sequence))
+
+    seen = [row["id"] for row in itertools.islice(follow(buffer.store.path, after=1, sleep=put_two), 5)]
+    assert seen == [2, 3, 4, 5, 6]
+
+
+def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer, harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(lease=0, text="1\n\x1b]0;title\x07\r2\u2028é")], 0)
+    path = buffer.store.path
+    assert tba_buffer("tail", "-b", path).output.endswith("p0: 1\\n\\x1b]0;title\\x07\\r2\\u2028é\n")
+    assert "\nresponse:\n1\n\\x1b]0;title\\x07\\r2\\u2028é\n" in tba_buffer("show", 1, "-b", path).output
+    assert "\x1b" not in tba_buffer("query", "SELECT text FROM trajectories", "-b", path).output
+    assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
+
+
+def test_ctrl_c_ends_tail_without_an_error(tba_buffer, filled, monkeypatch):
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tba.buffer.tools.show.follow.__defaults__", (interrupted,))
+    outcome = tba_buffer("tail", "--lines", 1, "--follow", "-b", filled)
+    assert outcome.exit_code == 0
+    assert len(outcome.output.splitlines()) == 1
+
+
+def test_stats_print_counts(tba_buffer, filled):
+    (numbers,) = tba_buffer("stats", "--json", "-b", filled).json
+    assert (numbers["trajectories"], numbers["with_error"], numbers["steps_trained"]) == (7, 1, 1)
+    assert "mean reward" in tba_buffer("stats", "-b", filled).output
+
+
+def test_stats_tail_and_check_print_csv(tba_buffer, filled):
+    (numbers,) = csv.DictReader(tba_buffer("stats", "--csv", "-b", filled).output.splitlines())
+    assert (numbers["trajectories"], numbers["with_error"]) == ("7", "1")
+    tail = list(csv.DictReader(tba_buffer("tail", "-n", 2, "--csv", "-b", filled).output.splitlines()))
+    assert [(row["id"], row["error"]) for row in tail] == [("6", ""), ("7", "reward: no number")]
+    checks = list(csv.DictReader(tba_buffer("check", "--csv", "-b", filled).output.splitlines()))
+    assert {row["result"] for row in checks} == {"ok"}
+
+
+def test_stats_count_only_reported_steps_as_training(tba_buffer, harness):
+    buffer = harness()
+    buffer.fill(2, 2)
+    buffer.sample(0, prompts=1, samples=1)
+    buffer.sample(1, prompts=2, samples=2)
+    buffer.report(0)
+    (numbers,) = tba_buffer("stats", "--json", "-b", buffer.store.path).json
+    assert (numbers["steps_trained"], numbers["trajectories_trained_on"], numbers["mean_staleness"]) == (1, 1, 0)
+    assert numbers["file_mib"] + numbers["wal_mib"] == buffer.store.database.size_bytes() / 2**20
+    assert numbers["wal_mib"] > 0

@@ -1,0 +1,319 @@
+"""`tba buffer compact`, `check` and `backup`."""
+
+import sqlite3
+
+import pytest
+
+from tba.buffer.store.store import Store
+from tba.buffer.tools import check
+from tba.buffer.tools.backup import backup
+from tba.common.config import Config
+from tba.common.errors import Refused, StorageError
+
+TEST_RUN = ["--set", "run.name=test"]
+
+
+def change(path, *statements: str) -> None:
+    connection = sqlite3.connect(path)
+    with connection:
+        for sql in statements:
+            connection.execute(sql)
+    connection.close()
+
+
+def ask(path, sql: str):
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(sql).fetchall()
+    finally:
+        connection.close()
+
+
+# ---------------------------------------------------------------- compact
+
+
+@pytest.fixture
+def capped(harness, trajectory):
+    """One prompt with ten trajectories, of which two can be sampled; step 0 was trained on the first two."""
+    buffer = harness(buffer={"prompt_cap": 2})
+    buffer.register(1)
+    buffer.announce(0, 0)
+    buffer.put([trajectory(tokens=[n] * 2000) for n in range(2)], 0)
+    buffer.sample(0, prompts=1, samples=2)
+    buffer.report(0)
+    buffer.put([trajectory(tokens=[n] * 2000) for n in range(2, 10)], 2)
+    buffer.store.close()
+    return buffer.store.path
+
+
+CAP = [*TEST_RUN, "--set", "buffer.prompt_cap=2"]
+LEFT = "SELECT trajectory FROM payloads ORDER BY trajectory"
+
+
+def test_compact_drops_tokens_that_cannot_be_sampled(capped, tba_buffer):
+    done = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
+    assert (done["trajectories_compacted"], done["trajectories_kept"]) == (8, 2)
+    assert done["file_bytes_after"] < done["file_bytes_before"]
+    assert ask(capped, LEFT) == [(9,), (10,)]
+    assert ask(capped, "SELECT COUNT(*), COUNT(compacted_at), COUNT(reward) FROM trajectories") == [(10, 8, 10)]
+    assert ask(capped, "SELECT COUNT(*) FROM consumption") == [(2,)]
+
+
+def test_compact_keeps_batches_that_a_resumed_trainer_may_repeat(capped, tba_buffer, harness):
+    done = tba_buffer("compact", "-b", capped, *CAP, "--json").json
+    assert done["trajectories_compacted"] == 6
+    buffer = harness(capped, buffer={"prompt_cap": 2})
+    assert len(buffer.sample(0, prompts=1, samples=2).frames) == 5
+
+
+def test_compact_keeps_a_batch_that_is_not_trained_on_yet(harness, trajectory, tba_buffer):
+    buffer = harness(buffer={"prompt_cap": 2})
+    buffer.fill(1, 2)
+    buffer.sample(0, prompts=1, samples=2)
+    buffer.put([trajectory(tokens=[50 + n]) for n in range(2)], 100)
+    buffer.store.close()
+    assert tba_buffer("compact", "-b", buffer.store.path, *CAP, "--json").json["trajectories_compacted"] == 0
+
+
+def test_compact_does_not_change_the_sampleable_trajectories(capped, tba_buffer, harness):
+    before = harness(capped, buffer={"prompt_cap": 2})
+    sampleable = before.service.sampleable()
+    before.store.close()
+    tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0)
+    after = harness(capped, buffer={"prompt_cap": 2})
+    assert after.service.sampleable() == sampleable == {9, 10}
+    wider = harness(capped.parent / "wider.sqlite")
+    wider.store.close()
+    after.store.close()
+    assert harness(capped, buffer={"prompt_cap": 100}).service.sampleable() == {9, 10}
+
+
+def test_a_batch_with_compacted_tokens_is_refused_with_the_reason(capped, tba_buffer, harness):
+    tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0)
+    buffer = harness(capped, buffer={"prompt_cap": 2})
+    with pytest.raises(Refused, match="were dropped by `tba buffer compact`") as refused:
+        buffer.sample(0, prompts=1, samples=2)
+    assert refused.value.code == "compacted"
+    assert buffer.sample(1, prompts=1, samples=2) is not None
+
+
+def test_a_dry_run_changes_nothing(capped, tba_buffer):
+    done = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0, "--dry-run", "--json").json
+    assert (done["trajectories_compacted"], done["token_bytes"] > 100_000) == (8, True)
+    assert len(ask(capped, LEFT)) == 10
+
+
+def test_compact_needs_the_server_stopped(harness, tba_buffer):
+    buffer = harness()
+    refused = tba_buffer("compact", "-b", buffer.store.path, *TEST_RUN)
+    assert refused.exit_code == 78
+    assert "a buffer server has" in refused.message
+
+
+def record_start(path, **sections) -> None:
+    """Record a start of the run, as a server does."""
+    settings = Config.model_validate(sections).model_dump(mode="json")
+    store = Store(path, durability="process")
+    store.open_run("test", seed=0, config=settings, software={})
+    store.close()
+
+
+def test_compact_uses_the_configuration_that_the_run_recorded_last(capped, tba_buffer):
+    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
+    done = tba_buffer("compact", "-b", capped, "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("buffer.dedup=false", 2), ("buffer.prompt_cap=4", 4)])
+def test_options_of_compact_override_single_recorded_settings(capped, tba_buffer, given, kept):
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
+    done = tba_buffer("compact", "-b", capped, "--set", given, "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_kept"]) == ("test", kept)
+
+
+def test_recorded_settings_of_another_release_are_ignored_and_invalid_ones_named(capped, tba_buffer):
+    recorded = '{"buffer": {"prompt_cap": 0}, "train": {"old": 1}, "o": 2}'
+    change(capped, f"INSERT INTO starts (run, config) VALUES (1, '{recorded}')")
+    refused = tba_buffer("compact", "-b", capped)
+    assert refused.exit_code == 78
+    assert f"buffer.prompt_cap = 0 (recorded in {capped})" in refused.message
+    done = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
+    assert done["trajectories_kept"] == 2
+
+
+def test_an_unknown_recorded_buffer_setting_needs_an_explicit_configuration(capped, tba_buffer, tmp_path):
+    change(
+        capped, """INSERT INTO starts (run, config) VALUES (1, '{"run": {"name": "test"}, "buffer": {"old_cap": 2}}')"""
+    )
+    refused = tba_buffer("compact", "-b", capped, "--set", "buffer.dedup=false", "--keep-steps", 0)
+    assert refused.exit_code == 2
+    assert f"buffer.old_cap = 2 (recorded in {capped}) is not a setting of this release: pass" in refused.message
+    assert len(ask(capped, LEFT)) == 10
+    (tmp_path / "given.toml").write_text("[buffer]\nprompt_cap = 3\n")
+    done = tba_buffer("compact", "-b", capped, "--config", "given.toml", "--keep-steps", 0, "--json").json
+    assert done["trajectories_kept"] == 3
+
+
+@pytest.mark.parametrize("named", [("-b", "other/buffer.sqlite"), ("--set", "run.dir=other")])
+def test_compact_ignores_the_local_configuration_if_the_database_is_named(capped, tba_buffer, tmp_path, named):
+    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
+    (tmp_path / "other").mkdir()
+    capped.rename(tmp_path / "other" / "buffer.sqlite")
+    (tmp_path / "tba.toml").write_text('[run]\nname = "here"\n[buffer]\nprompt_cap = 1\n')
+    done = tba_buffer("compact", *named, "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_kept"]) == ("test", 5)
+
+
+def test_compact_uses_the_local_configuration_otherwise(capped, tba_buffer, tmp_path):
+    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
+    (tmp_path / "tba.toml").write_text(f'[buffer]\nprompt_cap = 1\ndatabase = "{capped}"\n')
+    done = tba_buffer("compact", "--keep-steps", 0, "--json").json
+    assert (done["run"], done["trajectories_kept"]) == ("test", 1)
+
+
+def test_compact_does_not_choose_between_several_runs(capped, tba_buffer):
+    store = Store(capped, durability="process")
+    store.open_run("second", seed=0, config={}, software={})
+    store.close()
+    assert "has the runs test, second: name one" in tba_buffer("compact", "-b", capped).message
+
+
+def test_compact_of_an_unknown_run_names_the_runs_of_the_file(capped, tba_buffer):
+    refused = tba_buffer("compact", "-b", capped, "--set", "run.name=demo")
+    assert refused.exit_code == 2
+    assert "has no run demo, it has test" in refused.message
+
+
+def test_compact_checks_the_free_disk_space_first(capped, tba_buffer, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    refused = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0)
+    assert refused.exit_code == 1
+    assert "nothing was dropped" in refused.message
+    assert len(ask(capped, LEFT)) == 10
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_a_sound_database_passes_every_check(filled, tba_buffer):
+    outcome = tba_buffer("check", "-b", filled, "--json")
+    assert outcome.exit_code == 0
+    assert {finding["result"] for finding in outcome.json} == {"ok"}
+    assert {finding["check"] for finding in outcome.json} >= set(check._RULES)
+
+
+BREAKAGES = {
+    "payload without trajectory": "DELETE FROM trajectory_rows WHERE id = 7",
+    "trajectory without payload": "DELETE FROM payloads WHERE trajectory = 3",
+    "compacted with payload": "UPDATE trajectory_rows SET compacted_at = 1.0 WHERE id = 3",
+    "tokens as counted": "UPDATE trajectory_rows SET response_tokens = 4 WHERE id = 3",
+    "trajectory of unknown origin": "UPDATE trajectory_rows SET prompt = 77 WHERE id = 7",
+    "policy version never announced": "UPDATE trajectory_rows SET policy_version = 5 WHERE id = 3",
+    "consumption without trajectory": "UPDATE consumption_rows SET trajectory = 77 WHERE slot = 2",
+    "consumption without batch": "INSERT INTO consumption_rows VALUES (1, 9, 0, 1, 0)",
+    "batch of the right size": "DELETE FROM consumption_rows WHERE slot = 5",
+    "steps without a gap": (
+        "INSERT INTO batches (run, step, prompts, samples, handed_out_at) VALUES (1, 5, 0, 0, 1.0)"
+    ),
+    "done visit without trajectory": (
+        "INSERT INTO visits (run, epoch, place, prompt, leased_at, done_at) VALUES (1, 1, 0, 1, 1.0, 2.0)"
+    ),
+    "places of an epoch without a gap": "UPDATE visits SET place = 5 WHERE id = 2",
+    "prompt once in an epoch": ("INSERT INTO visits (run, epoch, place, prompt, leased_at) VALUES (1, 0, 2, 1, 1.0)"),
+    "past epochs complete": "UPDATE visits SET epoch = 1, place = 0 WHERE id = 2",
+    "reference of unknown trajectory": "INSERT INTO reference_logprobs VALUES (77, 'initial', -1.0)",
+}
+
+
+def test_every_rule_has_a_test_case():
+    assert set(BREAKAGES) == set(check._RULES)
+
+
+@pytest.mark.parametrize("rule", sorted(BREAKAGES))
+def test_check_finds_every_violation(rule, filled, tba_buffer):
+    change(filled, BREAKAGES[rule])
+    outcome = tba_buffer("check", "-b", filled, "--json")
+    assert outcome.exit_code == 1
+    assert rule in [finding["check"] for finding in outcome.json if finding["result"] == "fail"]
+
+
+def test_a_damaged_file_fails_the_check(filled, tba_buffer):
+    data = bytearray(filled.read_bytes())
+    data[8 * 8192 : 9 * 8192] = b"\xff" * 8192
+    filled.write_bytes(data)
+    outcome = tba_buffer("check", "-b", filled)
+    assert outcome.exit_code == 1
+    assert "fail" in outcome.output
+
+
+def test_a_gap_in_a_senders_sequence_numbers_is_a_note(filled, tba_buffer, harness, trajectory):
+    buffer = harness(filled)
+    buffer.put([trajectory(tokens=[8], lease=0)], first_sequence=20)
+    buffer.store.close()
+    outcome = tba_buffer("check", "-b", filled, "--json", "--quick")
+    assert outcome.exit_code == 0
+    assert outcome.json[-1] == {"check": "numbers without a gap", "result": "note", "detail": "s.1: 13 missing"}
+
+
+def test_check_of_an_older_schema_reports_what_it_left_out(filled, tba_buffer, next_release):
+    migration = next_release()
+    outcome = tba_buffer("check", "-b", filled, "--json")
+    assert outcome.exit_code == 0
+    assert f"without {migration} the tables are not checked" in outcome.json[0]["detail"]
+
+
+# ---------------------------------------------------------------- backup
+
+
+def test_a_backup_of_a_running_server_is_one_file_with_everything_committed(harness, tba_buffer, tmp_path):
+    buffer = harness()
+    buffer.fill(2, 3)
+    done = tba_buffer("backup", "copy.sqlite", "-b", buffer.store.path, "--json").json
+    assert (done["file"], done["integrity"]) == ("copy.sqlite", "ok")
+    assert done["bytes"] == (tmp_path / "copy.sqlite").stat().st_size
+    assert [path.name for path in tmp_path.glob("*copy.sqlite*")] == ["copy.sqlite"]
+    assert harness(tmp_path / "copy.sqlite").service.status().sampleable == 6
+
+
+def test_writes_during_a_backup_neither_enter_nor_delay_it(harness, trajectory, tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.buffer.tools.backup._PAGES", 2)
+    buffer = harness()
+    buffer.fill(1, 4)
+    calls = []
+
+    def write(done: int, total: int) -> None:
+        calls.append((done, total))
+        buffer.put([trajectory(tokens=[len(calls)] * 500)], first_sequence=1000 + len(calls))
+
+    backup(buffer.store.path, tmp_path / "copy", force=False, progress=write)
+    assert len({total for _, total in calls}) == 1
+    assert calls[-1][0] == calls[-1][1]
+    assert ask(tmp_path / "copy", "SELECT COUNT(*) FROM trajectories") == [(4,)]
+
+
+def test_a_backup_replaces_a_file_only_with_force(filled, tba_buffer, tmp_path):
+    (tmp_path / "copy").write_text("precious")
+    assert tba_buffer("backup", "copy", "-b", filled).exit_code == 2
+    assert (tmp_path / "copy").read_text() == "precious"
+    assert "integrity ok" in tba_buffer("backup", "copy", "-b", filled, "--force").output
+    assert "is the database itself" in tba_buffer("backup", filled, "-b", filled, "--force").message
+
+
+def test_a_backup_of_a_damaged_file_fails_and_leaves_no_file(filled, tmp_path):
+    data = bytearray(filled.read_bytes())
+    data[8 * 8192 : 9 * 8192] = b"\xff" * 8192
+    filled.write_bytes(data)
+    with pytest.raises(StorageError, match="failed its integrity check"):
+        backup(filled, tmp_path / "copy", force=False, progress=lambda *_: None)
+    assert not list(tmp_path.glob("*copy*"))
+
+
+def test_a_backup_that_cannot_be_written_fails_and_leaves_no_file(filled, tmp_path, monkeypatch):
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tba.buffer.tools.backup.sync", no_room)
+    with pytest.raises(StorageError, match="No space left"):
+        backup(filled, tmp_path / "copy", force=False, progress=lambda *_: None)
+    assert not list(tmp_path.glob("*copy*"))

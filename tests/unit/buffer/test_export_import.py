@@ -1,0 +1,375 @@
+"""Export and import of trajectories: nothing is lost, and nothing is added twice."""
+
+import json
+import sqlite3
+import sys
+
+import pytest
+
+from tba.buffer.store.store import Store
+
+FILES = ["rows.jsonl", "rows.parquet"]
+
+
+@pytest.fixture(autouse=True)
+def _parquet_needs_its_extra(request):
+    if "parquet" in request.node.name and "extra" not in request.node.name:
+        pytest.importorskip("pyarrow")
+
+
+@pytest.fixture
+def target(tmp_path, example_model):
+    """Options that select a run without a database."""
+    settings = [f"run.dir={tmp_path / 'other'}", "run.name=other", f"model.path={example_model}"]
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Runs SQL on the target's database."""
+
+    def run(sql, path=None):
+        connection = sqlite3.connect(path or tmp_path / "other/buffer.sqlite")
+        try:
+            return connection.execute(sql).fetchall()
+        finally:
+            connection.close()
+
+    return run
+
+
+PAYLOADS = "SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask FROM payloads ORDER BY trajectory"
+KEPT = (
+    "SELECT prompt, reward, reward_parts, stop_reason, temperature, top_p, created_at, generation_seconds, text, error"
+    " FROM trajectories ORDER BY id"
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness, trajectory, target, ask, tmp_path):
+    import numpy as np
+
+    buffer = harness()
+    buffer.fill(2, 2)
+    logprobs = np.array([-0.1, -1e-7, -3.3333333], np.float32)
+    odd = {"text": 'a "b"\n\u2028é', "metadata": {"deep": [{"x": 1.5}]}, "loss_mask": np.array([1, 0, 1], np.uint8)}
+    runs = np.array([[0, 1], [0, 2]], np.int32)
+    buffer.put([trajectory("p1", tokens=[7, 8, 2**31 - 1], logprobs=logprobs, version_runs=runs, **odd)], 100)
+    buffer.put([trajectory("p0", tokens=[], error="no", stop_reason="error")], 200)
+    path = buffer.store.path
+    assert tba_buffer("export", name, "-b", path, "--json").json["trajectories"] == 6
+    assert tba_buffer("import", name, *target, "--json").json == {
+        "file": name,
+        "run": "other",
+        "rows": 6,
+        "new": 6,
+        "there_already": 0,
+    }
+    assert ask(PAYLOADS) == ask(PAYLOADS, path)
+    assert ask(KEPT) == ask(KEPT, path)
+    metadata = json.loads(ask("SELECT metadata FROM trajectories WHERE text IS NOT NULL")[0][0])
+    assert metadata == {"deep": [{"x": 1.5}], "imported_version": 0, "imported_run": buffer.run.uuid}
+
+
+@pytest.mark.parametrize("name", [*FILES, "database"])
+def test_importing_again_adds_nothing(name, tba_buffer, filled, target):
+    source = filled if name == "database" else name
+    if name != "database":
+        tba_buffer("export", name, "-b", filled)
+    assert tba_buffer("import", source, *target, "--json").json["new"] == 7
+    again = tba_buffer("import", source, *target)
+    assert again.output == f"7 rows in {source}: 0 new in run other, 7 already present\n"
+
+
+def test_imports_belong_to_no_policy_of_the_run_and_are_never_on_policy(
+    tba_buffer, filled, target, harness, tmp_path, ask
+):
+    tba_buffer("import", filled, *target)
+    assert set(ask("SELECT policy_version, policy_step, epoch, searcher LIKE 'import.%' FROM trajectories")) == {
+        (-1, None, None, 1)
+    }
+    buffer = harness(tmp_path / "other/buffer.sqlite")
+    buffer.service = _serve_run(buffer, "other")
+    batch = buffer.sample(0, prompts=2, samples=3).message
+    assert set(batch.policy_version) == {-1}
+    assert set(batch.staleness) == {0}
+    assert not any(batch.plain_sampling)
+
+
+def _serve_run(buffer, name):
+    from tba.buffer.service.service import BufferService
+
+    buffer.run = buffer.store.open_run(name, seed=0, config={}, software={})
+    return BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+
+
+@pytest.mark.parametrize("name", [*FILES, "backup.sqlite"])
+def test_a_run_imports_its_own_rows_only_if_it_lost_them(name, tba_buffer, filled, ask):
+    tba_buffer("backup" if name == "backup.sqlite" else "export", name, "-b", filled)
+    arguments = ["import", name, "-b", filled, "--set", "run.name=test"]
+    assert tba_buffer(*arguments).output == f"7 rows in {name}: 0 new in run test, 7 already present\n"
+    with sqlite3.connect(filled) as database:
+        database.execute("DELETE FROM payloads WHERE trajectory IN (2, 3)")
+        database.execute("DELETE FROM trajectory_rows WHERE id IN (2, 3)")
+    assert tba_buffer(*arguments, "--json").json["new"] == 2
+    assert tba_buffer(*arguments, "--json").json["new"] == 0
+    assert ask("SELECT policy_version, COUNT(*) FROM trajectories GROUP BY 1", filled) == [(0, 7)]
+
+
+def test_rows_are_recognised_across_jsonl_parquet_and_database(tba_buffer, filled, target, ask):
+    tba_buffer("export", "some.jsonl", "-b", filled, "--where", "id > 4")
+    tba_buffer("export", "rows.parquet", "-b", filled)
+    new = [tba_buffer("import", source, *target, "--json").json["new"] for source in ("some.jsonl", "rows.parquet")]
+    assert [*new, tba_buffer("import", filled, *target, "--json").json["new"]] == [3, 4, 0]
+    assert ask("SELECT COUNT(*) FROM trajectories") == [(7,)]
+
+
+def test_each_run_of_a_database_has_its_own_imports(tba_buffer, filled, target, tmp_path, ask):
+    (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
+    for source, rows in (("demos.jsonl", 1), (filled, 7)):
+        for name in ("other", "another"):
+            assert tba_buffer("import", source, *target, "--set", f"run.name={name}", "--json").json["new"] == rows
+    assert ask("SELECT run, COUNT(*) FROM trajectories GROUP BY 1") == [("another", 8), ("other", 8)]
+
+
+def test_an_import_does_not_create_a_second_run_with_the_default_name(tba_buffer, filled):
+    tba_buffer("export", "rows.jsonl", "-b", filled)
+    refused = tba_buffer("import", "rows.jsonl", "-b", filled)
+    assert refused.exit_code == 2
+    assert "holds test and no run run: name the run with --set run.name=NAME" in refused.message
+    assert tba_buffer("import", "rows.jsonl", "-b", filled, "--set", "run.name=test", "--json").json["new"] == 0
+
+
+def test_a_trajectory_that_occurs_twice_in_a_file_is_an_error(tba_buffer, filled, target, tmp_path, ask):
+    tba_buffer("export", "rows.jsonl", "-b", filled)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, lines[3]]))
+    refused = tba_buffer("import", "rows.jsonl", *target)
+    assert refused.exit_code == 2
+    assert "rows.jsonl:8: trajectory 4 of run" in refused.message
+
+
+def test_nothing_is_imported_into_the_record_of_an_offline_run(tba_buffer, filled, target, tmp_path):
+    from tba.buffer.offline.offline_buffer import OfflineBuffer
+    from tba.buffer.offline.recorded_run import read_recorded_run
+    from tba.common.config import Config
+
+    (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
+    config = Config.model_validate({"run": {"dir": tmp_path / "other", "name": "other"}})
+    OfflineBuffer(config, read_recorded_run(filled, run=None, as_of=None), replay=False).close()
+    refused = tba_buffer("import", "demos.jsonl", *target)
+    assert refused.exit_code == 78
+    assert "is the record of a run that was trained offline" in refused.message
+
+
+def test_imported_prompts_are_trained_on_and_leased_only_if_the_task_has_them(tba_buffer, filled, target, harness):
+    tba_buffer("import", filled, *target)
+    buffer = harness(filled.parent / "other/buffer.sqlite")
+    buffer.service = _serve_run(buffer, "other")
+    assert buffer.service.status().prompts == 0
+    assert buffer.service.status().sampleable == 6
+    # p0, which was also imported.
+    buffer.register(1)
+    assert buffer.service.status().prompts == 1
+    buffer.announce(0, 0)
+    assert {visit.prompt_key for visit in buffer.lease(3).visits} == {"p0"}
+    assert len(buffer.sample(0, prompts=2, samples=3).message.trajectory_ids) == 6
+
+
+# ---------------------------------------------------------------- export
+
+
+def test_where_selects_trajectories(tba_buffer, filled, tmp_path):
+    tba_buffer("export", "good.jsonl", "-b", filled, "--where", "reward > 0.3 AND error IS NULL")
+    rows = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["x.jsonl", "--where", "rewad > 1"], "no such column: rewad"),
+        (["x.jsonl", "--where", "1); DELETE FROM runs; --"], "one statement at a time"),
+        (["x.csv"], "set --format jsonl or --format parquet"),
+        (["x.jsonl", "--format", "xml"], "set --format jsonl or --format parquet"),
+        (["nowhere/x.jsonl"], "nowhere is not a directory"),
+    ],
+)
+def test_a_refused_export_gives_one_sentence_and_leaves_no_file(arguments, words, tba_buffer, filled, tmp_path):
+    before = set(tmp_path.iterdir())
+    refused = tba_buffer("export", *arguments, "-b", filled)
+    assert refused.exit_code == 2
+    assert words in refused.message
+    assert {path for path in tmp_path.iterdir() if not path.name.startswith(filled.name)} <= before
+
+
+def test_an_export_replaces_a_file_only_with_force(tba_buffer, filled, tmp_path):
+    (tmp_path / "x.jsonl").write_text("precious")
+    assert "exists: choose another name" in tba_buffer("export", "x.jsonl", "-b", filled).message
+    assert (tmp_path / "x.jsonl").read_text() == "precious"
+    assert tba_buffer("export", "x.jsonl", "-b", filled, "--force").exit_code == 0
+    assert (
+        "is the database itself" in tba_buffer("export", filled, "--format", "jsonl", "-b", filled, "--force").message
+    )
+
+
+def test_an_export_reports_compacted_trajectories(tba_buffer, filled):
+    tba_buffer("compact", "-b", filled, "--set", "run.name=test", "--keep-steps", 0)
+    done = tba_buffer("export", "x.jsonl", "-b", filled, "--json").json
+    assert (done["trajectories"], done["without_tokens"]) == (6, 1)
+
+
+@pytest.mark.parametrize("command", [["export", "x.parquet"], ["import", "rows.parquet"]], ids=["export", "import"])
+def test_a_missing_parquet_extra_gives_one_sentence(command, tba_buffer, filled, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    refused = tba_buffer(*command, "-b", filled, "--set", "run.name=test")
+    assert refused.exit_code == 78
+    assert "pyarrow is not installed: install tba with the extra parquet" in refused.message
+
+
+# ---------------------------------------------------------------- import
+
+
+def test_demonstrations_are_imported_as_text_and_as_tokens(tba_buffer, target, tmp_path, ask):
+    lines = [
+        {"prompt": "47+38=", "response": "85", "prompt_key": "47+38"},
+        {"prompt_ids": [7, 10], "response_ids": [11, 8], "reward": 0.5, "metadata": {"by": "hand"}},
+        {"prompt": "1+1=", "response": "2", "stop_reason": "length"},
+    ]
+    (tmp_path / "demos.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    assert tba_buffer("import", "demos.jsonl", *target, "--json").json["new"] == 3
+    rows = ask(
+        "SELECT prompt, reward, text, response_tokens, temperature, policy_version FROM trajectories ORDER BY id"
+    )
+    # Three tokens: two digits and the end token.
+    assert rows[0] == ("47+38", 1.0, "85", 3, 0.0, -1)
+    assert rows[1][0].startswith("sha256:")
+    assert rows[1][1:] == (0.5, None, 2, 0.0, -1)
+    assert rows[2] == ("1+1=", 1.0, "2", 1, 0.0, -1)
+    metadata = [json.loads(row[0]) for row in ask("SELECT metadata FROM trajectories ORDER BY id")]
+    assert metadata[1] == {"by": "hand", "imported_version": None, "logprobs": "absent"}
+    assert ask("SELECT logprobs FROM payloads WHERE trajectory = 1") == [(bytes(12),)]
+
+
+GOOD = {"prompt_ids": [1], "response_ids": [2]}
+FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"temperature": 1.0, "top_p": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "Input should be"),
+        ({}, "it has neither prompt nor prompt_ids"),
+        ({"prompt_ids": [1]}, "it has neither response nor response_ids"),
+        (GOOD | {"rewrad": 1}, "unknown key 'rewrad': did you mean reward?"),
+        (GOOD | {"colour": 1}, "unknown key 'colour': other data goes into metadata"),
+        (GOOD | {"reward": "1"}, "reward: Input should be a valid number"),
+        (GOOD | {"reward": float("nan")}, "reward: Input should be a finite number"),
+        (GOOD | {"created_at": 1e300}, "created_at: Input should be less than 253402300800"),
+        (GOOD | {"prompt_ids": [-1]}, "prompt_ids.0: Input should be greater than or equal to 0"),
+        (GOOD | {"prompt_ids": [2**31]}, "prompt_ids.0: Input should be less than"),
+        (GOOD | {"response_ids": []}, "a trajectory without an error has empty response_ids"),
+        (GOOD | {"prompt_key": ""}, "prompt_key.0: String should have at least 1 character"),
+        (GOOD | {"metadata": {"x": float("inf")}}, "Out of range float values are not JSON compliant"),
+        (GOOD | {"text": "\ud800"}, "'utf-8' codec can't encode character"),
+        (FULL | {"logprobs": [-1.0, -1.0]}, "logprobs and response_ids differ in length"),
+        (FULL | {"version_runs": [[0, 2]]}, "the version runs of row 0 do not cover its 1 response token"),
+        (FULL | {"version_runs": []}, "version_runs must be pairs"),
+        (FULL | {"version_runs": None}, "it has logprobs and no version_runs"),
+        (FULL | {"sampling": None}, "it has logprobs and no sampling"),
+        (FULL | {"loss_mask": [1, 1]}, "a loss mask has 2 entries for 1 response token"),
+        (GOOD | {"metadata": {"n": 2**70}}, "Integer value out of range"),
+        (GOOD | {"metadata": {str(n): n for n in range(5000)}}, "exceeds max_map_len"),
+        (GOOD | {"text": "x" * (17 << 20)}, "header of"),
+        (GOOD | {"run": "r", "id": -1}, "id: Input should be greater"),
+    ],
+)
+def test_an_invalid_line_gives_one_sentence_and_nothing_is_imported(line, words, tba_buffer, target, tmp_path, ask):
+    text = line if isinstance(line, str) else json.dumps(line)
+    (tmp_path / "bad.jsonl").write_text(json.dumps(GOOD) + "\n" + text + "\n")
+    refused = tba_buffer("import", "bad.jsonl", *target)
+    assert refused.exit_code == 2
+    assert refused.message.startswith("bad.jsonl:2")
+    assert words in refused.message
+    assert ask("SELECT COUNT(*) FROM trajectories") == [(0,)]
+
+
+def test_rows_with_long_texts_are_split_into_messages_below_the_limit(tba_buffer, target, tmp_path, ask):
+    rows = [GOOD | {"text": "x" * (1 << 20), "reward": n} for n in range(20)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tba_buffer("import", "long.jsonl", *target, "--json").json["new"] == 20
+
+
+def test_an_invalid_parquet_row_is_located(tba_buffer, target, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([GOOD, {"prompt_ids": [1]}]), tmp_path / "bad.parquet")
+    assert "bad.parquet row 2: it has neither response" in tba_buffer("import", "bad.parquet", *target).message
+    pq.write_table(pa.Table.from_pylist([GOOD | {"metadata": "{"}]), tmp_path / "map.parquet")
+    assert "map.parquet is not a readable parquet file: Expecting" in (
+        tba_buffer("import", "map.parquet", *target).message
+    )
+    (tmp_path / "none.parquet").write_text("no parquet")
+    assert "none.parquet is not a readable parquet file" in tba_buffer("import", "none.parquet", *target).message
+
+
+def test_a_null_reward_is_not_the_default_reward(tba_buffer, target, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.Table.from_pylist([GOOD | {"reward": 0.5}, GOOD | {"reward": None}]), tmp_path / "rows.parquet")
+    refused = tba_buffer("import", "rows.parquet", *target)
+    assert refused.message == "rows.parquet row 2: reward: Input should be a valid number"
+
+
+def test_importing_text_without_a_model_names_the_setting(tba_buffer, tmp_path):
+    (tmp_path / "demos.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    refused = tba_buffer("import", "demos.jsonl", "--set", f"run.dir={tmp_path / 'o'}")
+    assert refused.exit_code == 78
+    assert "model.path is not set" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("nowhere.jsonl", "does not exist"), ("rows.csv", "set --format"), ("self", "of this run")]
+)
+def test_a_refused_source_creates_no_database(source, words, tba_buffer, target, filled, tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    arguments = [filled, "-b", filled] if source == "self" else [source, *target]
+    refused = tba_buffer("import", *arguments)
+    assert refused.exit_code == 2
+    assert words in refused.message
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_failure_during_an_import_reports_the_rows_imported_so_far(tba_buffer, target, tmp_path, monkeypatch, ask):
+    from tba.buffer.tools import import_target
+    from tba.common.errors import StorageError
+
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(GOOD | {"reward": n}) + "\n" for n in range(100)))
+    put = import_target.LocalTarget.put
+
+    def full(self, sender, message, frames):
+        if message.first_sequence:
+            raise StorageError("the disk is full")
+        return put(self, sender, message, frames)
+
+    monkeypatch.setattr(import_target.LocalTarget, "put", full)
+    refused = tba_buffer("import", "many.jsonl", *target)
+    assert refused.exit_code == 1
+    assert refused.message == "the disk is full; 64 of 100 rows are imported, and running the import again is safe"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert tba_buffer("import", "many.jsonl", *target, "--json").json["new"] == 36
+    assert ask("SELECT COUNT(*), COUNT(DISTINCT reward) FROM trajectories") == [(100, 100)]
+
+
+def test_a_database_in_use_without_a_server_is_reported(tba_buffer, target, tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.buffer.tools.import_target._REPLY_SECONDS", 0.3)
+    (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
+    store = Store(tmp_path / "other/buffer.sqlite", durability="process")
+    refused = tba_buffer("import", "demos.jsonl", *target, "--set", "buffer.address=tcp://127.0.0.1:1")
+    store.close()
+    assert refused.exit_code == 1
+    assert "another process has the database open, and no server replies" in refused.message

@@ -1,0 +1,289 @@
+"""The sampling index, compared with a model of plain lists and with an index rebuilt from the same history."""
+
+import dataclasses
+import sys
+import tracemalloc
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tba.buffer.sampling.index import Entry, SamplingIndex
+from tba.buffer.sampling.remover import keyed_hash
+from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
+from tba.buffer.sampling.sampler import Sampler
+from tba.tests.helpers.index import add, block_of
+
+
+def index_of(rows: list[tuple[int, float]], **limits: Any) -> SamplingIndex:
+    """Rows are (prompt, reward); ids count from 0, steps equal the ids, every payload is 10 bytes."""
+    index = SamplingIndex(Limits(**{"prompt_cap": 100, "dedup": False} | limits))
+    for id_, (prompt, reward) in enumerate(rows):
+        add(index, Entry(id_, prompt, id_, reward, dedup_hash=id_, payload_bytes=10))
+    return index
+
+
+def ids(index: SamplingIndex, prompt: int = 0) -> list[int]:
+    return [entry.id for entry in index.entries(prompt)]
+
+
+def test_a_reservoir_is_a_uniform_sample_of_all_that_arrived():
+    kept = [
+        id_
+        for seed in range(300)
+        for id_ in ids(index_of([(0, 0.0)] * 20, prompt_cap=4, prompt_keep="reservoir", seed=seed))
+    ]
+    counts = np.bincount(kept, minlength=20)
+    assert counts.sum() == 1200
+    # Chi-square with 19 degrees of freedom: p < 1e-5.
+    assert ((counts - 60) ** 2 / 60).sum() < 56
+
+
+def test_removed_rows_are_compacted_away():
+    index = SamplingIndex(Limits(prompt_cap=4, dedup=True))
+    for id_ in range(20_000):
+        add(index, Entry(id_, id_ % 1000, 0, 0.0, dedup_hash=id_))
+        assert len(index.columns) - len(index) <= max(1024, len(index.columns) // 4)
+
+
+# ------------------------------------------------------------ any sequence
+
+
+class Model:
+    """The index written with plain lists: everything is recomputed from the whole history."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.history: list[Entry] = []
+        self.trained: set[int] = set()
+
+    def kept(self) -> list[Entry]:
+        limits: Limits = self.limits
+        kept: list[Entry] = []
+        for entry in self.history:
+            if limits.dedup:
+                kept = [old for old in kept if (old.prompt, old.dedup_hash) != (entry.prompt, entry.dedup_hash)]
+            kept.append(entry)
+            group = [old for old in kept if old.prompt == entry.prompt]
+            if len(group) > limits.prompt_cap:
+                worst = {
+                    "newest": lambda old: old.id,
+                    "best": lambda old: (old.reward, old.id),
+                    "reservoir": lambda old: -keyed_hash(limits.seed, old.id),
+                }[limits.prompt_keep]
+                kept.remove(min(group, key=worst))
+            while (limits.max_trajectories is not None and len(kept) > limits.max_trajectories) or (
+                limits.max_payload_bytes is not None
+                and sum(old.payload_bytes for old in kept) > limits.max_payload_bytes
+            ):
+                del kept[0]
+        return [dataclasses.replace(entry, trained=entry.id in self.trained) for entry in kept]
+
+    def untrained(self, min_step: int, need: int) -> set[int]:
+        groups = defaultdict(list)
+        for entry in self.kept():
+            if entry.step >= min_step:
+                groups[entry.prompt].append(entry)
+        return {p for p, group in groups.items() if len(group) >= need and not all(entry.trained for entry in group)}
+
+
+limits = st.builds(
+    Limits,
+    prompt_cap=st.integers(1, 4),
+    dedup=st.booleans(),
+    prompt_keep=st.sampled_from(["newest", "best", "reservoir"]),
+    max_trajectories=st.none() | st.integers(1, 12),
+    max_payload_bytes=st.none() | st.integers(1, 60),
+    seed=st.integers(0, 3),
+)
+sampling_rules = st.builds(
+    SamplingRules,
+    recency_fraction=st.sampled_from([0.0, 0.5, 1.0]),
+    recency_window=st.none() | st.integers(0, 3),
+    inverse_temperature=st.sampled_from([0.0, 1.5, 1e9]),
+    max_staleness=st.none() | st.integers(0, 4),
+    min_fill=st.just(0),
+    prompt_priority=st.sampled_from(["uniform", "recency", "softmax", "rank"]),
+    trajectory_priority=st.sampled_from(["uniform", "recency", "softmax", "rank"]),
+    flat_group_weight=st.sampled_from([0.0, 0.3, 1.0]),
+    replacement=st.sampled_from(["if_needed", "never", "always"]),
+)
+
+
+prompts = st.integers(0, 5)
+rows = st.tuples(prompts, st.integers(0, 3), st.integers(-1, 2), st.integers(-2, 2))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Puts, trained marks, batches, compactions and restarts in any order, while the policy's step changes."""
+
+    @initialize(limits=limits, rules=sampling_rules, need=st.integers(1, 2))
+    def start(self, limits: Limits, rules: SamplingRules, need: int) -> None:
+        self.model, self.sampling, self.need = Model(limits), rules, need
+        self.sampler, self.step = Sampler(SamplingIndex(limits), rules), 0
+        self.index = self.sampler.index
+
+    @rule(rows=st.lists(rows, min_size=1, max_size=4))
+    def put(self, rows: list[tuple[int, int, int, int]]) -> None:
+        for row in rows:
+            add(self.index, dataclasses.replace(self.entry(*row)))
+
+    @rule(prompt=prompts, rows=st.lists(rows, min_size=2, max_size=6))
+    def put_group(self, prompt: int, rows: list[tuple[int, int, int, int]]) -> None:
+        entries = [self.entry(prompt, *rest) for _, *rest in rows]
+        self.index.extend(block_of(entries))
+
+    def entry(self, prompt: int, age: int, reward: int, dedup: int) -> Entry:
+        id_, step = 2 * len(self.model.history) + 1, max(0, self.step - age)
+        entry = Entry(id_, prompt << 20, step, float(reward), dedup, payload_bytes=5 + prompt)
+        self.model.history.append(entry)
+        return entry
+
+    @rule(back=st.lists(st.integers(0, 10), max_size=4))
+    def train(self, back: list[int]) -> None:
+        ids = [2 * len(self.model.history) + 1 - n for n in back]
+        self.index.mark_trained(ids)
+        self.model.trained.update(set(ids) & {entry.id for entry in self.model.history})
+
+    @rule(steps=st.sampled_from([-1, 1, 1, 2, 5]))
+    def change_step(self, steps: int) -> None:
+        self.step = max(0, self.step + steps)
+
+    @rule()
+    def refresh(self) -> None:
+        self.sampler.untrained_prompts(self.step, 1)
+
+    @rule()
+    def compact(self) -> None:
+        self.index.compact()
+
+    @rule()
+    def restart(self) -> None:
+        self.sampler = Sampler(self.rebuilt(), self.sampling)
+        self.index = self.sampler.index
+
+    @rule(groups=st.integers(1, 6), samples=st.integers(1, 3))
+    def sample(self, groups: int, samples: int) -> None:
+        """A sampler in use draws the batch that one of a rebuilt index draws, from what is eligible in the model."""
+        used, rebuilt = (
+            sampler.sample(step=self.step, groups=groups, samples=samples, rng=np.random.default_rng(self.step))
+            for sampler in (self.sampler, Sampler(self.rebuilt(), self.sampling))
+        )
+        assert used == rebuilt
+        eligible = self.eligible(samples)
+        if isinstance(used, Shortage):
+            assert len(eligible) < groups
+        else:
+            assert len({group[0].prompt for group in used.groups}) == groups
+            assert all(entry in eligible[entry.prompt] for group in used.groups for entry in group)
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        kept = self.model.kept()
+        found = [entry for prompt in self.index.prompts() for entry in self.index.entries(prompt)]
+        assert sorted(found, key=lambda entry: entry.id) == kept
+        assert len(self.index) == len(kept)
+        assert self.index.payload_bytes == sum(entry.payload_bytes for entry in kept)
+        assert self.sampler.untrained_prompts(self.step - 2, self.need) == self.model.untrained(
+            self.step - 2, self.need
+        )
+
+    def rebuilt(self) -> SamplingIndex:
+        index = SamplingIndex(self.model.limits)
+        for entry in self.model.history:
+            add(index, dataclasses.replace(entry, trained=entry.id in self.model.trained))
+        return index
+
+    def eligible(self, samples: int) -> dict[int, list[Entry]]:
+        groups, limit = defaultdict[int, list[Entry]](list), self.sampling.max_staleness
+        for entry in self.model.kept():
+            if limit is None or self.step - entry.step <= limit:
+                groups[entry.prompt].append(entry)
+        need = samples if self.sampling.replacement == "never" else 1
+        return {prompt: group for prompt, group in groups.items() if len(group) >= need}
+
+
+IndexMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
+TestAnySequence = pytest.mark.slow(IndexMachine.TestCase)
+
+
+# ------------------------------------------------------------ scale
+
+RULES = SamplingRules(recency_fraction=0.5, recency_window=3, inverse_temperature=1.0, max_staleness=50, min_fill=0)
+
+
+def crowded(prompts: int, each: int, **changes: Any) -> SamplingIndex:
+    index = SamplingIndex(Limits(**{"prompt_cap": 100, "dedup": True} | changes))
+    for id_ in range(prompts * each):
+        add(index, Entry(id_, 5000 + id_ % prompts, id_ * 40 // (prompts * each), id_ % 11 / 11, id_ * 7919 % 2**61))
+    return index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limits", "rule"), [({"prompt_keep": "reservoir"}, "rank"), ({"prompt_cap": 8}, "softmax")])
+def test_a_trajectory_takes_at_most_100_bytes(limits, rule):
+    """With 8 trajectories per prompt, including the sampler and the growth slack, as the allocator counts it."""
+    rules = dataclasses.replace(RULES, prompt_priority=rule)
+    tracemalloc.start()
+    index = crowded(1500, 11 if "prompt_cap" in limits else 8, **limits)
+    sampler = Sampler(index, rules)
+    for step in (40, 41):
+        sampler.sample(step=step, groups=64, samples=8, rng=np.random.default_rng(step))
+        sampler.untrained_prompts(step - 2, need=1)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(index) == 8 * 1500
+    assert used / len(index) <= 100
+
+
+@pytest.mark.parametrize("keep", ["newest", "best", "reservoir"])
+def test_the_cost_of_a_long_block_is_linear_in_its_rows(keep):
+    """100 of 8,192 responses to one prompt stay. The entry to remove is never searched for among all of them."""
+    entries = [Entry(id_, 0, 0, id_ % 7, id_) for id_ in range(8192)]
+    lengths = []
+    index = SamplingIndex(Limits(prompt_cap=100, dedup=True, prompt_keep=keep))
+    remove: Any = index._remove
+    index._remove = lambda *row: (lengths.append(index._count[row[0]]), remove(*row))  # type: ignore[assignment]
+    index.extend(block_of(entries))
+    assert len(index) == 100
+    assert keep == "newest" or max(lengths) == 101
+
+
+def lines_run(sampler: Sampler, step: int) -> int:
+    """Return how many lines of Python one batch executes; a comprehension counts once per element."""
+    lines = 0
+
+    def count(*_: object):
+        nonlocal lines
+        lines += 1
+        return count
+
+    sys.settrace(count)
+    try:
+        sampler.sample(step=step, groups=16, samples=4, rng=np.random.default_rng(0))
+        sampler.untrained_prompts(step, need=1)
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+@pytest.mark.parametrize("rule", ["uniform", "recency", "softmax", "rank"])
+def test_a_batch_has_no_python_loop_over_all_prompts_or_trajectories(rule):
+    """With 64 times the data and the same number of changed prompts, it executes less than twice the lines."""
+    rules = dataclasses.replace(RULES, prompt_priority=rule)
+    work = []
+    for prompts in (512, 32_768):
+        index = crowded(prompts, 2)
+        sampler = Sampler(index, rules)
+        sampler.sample(step=50, groups=16, samples=4, rng=np.random.default_rng(0))
+        for n in range(32):
+            add(index, Entry(10**6 + n, 5000 + 3 * n, 50, n % 3, n))
+        index.mark_trained(range(100))
+        work.append(lines_run(sampler, step=50))
+    assert work[1] < 2 * work[0]

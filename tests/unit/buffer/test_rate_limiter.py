@@ -1,0 +1,152 @@
+"""The ratio of samples to inserts: it limits both sides, and never makes both wait."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tba.buffer.sampling.rate_limiter import RateLimiter
+from tba.common.config import Config
+from tba.common.wire import messages
+from tba.common.wire.status_messages import GetStatus
+
+
+@given(
+    ratio=st.floats(0.01, 50),
+    prompts=st.integers(1, 20),
+    samples=st.integers(2, 20),
+    responses=st.integers(1, 30),
+    extra=st.integers(0, 50),
+    actions=st.lists(st.sampled_from(["lease", "put", "sample"]), min_size=1, max_size=300),
+)
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_at_most_one_side_waits(ratio, prompts, samples, responses, extra, actions):
+    config = Config.model_validate(
+        {
+            "train": {"prompts_per_step": prompts, "samples_per_prompt": samples},
+            "search": {"samples_per_prompt": responses},
+            "buffer": {"samples_per_insert": ratio},
+        }
+    )
+    batch = prompts * samples
+    limiter = RateLimiter(ratio, config.least_slack + extra)
+    inserted = leases = sampled = 0
+    for action in actions:
+        may_lease = limiter.room(inserted, leases * responses, sampled) >= responses
+        may_sample = limiter.shortage(inserted, sampled, batch) is None
+        assert may_lease or may_sample or leases
+        leases += action == "lease" and may_lease
+        if action == "put" and leases:
+            leases, inserted = leases - 1, inserted + responses
+        sampled += batch * (action == "sample" and may_sample)
+        assert sampled <= ratio * inserted + 1e-6
+        assert inserted - sampled / ratio <= limiter.slack + 1e-6
+
+
+# ------------------------------------------------------------ configuration
+
+
+def refusal(**sections: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(sections)
+    return str(caught.value)
+
+
+def test_a_slack_that_could_hold_back_both_sides_is_refused():
+    train, search = {"prompts_per_step": 4, "samples_per_prompt": 8}, {"samples_per_prompt": 8}
+    message = refusal(train=train, search=search, buffer={"samples_per_insert": 2, "samples_per_insert_slack": 24})
+    assert "samples_per_insert_slack = 24 must be at least 25" in message
+    config = Config.model_validate({"train": train, "search": search, "buffer": {"samples_per_insert": 2}})
+    assert config.samples_per_insert_slack == 50
+
+
+def test_a_ratio_too_low_for_a_staleness_limit_is_refused():
+    buffer = {"samples_per_insert": 0.5, "max_staleness": 4}
+    groups = {"train": {"samples_per_prompt": 8}, "search": {"samples_per_prompt": 8}}
+    assert "must be at least train.samples_per_prompt / search.samples_per_prompt = 1" in refusal(
+        buffer=buffer, **groups
+    )
+
+
+def test_limits_smaller_than_a_batch_are_refused():
+    train = {"prompts_per_step": 4, "samples_per_prompt": 8}
+    assert "needs buffer.prompt_cap" in refusal(train=train, buffer={"replacement": "never", "prompt_cap": 7})
+    assert "less than the 32" in refusal(train=train, buffer={"replacement": "never", "max_trajectories": 31})
+    assert "less than the 50" in refusal(train=train, buffer={"min_fill": 50, "max_trajectories": 49})
+    stale = {"replacement": "never", "max_staleness": 9}
+    assert "one visit must give a whole group" in refusal(train=train, search={"samples_per_prompt": 7}, buffer=stale)
+
+
+# ------------------------------------------------------------ service
+
+
+def limited(harness, prompts: int, **buffer: object):
+    """A buffer with one sample per insert, groups of 4 responses, batches of 2 x 2, and this number of prompts."""
+    made = harness(
+        train={"prompts_per_step": 2, "samples_per_prompt": 2},
+        search={"samples_per_prompt": 4},
+        buffer={"samples_per_insert": 1, **buffer},
+    )
+    made.register(prompts)
+    made.announce(0, 0)
+    return made
+
+
+def test_the_trainer_waits_for_inserts(harness):
+    buffer = harness(buffer={"samples_per_insert": 1}, train={"prompts_per_step": 2, "samples_per_prompt": 2})
+    buffer.fill(2, 3)
+    assert buffer.sample(0, prompts=2, samples=2) is not None
+    assert buffer.sample(1, prompts=2, samples=2) is None
+    assert buffer.ask(GetStatus()).message.trainer_waits_for == "", "it still trains on step 0"
+    buffer.report(0)
+    assert buffer.sample(1, prompts=2, samples=2) is None
+    reason = buffer.ask(GetStatus()).message.trainer_waits_for
+    assert reason == "6 of 8 trajectories for 1 sample per insert"
+
+
+def test_searchers_that_are_ahead_are_held_back(harness):
+    buffer = limited(harness, 20, samples_per_insert_slack=12)
+    assert len(buffer.lease(10).visits) == 3
+    assert buffer.lease(10, held=[1, 2, 3]) is None
+
+
+def test_visits_of_one_prompt_in_two_epochs_count_as_two(harness):
+    buffer = limited(harness, 2, samples_per_insert_slack=16)
+    assert len(buffer.lease(4).visits) == 4
+    assert buffer.lease(4, held=[1, 2, 3, 4]) is None
+
+
+def test_searchers_are_not_held_back_while_the_trainer_lacks_prompts(harness, trajectory):
+    """Trajectories of one prompt, however many, cannot fill a batch of two prompts."""
+    buffer = limited(harness, 20, samples_per_insert_slack=12)
+    buffer.put([trajectory(lease=0, tokens=[n]) for n in range(30)], 0)
+    assert buffer.lease(2) is None
+    assert buffer.sample(0, prompts=2, samples=2) is None
+    assert len(buffer.lease(2).visits) == 2
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_searchers_are_held_back_again_after_the_trainer_that_lacked_prompts_is_gone(harness, trajectory, says_goodbye):
+    buffer = limited(harness, 20, samples_per_insert_slack=12, min_fill=20, lease_seconds=30)
+    buffer.put([trajectory(lease=0, tokens=[n]) for n in range(30)], 0)
+    assert buffer.sample(0, prompts=2, samples=2) is None
+    assert len(buffer.lease(2).visits) == 2
+    if says_goodbye:
+        buffer.ask(messages.Goodbye(), role="trainer", sender="t.1")
+    else:
+        buffer.clock.advance(31)
+    assert buffer.lease(2, held=[1, 2]) is None
+    again = messages.SampleBatch(step=0, prompts=2, samples=2, reference="initial", wait_seconds=0.0)
+    assert buffer.ask(again, role="trainer", sender="t.2") is None
+    assert len(buffer.lease(2, held=[1, 2]).visits) == 2, "another trainer lacks prompts"
+
+
+def test_a_rebuilt_index_keeps_the_same_entries_under_a_limit_on_bytes(harness, trajectory):
+    buffer = harness(buffer={"max_payload_bytes": 200})
+    buffer.fill(1, 0)
+    buffer.put([trajectory(tokens=[n]) for n in range(30)], 0)
+    before = buffer.service.state.index.entries(1)
+    buffer.service.state.rebuild()
+    assert buffer.service.state.index.entries(1) == before

@@ -1,0 +1,184 @@
+"""The rules of sampling, on an index in memory."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.buffer.sampling.index import Entry, SamplingIndex
+from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
+from tba.buffer.sampling.sampler import Draw, Sampler
+from tba.tests.helpers.index import add
+
+
+def rules(**changes: Any) -> SamplingRules:
+    defaults: dict[str, Any] = {
+        "recency_fraction": 1.0,
+        "recency_window": 3,
+        "inverse_temperature": 0.0,
+        "max_staleness": None,
+        "min_fill": 0,
+    }
+    return SamplingRules(**{**defaults, **changes})
+
+
+def index_of(rows: list[tuple[int, int, float]], *, cap: int = 100, dedup: bool = False) -> SamplingIndex:
+    """Rows are (prompt, step, reward); ids count from 0."""
+    index = SamplingIndex(Limits(prompt_cap=cap, dedup=dedup))
+    for id_, (prompt, step, reward) in enumerate(rows):
+        add(index, Entry(id_, prompt, step, reward, dedup_hash=id_))
+    return index
+
+
+def draw(index: SamplingIndex, rules: SamplingRules, seed: int = 0, **arguments: int):
+    settings = {"step": 0, "groups": 1, "samples": 2, **arguments}
+    found = Sampler(index, rules).sample(rng=np.random.default_rng(seed), **settings)
+    return found.groups if isinstance(found, Draw) else found
+
+
+def test_all_trajectories_of_a_group_are_of_one_prompt():
+    index = index_of([(prompt, 0, 0.0) for prompt in range(10) for _ in range(4)])
+    for seed in range(20):
+        for group in draw(index, rules(recency_fraction=0.5), seed, groups=5, samples=4):
+            assert len({entry.prompt for entry in group}) == 1
+
+
+def test_the_prompts_of_a_batch_are_different():
+    index = index_of([(prompt, 0, 0.0) for prompt in range(6) for _ in range(2)])
+    for seed in range(20):
+        groups = draw(index, rules(recency_fraction=0.5), seed, groups=6)
+        assert len({group[0].prompt for group in groups}) == 6
+
+
+def test_a_group_repeats_no_trajectory_while_there_are_enough():
+    index = index_of([(0, 0, 0.0)] * 5)
+    for seed in range(20):
+        (group,) = draw(index, rules(), seed, samples=5)
+        assert sorted(entry.id for entry in group) == [0, 1, 2, 3, 4]
+
+
+def test_a_prompt_with_too_few_trajectories_is_sampled_with_replacement():
+    (group,) = draw(index_of([(0, 0, 0.0)] * 2), rules(), samples=8)
+    assert len(group) == 8
+
+
+def test_the_recency_rule_draws_only_recent_trajectories_if_there_are_any():
+    index = index_of([(0, 0, 0.0), (0, 9, 0.0), (0, 10, 0.0)])
+    for seed in range(20):
+        (group,) = draw(index, rules(recency_window=1), seed, step=10)
+        assert {entry.id for entry in group} == {1, 2}
+
+
+def test_the_recency_rule_prefers_prompts_that_were_never_trained_on():
+    index = index_of([(prompt, 10, 0.0) for prompt in range(10)])
+    index.mark_trained([0, 1, 2, 3, 4, 5, 6])
+    for seed in range(20):
+        groups = draw(index, rules(), seed, step=10, groups=3)
+        assert {group[0].prompt for group in groups} == {7, 8, 9}
+
+
+def test_without_replacement_a_prompt_is_recent_if_a_whole_group_is():
+    # Prompt 0 has one recent entry, never trained on; prompt 1 has two, both trained on.
+    index = index_of([(0, 10, 0.0), (0, 0, 0.0), (1, 10, 0.0), (1, 9, 0.0)])
+    index.mark_trained([1, 2, 3])
+    for seed in range(20):
+        (group,) = draw(index, rules(recency_window=1, replacement="never"), seed, step=10)
+        assert group[0].prompt == 1
+
+
+def test_without_replacement_a_prompt_with_too_few_trajectories_is_not_sampled():
+    index = index_of([(0, 0, 0.0), (0, 0, 0.0), (1, 0, 0.0)])
+    shortage = draw(index, rules(replacement="never"), groups=2)
+    assert isinstance(shortage, Shortage)
+    assert shortage.reason == "1 of 2 prompts have 2 different trajectories"
+
+
+def marked_index(rows: list[tuple[int, int, float]]) -> SamplingIndex:
+    """An index of which every seventh trajectory is part of a recorded batch."""
+    index = index_of(rows)
+    index.mark_trained(range(0, len(rows), 7))
+    return index
+
+
+@pytest.mark.parametrize("replacement", ["if_needed", "never"])
+@pytest.mark.parametrize("max_staleness", [None, 2, 5])
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_sampler_in_use_draws_the_batches_of_a_new_one_while_prompts_grow_old(window, max_staleness, replacement):
+    """At each step, and after steps back, with 1 to 12 groups: all prompts in the order of recency."""
+    rows = [(n % 12, n // 6 + n % 3, float(n % 2)) for n in range(60)]
+    settings = rules(recency_window=window, max_staleness=max_staleness, replacement=replacement)
+    used = Sampler(marked_index(rows), settings)
+    compared = 0
+    for step in [*range(16), 14, 9]:
+        for groups in range(1, 13):
+            first, second = (
+                sampler.sample(step=step, groups=groups, samples=2, rng=np.random.default_rng(step))
+                for sampler in (used, Sampler(marked_index(rows), settings))
+            )
+            assert first == second
+            compared += isinstance(first, Draw)
+    assert compared > 50
+
+
+def test_trajectories_over_the_staleness_limit_are_never_sampled():
+    index = index_of([(prompt, step, 0.0) for prompt in range(4) for step in range(10)])
+    for seed in range(20):
+        for group in draw(index, rules(recency_fraction=0.0, max_staleness=2), seed, step=9, groups=4):
+            assert all(entry.step >= 7 for entry in group)
+
+
+def test_the_shortage_names_the_number_of_prompts_within_the_staleness_limit():
+    shortage = draw(index_of([(0, 0, 0.0), (1, 5, 0.0)]), rules(max_staleness=0), step=5, groups=2)
+    assert isinstance(shortage, Shortage)
+    assert shortage.reason == "1 of 2 prompts have trajectories at staleness <= 0"
+
+
+def test_nothing_is_sampled_before_the_minimum_fill():
+    assert isinstance(draw(index_of([(0, 0, 0.0)] * 9), rules(min_fill=10)), Shortage)
+    assert not isinstance(draw(index_of([(0, 0, 0.0)] * 10), rules(min_fill=10)), Shortage)
+
+
+def test_softmax_with_inverse_temperature_0_is_uniform():
+    index = index_of([(0, 0, 0.0), (0, 0, 100.0)])
+    draws = [draw(index, rules(recency_fraction=0.0), seed, samples=1)[0][0].id for seed in range(2000)]
+    assert np.mean(draws) == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(2000))
+
+
+def test_the_same_seed_and_history_give_the_same_batch():
+    index = index_of([(prompt, 0, 0.0) for prompt in range(20) for _ in range(4)])
+    first, second = (draw(index, rules(recency_fraction=0.5), 7, groups=8, samples=3) for _ in range(2))
+    assert first == second
+
+
+def test_the_index_keeps_the_newest_entries_of_a_prompt_up_to_the_cap():
+    index = index_of([(0, step, 0.0) for step in range(5)], cap=3)
+    assert [entry.step for entry in index.entries(0)] == [2, 3, 4]
+    assert len(index) == 3
+
+
+def test_dedup_keeps_the_newest_of_identical_responses():
+    index = SamplingIndex(Limits(prompt_cap=10, dedup=True))
+    for id_, dedup_hash in enumerate([7, 8, 7]):
+        add(index, Entry(id_, 0, id_, 0.0, dedup_hash))
+    assert [entry.id for entry in index.entries(0)] == [1, 2]
+
+
+def test_untrained_prompts_have_recent_data_that_was_not_trained_on():
+    index = index_of([(0, 5, 0.0), (1, 5, 0.0), (2, 1, 0.0)])
+    index.mark_trained([1])
+    assert Sampler(index, rules()).untrained_prompts(min_step=4, need=1) == {0}
+
+
+def test_m_changes_linearly_with_the_training_step_until_its_final_value():
+    settings = rules(recency_fraction=1.0, recency_fraction_final=0.5, recency_anneal_steps=10)
+    assert [settings.recency_fraction_at(step) for step in (0, 5, 10, 99)] == [1.0, 0.75, 0.5, 0.5]
+    assert rules(recency_fraction=0.3).recency_fraction_at(99) == 0.3
+
+
+def test_m_is_that_of_the_training_step():
+    index = index_of([(prompt, step, 0.0) for prompt in range(8) for step in range(6)])
+    settings = rules(recency_fraction=1.0, recency_fraction_final=0.0, recency_anneal_steps=4)
+    for train_step, fraction in ((0, 1.0), (2, 0.5), (4, 0.0)):
+        for seed in range(20):
+            scheduled = draw(index, settings, seed, groups=6, train_step=train_step)
+            assert scheduled == draw(index, rules(recency_fraction=fraction), seed, groups=6)

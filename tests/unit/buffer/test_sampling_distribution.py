@@ -1,0 +1,212 @@
+"""The frequencies of what the sampler draws: chi-square tests with fixed seeds.
+
+The expected chances are computed here from plain lists, by the definitions in `BufferSection`.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.buffer.sampling.index import Entry, SamplingIndex
+from tba.buffer.sampling.rules import Limits, SamplingRules
+from tba.buffer.sampling.sampler import Draw, Sampler
+from tba.tests.helpers.index import add
+
+DRAWS = 4000
+STEP = 10
+# prompt -> (step, reward, trained) of each trajectory. The rewards of prompts 4 and 5 are flat; 0, 1 and 4 have recent
+# data; that of 0 and 4 is in no recorded batch. Prompts 2 and 3 are in the tier of age that ends 4 steps behind the
+# window, and 5 is in the last one.
+HISTORY = {
+    0: [(10, 0.0, False), (2, 1.0, True)],
+    1: [(9, 1.0, True), (9, 0.5, True), (1, 0.9, False)],
+    2: [(5, 0.2, False), (4, 0.1, False)],
+    3: [(6, -1.0, False), (3, 0.4, True)],
+    4: [(9, 0.6, False), (9, 0.6, True)],
+    5: [(0, 1.0, False)],
+}
+PROMPTS = list(HISTORY)
+FLAT = {4, 5}
+AGE = {0: 0, 4: 0, 1: 1, 2: 2, 3: 2, 5: 3}
+MEAN = {prompt: sum(reward for _, reward, _ in rows) / len(rows) for prompt, rows in HISTORY.items()}
+
+ONE_PROMPT = [(10, 0.5, False), (3, 2.0, False), (9, -1.0, False), (9, 0.5, False), (2, 1.0, True)]
+
+
+def rules(**changes: Any) -> SamplingRules:
+    defaults: dict[str, Any] = {
+        "recency_fraction": 0.0,
+        "recency_window": 1,
+        "inverse_temperature": 1.3,
+        "max_staleness": None,
+        "min_fill": 0,
+        "rank_exponent": 1.2,
+    }
+    return SamplingRules(**{**defaults, **changes})
+
+
+def index_of(history: Mapping[int, list[tuple[int, float, bool]]]) -> SamplingIndex:
+    index = SamplingIndex(Limits(prompt_cap=100, dedup=False))
+    rows = [(prompt, *row) for prompt, group in history.items() for row in group]
+    for id_, (prompt, step, reward, trained) in enumerate(rows):
+        add(index, Entry(id_, prompt, step, reward, id_, trained))
+    return index
+
+
+def batches(history: Mapping[int, list[tuple[int, float, bool]]], rules: SamplingRules, *, groups: int, samples: int):
+    """Yield DRAWS batches."""
+    sampler, rng = Sampler(index_of(history), rules), np.random.default_rng(1234)
+    for _ in range(DRAWS):
+        found = sampler.sample(step=STEP, groups=groups, samples=samples, rng=rng)
+        assert isinstance(found, Draw)
+        yield found.groups
+
+
+def assert_drawn_as_declared(drawn: Counter[Any], declared: Mapping[Any, float]) -> None:
+    """A chi-square test at p = 1e-4, by the approximation of Wilson and Hilferty; impossible outcomes are errors."""
+    assert sum(declared.values()) == pytest.approx(1)
+    possible = {outcome: DRAWS * chance for outcome, chance in declared.items() if chance > 0}
+    assert set(drawn) <= set(possible)
+    statistic = sum((drawn[outcome] - expected) ** 2 / expected for outcome, expected in possible.items())
+    freedom = max(1, len(possible) - 1)
+    assert statistic <= freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def normalised(weights: Mapping[int, float]) -> dict[Hashable, float]:
+    total = sum(weights.values())
+    return {outcome: weight / total for outcome, weight in weights.items()}
+
+
+def by_factor(weights: dict[int, float], flat_weight: float) -> dict[int, float]:
+    """Return weights times the factor for flat prompts; with a factor of 0 these count only if there are no others."""
+    if flat_weight == 0:
+        return {p: w for p, w in weights.items() if p not in FLAT} or weights
+    return {p: w * (flat_weight if p in FLAT else 1) for p, w in weights.items()}
+
+
+def across(rule: str, left: list[int], flat_weight: float) -> dict[Hashable, float]:
+    """Return the declared chance of each prompt that is left, for one group of a batch."""
+    if rule == "rank":
+        order = sorted(PROMPTS, key=lambda p: (p in FLAT and flat_weight < 1, -MEAN[p], p))
+        return normalised({p: (order.index(p) + 1) ** -1.2 for p in left})
+    if rule == "recency":
+        youngest = min(AGE[p] for p in left)
+        return normalised(by_factor({p: 1.0 for p in left if AGE[p] == youngest}, flat_weight))
+    temperature = 1.3 if rule == "softmax" else 0.0
+    return normalised(by_factor({p: math.exp(temperature * MEAN[p]) for p in left}, flat_weight))
+
+
+def mixed(recency_fraction: float, rule: str, left: list[int], flat_weight: float = 1.0) -> dict[Hashable, float]:
+    """Return the chances where a group is drawn by the recency rule with a probability, else by another rule."""
+    recency, priority = across("recency", left, flat_weight), across(rule, left, flat_weight)
+    return {p: recency_fraction * recency.get(p, 0.0) + (1 - recency_fraction) * priority.get(p, 0.0) for p in PROMPTS}
+
+
+def in_order(groups: int, chances: Callable[[list[int]], Mapping[Hashable, float]]) -> dict[Hashable, float]:
+    """Return the declared chance of each sequence of different prompts."""
+    declared: dict[Hashable, float] = {}
+    for sequence in itertools.permutations(PROMPTS, groups):
+        left, chance = list(PROMPTS), 1.0
+        for prompt in sequence:
+            chance *= chances(left).get(prompt, 0.0)
+            left.remove(prompt)
+        declared[sequence] = chance
+    return declared
+
+
+@pytest.mark.parametrize("flat_weight", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize(("rule", "groups"), [("uniform", 2), ("recency", 6), ("softmax", 2), ("rank", 2)])
+def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
+    """Compares the first prompts of a batch in their order, so it also tests draws without replacement."""
+    settings = rules(prompt_priority=rule, flat_group_weight=flat_weight)
+    found = batches(HISTORY, settings, groups=groups, samples=1)
+    drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
+    assert_drawn_as_declared(drawn, in_order(groups, lambda left: across(rule, left, flat_weight)))
+
+
+def test_a_group_is_drawn_by_the_recency_rule_with_probability_m():
+    settings = rules(recency_fraction=0.3, prompt_priority="softmax")
+    drawn = Counter(batch[0][0].prompt for batch in batches(HISTORY, settings, groups=1, samples=1))
+    assert_drawn_as_declared(drawn, mixed(0.3, "softmax", PROMPTS))
+
+
+@pytest.mark.parametrize("rule", ["softmax", "rank"])
+def test_no_rule_draws_a_prompt_that_the_other_rule_has_drawn(rule):
+    """Three groups of a batch, each by either rule: the chances are those among the prompts that are left."""
+    settings = rules(recency_fraction=0.5, prompt_priority=rule)
+    found = batches(HISTORY, settings, groups=3, samples=1)
+    drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
+    assert_drawn_as_declared(drawn, in_order(3, lambda left: mixed(0.5, rule, left)))
+
+
+def test_prompts_over_the_staleness_limit_are_not_ranked():
+    settings = rules(prompt_priority="rank", max_staleness=4)
+    drawn = Counter(batch[0][0].prompt for batch in batches(HISTORY, settings, groups=1, samples=1))
+    order = sorted((0, 1, 3, 4), key=lambda p: -MEAN[p])
+    assert_drawn_as_declared(drawn, normalised({p: rank**-1.2 for rank, p in enumerate(order, 1)}))
+
+
+def test_prompts_of_equal_score_are_ranked_by_first_appearance():
+    history = {prompt: [(10, float(prompt % 3), False)] for prompt in range(30)}
+    settings = rules(prompt_priority="rank", rank_exponent=1e6)
+    batch = next(batches(history, settings, groups=30, samples=1))
+    assert [group[0].prompt for group in batch] == sorted(history, key=lambda prompt: (-(prompt % 3), prompt))
+
+
+def within(rule: str) -> dict[int, float]:
+    """Return the declared weight of each trajectory of ONE_PROMPT."""
+    rewards = [reward for _, reward, _ in ONE_PROMPT]
+    if rule == "recency":
+        return {n: 1.0 for n, (step, _, _) in enumerate(ONE_PROMPT) if STEP - step <= 1}
+    if rule == "softmax":
+        return {n: math.exp(1.3 * reward) for n, reward in enumerate(rewards)}
+    if rule == "rank":
+        order = sorted(range(len(rewards)), key=lambda n: (-rewards[n], -n))
+        return {n: (order.index(n) + 1) ** -1.2 for n in range(len(rewards))}
+    return dict.fromkeys(range(len(rewards)), 1.0)
+
+
+@pytest.mark.parametrize("replacement", ["if_needed", "never", "always"])
+@pytest.mark.parametrize("rule", ["uniform", "recency", "softmax", "rank"])
+def test_trajectories_are_drawn_as_declared(rule, replacement):
+    """Two of a prompt, in the order in which they are drawn."""
+    settings = rules(trajectory_priority=rule, replacement=replacement)
+    found = batches({0: ONE_PROMPT}, settings, groups=1, samples=2)
+    drawn = Counter(tuple(entry.id for entry in group) for (group,) in found)
+    weights, declared = within(rule), {}
+    for first, second in itertools.product(weights, repeat=2):
+        rest = weights if replacement == "always" else {n: w for n, w in weights.items() if n != first}
+        declared[first, second] = normalised(weights)[first] * normalised(rest).get(second, 0.0)
+    assert_drawn_as_declared(drawn, declared)
+
+
+def test_with_too_few_trajectories_they_are_drawn_with_replacement_as_declared():
+    settings = rules(trajectory_priority="softmax")
+    found = batches({0: ONE_PROMPT[:2]}, settings, groups=1, samples=3)
+    drawn = Counter(tuple(entry.id for entry in group) for (group,) in found)
+    chance = normalised({0: math.exp(1.3 * 0.5), 1: math.exp(1.3 * 2.0)})
+    declared = {ids: math.prod(chance[n] for n in ids) for ids in itertools.product((0, 1), repeat=3)}
+    assert_drawn_as_declared(drawn, declared)
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e9])
+def test_softmax_draws_in_the_order_of_very_large_rewards(scale):
+    """All weights but the largest are 0 in floating point; the order is still right."""
+    history = {prompt: [(10, scale * prompt, False), (10, scale * (prompt + 0.25), False)] for prompt in range(5)}
+    settings = rules(inverse_temperature=1.0, prompt_priority="softmax")
+    batch = next(batches(history, settings, groups=5, samples=2))
+    assert [[entry.id for entry in group] for group in batch] == [[2 * n + 1, 2 * n] for n in (4, 3, 2, 1, 0)]
+
+
+def test_equal_rewards_are_drawn_alike_however_large_their_weights_are():
+    """The logarithm of a weight is so large here that noise added to it would be rounded away."""
+    history = {prompt: [(10, 1e9, False)] * 3 for prompt in range(3)}
+    settings = rules(inverse_temperature=1e8, prompt_priority="softmax", recency_fraction=0.0)
+    found = batches(history, settings, groups=1, samples=1)
+    drawn = Counter(group[0].id for (group,) in found)
+    assert_drawn_as_declared(drawn, dict.fromkeys(range(9), 1 / 9))

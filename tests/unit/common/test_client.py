@@ -1,0 +1,58 @@
+"""Which requests the client sends again."""
+
+from tba.common.wire import messages
+from tba.common.wire.channels import ServerChannel
+from tba.common.wire.client import BufferClient
+from tba.common.wire.codec import decode_request, encode_reply
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.clock import ManualClock
+
+STATE = messages.RunState(weights=None, step=0, finished=False)
+
+
+class Server:
+    """A server that answers on command."""
+
+    def __init__(self) -> None:
+        self.channel = ServerChannel("tcp://127.0.0.1:*")
+        self.peer = b""
+
+    def receive(self) -> list[int]:
+        """Return the ids of the requests that have arrived."""
+        found = []
+        for peer, frames in self.channel.receive(0.1, 64):
+            self.peer = peer
+            found.append(decode_request(frames).header.id)
+        return found
+
+    def answer(self, id_: int) -> None:
+        assert self.channel.send(self.peer, encode_reply(messages.Done(), id=id_, run="r", state=STATE))
+
+
+def test_a_reply_to_an_earlier_request_delays_the_resending_of_later_ones():
+    server, clock = Server(), ManualClock()
+    client = BufferClient(server.channel.address, role="searcher", name="s", clock=clock)
+
+    def received(count: int) -> list[int]:
+        """Return the ids that the server receives: `count` of them, and whatever follows within 0.2 s."""
+        found: list[int] = []
+        wait_until(lambda: client.poll(0.05) or found.extend(server.receive()) or len(found) >= count, 10)
+        client.poll(0.1)
+        return found + server.receive()
+
+    try:
+        ids = [client.post(messages.Goodbye()) for _ in range(4)]
+        assert received(4) == ids
+        clock.advance(2)
+        server.answer(ids[0])
+        assert received(0) == []
+        # Four seconds after they were sent, two after an earlier request was answered.
+        clock.advance(2)
+        server.answer(ids[3])
+        assert received(0) == []
+        # A reply to a later request does not restart the timeout of earlier ones.
+        clock.advance(2)
+        assert received(2) == ids[1:3]
+    finally:
+        client.close()
+        server.channel.close()

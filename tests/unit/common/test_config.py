@@ -1,0 +1,137 @@
+"""The configuration: layers, origins, and one sentence per mistake."""
+
+from pathlib import Path
+
+import pytest
+
+from tba.common.config import Config
+from tba.common.config.layers import fields, resolve, value_of
+from tba.common.errors import ConfigError
+
+# Keys whose value None means that it is derived from other keys.
+OPTIONAL = {"buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
+ROOT = Path(__file__).parents[3]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def refusal(file: Path | None = None, **arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, environment=arguments.pop("environment", {}), **arguments)
+    assert caught.value.exit_code == 78
+    return str(caught.value)
+
+
+def test_flag_wins_over_environment_over_file_over_default(tmp_path):
+    file = write(tmp_path, "[train]\nsteps = 1\nlearning_rate = 1.0\nbeta = 1.0")
+    resolved = resolve(
+        file,
+        environment={"TBA_TRAIN__STEPS": "2", "TBA_TRAIN__LEARNING_RATE": "2.0"},
+        overrides={"train.steps": 3, "train.gpu": None},
+    )
+    assert (resolved.config.train.steps, resolved.config.train.learning_rate, resolved.config.train.beta) == (3, 2, 1)
+    origins = [resolved.origin(f"train.{key}") for key in ("steps", "learning_rate", "beta", "gpu")]
+    assert origins == ["command line", "TBA_TRAIN__LEARNING_RATE", str(file), "default"]
+
+
+def test_set_assigns_values_parsed_as_toml():
+    resolved = resolve(None, environment={}, assignments=["train.adam_betas=[0.8, 0.9]", "search.gpus=cpu"])
+    assert resolved.config.train.adam_betas == (0.8, 0.9)
+    assert resolved.config.search.gpus == "cpu"
+
+
+def test_an_unknown_key_names_the_nearest_one(tmp_path):
+    file = write(tmp_path, "[train]\nlearning_rat = 1.0")
+    assert refusal(file) == f"unknown key train.learning_rat ({file}): did you mean train.learning_rate?"
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("train.max_tokens", "did you mean search.max_tokens?"),
+        ("trian.learning_rate", "did you mean train.learning_rate?"),
+        ("train.warmup_step", "did you mean train.warmup_steps?"),
+        ("train.objective", "`tba config show` lists all keys"),
+        ("buffer.port", "`tba config show` lists all keys"),
+        ("learning_rate", "did you mean train.learning_rate?"),
+        ("rtain.samples_per_prompt", "did you mean train.samples_per_prompt?"),
+        ("bojective.name", "did you mean objective.name?"),
+        ("erward_model.path", "did you mean reward_model.path?"),
+        ("train.gpus", "did you mean train.gpu?"),
+    ],
+)
+def test_the_hint_names_a_similar_key_or_none(key, hint):
+    with pytest.raises(ConfigError) as error:
+        resolve(None, environment={}, assignments=[f"{key}=1"])
+    assert str(error.value) == f"unknown key {key} (--set): {hint}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[train]\nsteps = "many"', "train.steps = 'many' ("),
+        ('[train]\nsteps = "many"', "integer"),
+        ("[train\n", "line 1"),
+        ("steps = 3", "`steps` is outside a section"),
+    ],
+)
+def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
+    assert words in refusal(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (["train.samples_per_prompt=1"], "greater than or equal to 2"),
+        (["train.steps"], "section.key=value"),
+        (["buffer.max_staleness=0", "train.publish_every=2"], "publish_every"),
+        (["task.name=gsm8k"], "task.train"),
+        (["task.name=arithmetik"], "use arithmetic, gsm8k, or your own"),
+    ],
+)
+def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):
+    assert words in refusal(assignments=assignments)
+
+
+def test_an_unknown_key_in_the_environment_is_an_error():
+    assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
+
+
+def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):
+    asked = {"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}
+    file = write(tmp_path, '[search.vllm]\nkv_cache_dtype = "fp8"\nspeculative_config = { method = "ngram" }')
+    assert resolve(file, environment={}).config.search.vllm == asked
+    text = '{ kv_cache_dtype = "fp8", speculative_config = { method = "ngram" } }'
+    assert resolve(None, environment={}, assignments=[f"search.vllm={text}"]).config.search.vllm == asked
+    assert resolve(None, environment={"TBA_SEARCH__VLLM": text}).config.search.vllm == asked
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("model='x'", "model cannot be set here: set model.path"),
+        ("max_num_seqs=8", "max_num_seqs cannot be set here: set search.max_in_flight"),
+        ("logprobs_mode='raw_logprobs'", "those of the distribution that was sampled from"),
+        ("seed=1", "set run.seed"),
+        ("data_parallel_size=2", "an engine runs on the search.tensor_parallel GPUs"),
+    ],
+)
+def test_an_engine_argument_that_tba_sets_is_refused_with_the_reason(argument, reason):
+    assert reason in refusal(assignments=[f"search.vllm={{ {argument} }}"])
+
+
+def test_every_field_is_documented():
+    assert [key for key, field in fields() if not field.description] == []
+
+
+def test_every_key_has_a_value():
+    assert all(value_of(Config(), key) is not None for key, _ in fields() if key not in OPTIONAL)
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.toml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_is_valid(file):
+    assert resolve(file, environment={}).config.model.path

@@ -1,0 +1,39 @@
+"""CPU cores of several processes on one machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tba.common.system.cpu_affinity import openmp_threads, partition_cores, starting_on
+
+
+@pytest.mark.parametrize("processes", range(1, 9))
+def test_the_parts_are_disjoint_and_complete_and_sizes_differ_by_at_most_one(processes, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3, 11)))
+    parts = partition_cores(processes)
+    assert len(parts) == processes
+    assert sorted(core for part in parts for core in part) == list(range(3, 11))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_more_processes_than_cores_get_all_of_them(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert partition_cores(3) == [[0, 1]] * 3
+
+
+def test_a_child_starts_on_its_cores_and_the_parent_keeps_its_own():
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    with starting_on([core]):
+        command = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == str({core})
+    assert os.sched_getaffinity(0) == before
+
+
+def test_processes_that_share_cores_get_one_openmp_thread():
+    assert openmp_threads([[0, 1], [0, 1], [0, 1]]) == 1
+    assert openmp_threads([[0, 1, 2], [3, 4]]) == 2
+    assert openmp_threads([[0, 1]]) == 2

@@ -1,0 +1,109 @@
+"""Lists of GPUs and the output of nvidia-smi, which a small program on PATH replaces."""
+
+import pytest
+
+from tba.common.errors import DeviceBusy, UsageError
+from tba.common.system.devices import Gpu, check_free, choose_gpus, group_gpus, label, list_gpus
+
+EIGHT = [Gpu(str(n), uuid=f"GPU-{n}aaa-{n}", total_mib=80_000) for n in range(8)]
+NAMES = [str(n) for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [("0-6", NAMES[:7]), ("7", ["7"]), ("0,2,4", ["0", "2", "4"]), ("0-1,7", ["0", "1", "7"]), ("all", NAMES)],
+)
+def test_a_list_of_gpus_is_parsed(wanted, chosen):
+    assert choose_gpus(wanted, EIGHT, "train.gpu") == chosen
+
+
+@pytest.mark.parametrize("name", ["GPU-3aaa-3", "GPU-3a", "MIG-1"])
+def test_a_uuid_is_passed_through(name):
+    assert choose_gpus(name, EIGHT, "train.gpu") == [name]
+
+
+@pytest.mark.parametrize("wanted", ["", "a", "3-1", "0;1", "-1", "1-"])
+def test_a_malformed_list_is_refused(wanted):
+    with pytest.raises(UsageError, match="is not a list of GPUs"):
+        choose_gpus(wanted, EIGHT, "train.gpu")
+
+
+@pytest.mark.parametrize("name", ["9", "GPU-9"])
+def test_the_error_of_a_missing_gpu_lists_the_existing_ones(name):
+    with pytest.raises(UsageError, match=f"GPU {name} .* does not exist: this machine has 0 .GPU-0aaa-0., 1"):
+        choose_gpus(f"0,{name}", EIGHT[:2], "train.gpu")
+
+
+def test_an_ambiguous_prefix_of_uuids_is_refused():
+    with pytest.raises(UsageError, match="several UUIDs"):
+        choose_gpus("GPU-", EIGHT, "train.gpu")
+
+
+@pytest.mark.parametrize("wanted", ["0-3,3", "3,GPU-3aaa"])
+def test_a_gpu_named_twice_is_refused(wanted):
+    with pytest.raises(UsageError, match="GPU 3 is named twice"):
+        choose_gpus(wanted, EIGHT, "train.gpu")
+
+
+def test_the_error_without_gpus_names_setting_and_option():
+    with pytest.raises(
+        UsageError, match=r'^train.gpu asks for GPU 0, but this machine shows no GPU .*: set train.gpu = "cpu"'
+    ):
+        choose_gpus("0", [], "train.gpu")
+    with pytest.raises(UsageError, match='pass --cpu 1, or set search.gpus = "cpu"'):
+        choose_gpus("0", [], "search.gpus", "--cpu 1")
+
+
+def test_gpus_are_cut_into_consecutive_groups():
+    assert group_gpus(["0", "1", "4", "5"], 2) == [["0", "1"], ["4", "5"]]
+    assert [label(group) for group in (["3"], ["0", "1"], ["GPU-8f"])] == ["gpu3", "gpu0-1", "GPU-8f"]
+    with pytest.raises(UsageError, match=r"3 GPUs \(0, 1, 2\) cannot be cut into groups of .* = 2"):
+        group_gpus(["0", "1", "2"], 2)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Return a function that puts a fake nvidia-smi on PATH, which answers both queries or fails."""
+
+    def install(gpus: str = "", apps: str = "", failure: str = "") -> None:
+        (tmp_path / "gpus").write_text(gpus)
+        (tmp_path / "apps").write_text(apps)
+        fails = f"echo '{failure}'; exit 9" if failure else ""
+        program = tmp_path / "nvidia-smi"
+        program.write_text(
+            f'#!/bin/sh\n{fails}\ncase "$1" in --query-gpu=*) cat {tmp_path}/gpus;; *) cat {tmp_path}/apps;; esac\n'
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return install
+
+
+TWO = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 70000\n"
+
+
+def test_the_error_of_a_busy_gpu_names_the_process_on_it(nvidia_smi):
+    nvidia_smi(TWO, "GPU-bb, 4711, /usr/bin/python3, 69990\n")
+    gpus = list_gpus()
+    assert [gpu.index for gpu in gpus] == ["0", "1"]
+    check_free(["0"], gpus, utilization=0.9)
+    check_free(["1"], gpus, utilization=0.1)
+    with pytest.raises(DeviceBusy, match=r"GPU 1 is busy: python3 \(pid 4711, 69990 MiB\).*needs 73403 MiB; end that"):
+        check_free(["0", "1"], gpus, utilization=0.9)
+
+
+def test_gpus_that_a_scheduler_hides_are_not_listed(nvidia_smi, monkeypatch):
+    nvidia_smi(TWO)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
+    assert [gpu.index for gpu in list_gpus()] == ["1"]
+    with pytest.raises(UsageError, match="GPU 0 .* does not exist"):
+        choose_gpus("0", list_gpus(), "train.gpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list_gpus() == []
+
+
+def test_the_error_of_a_failing_driver_has_its_message(nvidia_smi):
+    nvidia_smi(failure="NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.")
+    with pytest.raises(UsageError, match="no GPU can be used: NVIDIA-SMI has failed because"):
+        list_gpus()

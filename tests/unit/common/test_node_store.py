@@ -1,0 +1,61 @@
+"""Locks and records of the directory that a node's trainer and searchers share."""
+
+import fcntl
+import os
+import threading
+
+import pytest
+
+from tba.common.weights import node_store
+from tba.common.weights.node_store import is_proved, pin, record_proof
+from tba.common.weights.snapshot import SnapshotKey
+from tba.tests.helpers.checks import not_none
+
+KEY = SnapshotKey(3, "a" * 64)
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    path = tmp_path / KEY.name
+    path.mkdir()
+    return path
+
+
+def locked(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def test_a_pin_does_not_wait_for_a_directory_that_its_owner_takes_back(snapshot, tmp_path):
+    descriptor, found = locked(snapshot), []
+    waiting = threading.Thread(target=lambda: found.append(pin(tmp_path, KEY)))
+    waiting.start()
+    # The trainer keeps its lock while it writes the next snapshot.
+    snapshot.rename(tmp_path / ".v00000000-part")
+    waiting.join(20)
+    assert found == [None]
+    os.close(descriptor)
+
+
+def test_a_pin_waits_for_a_lock_that_ends(snapshot, tmp_path):
+    descriptor, found = locked(snapshot), []
+    waiting = threading.Thread(target=lambda: found.append(pin(tmp_path, KEY)))
+    waiting.start()
+    os.close(descriptor)
+    waiting.join(20)
+    assert not_none(found[0]).path == snapshot
+    not_none(found[0]).release()
+
+
+def test_a_record_is_for_one_manifest_one_user_and_one_boot(snapshot, tmp_path, monkeypatch):
+    assert not is_proved(snapshot, KEY.manifest_sha256)
+    record_proof(snapshot, KEY.manifest_sha256)
+    assert is_proved(snapshot, KEY.manifest_sha256)
+    assert not is_proved(snapshot, "b" * 64)
+    monkeypatch.setattr(os, "getuid", lambda: snapshot.stat().st_uid + 1)
+    assert not is_proved(snapshot, KEY.manifest_sha256)
+    monkeypatch.undo()
+    (tmp_path / "boot_id").write_text("another\n")
+    monkeypatch.setattr(node_store, "_BOOT", tmp_path / "boot_id")
+    assert not is_proved(snapshot, KEY.manifest_sha256)

@@ -1,0 +1,291 @@
+"""The messages: their exact bytes, and an error for everything malformed."""
+
+import hashlib
+
+import msgpack
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tba.common.errors import Oversize, VersionMismatch, WireError
+from tba.common.wire import codec, file_messages, messages
+from tba.common.wire.codec import (
+    MAX_HEADER_BYTES,
+    decode_file_reply,
+    decode_reply,
+    decode_request,
+    encode_file_reply,
+    encode_reply,
+    encode_request,
+    request_id_of,
+)
+from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.trajectory import pack, unpack_arrays
+from tba.tests.helpers.puts import put_message
+
+REF = messages.WeightsRef(version=7, step=14, path="/s/v00000007", manifest_sha256="ab" * 32)
+STATE = messages.RunState(weights=REF, step=14, finished=False)
+COUNTS = {f"{name}_count": [1] for name in ("prompt_ids", "response_ids", "logprobs", "version_runs")}
+
+# One of each request and reply. If these bytes change, the protocol changes: raise its version.
+REQUESTS = {
+    "hello": messages.Hello(host="node", pid=42, software="tba 0.1.0"),
+    "register_prompts": messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=1, offset=0, keys=["p0"]),
+    "lease_prompts": messages.LeasePrompts(want=2, held=[3], weights_version=7, wait_seconds=1.0),
+    "sample_batch": messages.SampleBatch(step=14, prompts=2, samples=4, reference="initial", wait_seconds=0.5),
+    "report_step": messages.ReportStep(
+        step=14, metrics={"loss": 0.5}, reference="initial", trajectory_ids=[9], reference_logprobs=[-1.5]
+    ),
+    "announce_snapshot": messages.AnnounceSnapshot(weights=REF, bytes=100),
+    "finish_run": messages.FinishRun(step=15),
+    "heartbeat": messages.Heartbeat(
+        activity="waiting", reason="prompts", weights_version=None, metrics={"x": 1.0}, serves="tcp://n:1"
+    ),
+    "goodbye": messages.Goodbye(),
+    "get_status": GetStatus(),
+}
+REPLIES = {
+    "welcome": messages.Welcome(run_name="demo", next_version=8, recorded_steps=15),
+    "registered": messages.Registered(known=1, complete=True),
+    "leases": messages.Leases(visits=[messages.Visit(lease=5, epoch=0, prompt_key="p0")], reason=""),
+    "put_ack": messages.PutAck(first_sequence=0, stored=4, duplicates=0),
+    "not_ready": messages.NotReady(reason="3 of 7 prompts have trajectories"),
+    "sources": messages.Sources(addresses=["tcp://node:5759"]),
+    "done": messages.Done(),
+    "failure": messages.Failure(code="malformed", message="field body: missing"),
+}
+
+
+FILE_MESSAGES = {
+    "fetch_chunk": file_messages.FetchChunk(version=7, file="model.safetensors", offset=1 << 33, length=1 << 20),
+    "chunk": file_messages.Chunk(offset=1 << 33, file_bytes=(1 << 33) + 3),
+    "failure": REPLIES["failure"],
+}
+
+
+def request(message: messages.Message, frames: list[bytes] | None = None) -> list[bytes]:
+    return encode_request(message, id=3, role="searcher", sender="s.1", run="r", frames=frames or [])
+
+
+def views(frames: list[bytes]) -> list[memoryview]:
+    return [memoryview(frame) for frame in frames]
+
+
+def repacked(frames: list[bytes], **changes: object) -> list[memoryview]:
+    header = msgpack.unpackb(frames[0]) | changes
+    return views([msgpack.packb(header), *frames[1:]])
+
+
+@pytest.mark.parametrize("name", sorted(REQUESTS))
+def test_every_request_survives_the_wire(name):
+    decoded = decode_request(views(request(REQUESTS[name])))
+    assert (decoded.header.type, decoded.header.id, decoded.header.sender) == (name, 3, "s.1")
+    assert decoded.message == REQUESTS[name]
+
+
+@pytest.mark.parametrize("name", sorted(REPLIES))
+def test_every_reply_survives_the_wire(name):
+    decoded = decode_reply(views(encode_reply(REPLIES[name], id=3, run="r", state=STATE)))
+    assert decoded.message == REPLIES[name]
+    assert decoded.header.state == STATE
+
+
+def test_every_message_class_is_covered():
+    assert set(codec.REQUESTS) == set(REQUESTS) | {"put_trajectories"}
+    assert set(codec.REPLIES) == set(REPLIES) | {"batch", "status"}
+    assert set(codec.FILE_REQUESTS) | set(codec.FILE_REPLIES) == set(FILE_MESSAGES)
+
+
+def test_every_message_of_the_file_server_survives_the_wire():
+    decoded = decode_request(views(request(FILE_MESSAGES["fetch_chunk"])), codec.FILE_REQUESTS)
+    assert (decoded.header.id, decoded.message) == (3, FILE_MESSAGES["fetch_chunk"])
+    for name, frames in (("chunk", [b"abc"]), ("failure", [])):
+        reply = decode_file_reply(views(encode_file_reply(FILE_MESSAGES[name], id=3, run="r", frames=frames)))
+        assert (reply.header.id, reply.message, [bytes(f) for f in reply.frames]) == (3, FILE_MESSAGES[name], frames)
+
+
+def test_the_bytes_of_a_chunk_are_those_of_protocol_version_1():
+    frames = encode_file_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=[b"abc"])
+    assert [frame.hex() for frame in frames] == [
+        "85a17601a474797065a56368756e6ba2696403a372756ea0a4626f647982"
+        "a66f6666736574cf0000000200000000aa66696c655f6279746573cf0000000200000003",
+        b"abc".hex(),
+    ]
+
+
+@pytest.mark.parametrize("frames", [[], [b"a", b"b"]])
+def test_a_chunk_has_exactly_one_frame_of_bytes(frames):
+    with pytest.raises(WireError, match="one frame of bytes"):
+        decode_file_reply(views(encode_file_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=frames)))
+
+
+def test_the_buffer_does_not_know_the_messages_of_the_file_server():
+    with pytest.raises(WireError, match="unknown message type 'fetch_chunk'"):
+        decode_request(views(request(FILE_MESSAGES["fetch_chunk"])))
+
+
+def test_the_bytes_of_a_request_are_those_of_protocol_version_1():
+    header = {
+        "role": "searcher",
+        "sender": "s.1",
+        "v": 1,
+        "type": "lease_prompts",
+        "id": 3,
+        "run": "r",
+        "body": {"want": 2, "held": [3], "weights_version": 7, "wait_seconds": 1.0},
+    }
+    assert request(REQUESTS["lease_prompts"]) == [msgpack.packb(header)]
+    assert request(REQUESTS["goodbye"])[0].hex() == (
+        "87a4726f6c65a87365617263686572a673656e646572a3732e31a17601a474797065a7676f6f64627965"
+        "a2696403a372756ea172a4626f647980"
+    )
+
+
+def test_a_put_carries_one_frame_per_array_kind_and_decodes_to_the_same_arrays(trajectory):
+    sent = [trajectory(tokens=[1, 2, 3]), trajectory(tokens=[9])]
+    message, frames = put_message(sent)
+    decoded = decode_request(views(request(message, frames)))
+    assert isinstance(decoded.message, messages.PutTrajectories)
+    arrays = unpack_arrays(decoded.message.rows.model_dump(), decoded.frames)
+    assert [a.tolist() for a in arrays["response_ids"]] == [[1, 2, 3], [9]]
+    assert [a.tolist() for a in arrays["version_runs"]] == [[[0, 3]], [[0, 1]]]
+
+
+def test_a_put_has_a_column_of_reference_logprobs_only_if_a_row_has_one(trajectory):
+    def body_of(rows):
+        message, frames = put_message(rows)
+        sent = request(message, frames)
+        assert decode_request(views(sent)).message == message
+        return msgpack.unpackb(sent[0])["body"]["rows"], hashlib.sha256(b"".join(sent)).hexdigest()
+
+    # The bytes of a put of protocol version 1 without the column.
+    rows, digest = body_of([trajectory(), trajectory(tokens=[9])])
+    assert "reference_logprob" not in rows
+    assert digest == "42964edf3a5e1578d2a642ea1ccd5ce1777db009c92cc350f103576ff3af67bf"
+    rows, _ = body_of([trajectory(reference_logprob=-1.5), trajectory()])
+    assert rows["reference_logprob"] == [-1.5, None]
+
+
+@pytest.mark.parametrize("column", [[-1.0], [-1.0, float("nan")], [-1.0, "0"]])
+def test_a_column_of_reference_logprobs_has_a_number_or_none_for_each_row(trajectory, column):
+    columns, _ = pack([trajectory(), trajectory()])
+    with pytest.raises(ValidationError, match="reference_logprob"):
+        messages.Rows.model_validate(columns | {"reference_logprob": column})
+
+
+STATUS = request(GetStatus())
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        (views([b"\xc1\xff\x00garbage"]), "not msgpack"),
+        (views([msgpack.packb([1, 2])]), "not a map"),
+        ([], "empty"),
+        (repacked(STATUS, type="frobnicate"), "frobnicate"),
+        (repacked(STATUS, body=None), "no body that is a map"),
+        (repacked(STATUS, body=[]), "no body that is a map"),
+        (repacked(STATUS, body="lease_prompts"), "no body that is a map"),
+        (repacked(STATUS, body={"surprise": 1}), "surprise"),
+        (views(request(GetStatus(), [b"1234"])), "carries no arrays"),
+        # Deeply nested.
+        (views([b"\x91" * 100_000]), None),
+    ],
+)
+def test_a_malformed_request_is_refused_with_the_reason(frames, words):
+    with pytest.raises(WireError, match=words):
+        decode_request(frames)
+
+
+def test_another_protocol_version_is_named():
+    with pytest.raises(VersionMismatch, match="version 99"):
+        decode_request(repacked(STATUS, v=99))
+
+
+@pytest.mark.parametrize("want", [-1, "two", 1.5, None, 1 << 40])
+def test_a_field_out_of_range_or_of_the_wrong_type_is_named(want):
+    body = {"want": want, "held": [], "weights_version": 0, "wait_seconds": 0.0}
+    with pytest.raises(WireError, match="want"):
+        decode_request(repacked(request(REQUESTS["lease_prompts"]), body=body))
+
+
+def test_frames_that_do_not_add_up_to_their_counts_are_refused(trajectory):
+    message, frames = put_message([trajectory()])
+    frames[1] = frames[1][:-1]
+    with pytest.raises(WireError, match="response_ids has 11 bytes"):
+        decode_request(views(request(message, frames)))
+
+
+def test_columns_of_different_length_are_refused(trajectory):
+    columns, _ = pack([trajectory(), trajectory()])
+    columns["reward"] = [1.0]
+    with pytest.raises(ValueError, match="column reward has 1 row,"):
+        messages.Rows.model_validate(columns)
+
+
+def test_an_oversize_header_is_refused_before_it_is_decoded():
+    with pytest.raises(Oversize):
+        decode_request([memoryview(bytes(MAX_HEADER_BYTES + 1))])
+
+
+def test_the_id_of_a_malformed_request_is_found_if_it_has_one():
+    assert request_id_of(repacked(request(GetStatus()), v=99)) == 3
+    assert request_id_of(views([b"\xff"])) == 0
+
+
+@pytest.mark.parametrize("depth", [100, 900, 1000, 1020])
+def test_a_nested_protocol_version_is_malformed_at_any_depth(depth):
+    nested: object = 1
+    for _ in range(depth):
+        nested = [nested]
+    with pytest.raises(WireError):
+        decode_request(views([msgpack.packb({"v": nested})]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sampling": {"temperature": float("inf"), "top_p": 1.0}}, "temperature"),
+        ({"sampling": {"temperature": "hot", "top_p": 1.0}}, "temperature"),
+        ({"reward": 1e308}, "reward"),
+        ({"reward": float("nan")}, "reward"),
+        ({"created_at": 1e300}, "created_at"),
+        ({"created_at": -1.0}, "created_at"),
+        ({"created_at": float("nan")}, "created_at"),
+        ({"stop_reason": "boredom"}, "stop_reason"),
+    ],
+)
+def test_rows_with_impossible_values_are_refused(trajectory, changes, sentence):
+    columns, _ = pack([trajectory(**changes)])
+    with pytest.raises(ValueError, match=sentence):
+        messages.Rows.model_validate(columns)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": [-7]}, "negative token id"),
+        ({"tokens": []}, "empty response_ids"),
+        ({"prompt_ids": np.zeros(0, np.int32)}, "empty prompt_ids"),
+        ({"tokens": [1], "logprobs": np.array([np.nan], np.float32)}, "not finite"),
+        ({"logprobs": np.zeros(2, np.float32)}, "differ in length"),
+        ({"version_runs": np.array([[0, 2]], np.int32)}, "version runs"),
+    ],
+)
+def test_arrays_that_no_model_can_produce_are_refused(trajectory, changes, words):
+    with pytest.raises(WireError, match=words):
+        decode_request(views(request(*put_message([trajectory(**changes)]))))
+
+
+def test_a_trajectory_with_an_error_may_be_empty(trajectory):
+    decode_request(views(request(*put_message([trajectory(tokens=[], error="it failed")]))))
+
+
+def test_a_request_for_a_batch_too_large_to_send_is_refused():
+    with pytest.raises(ValueError, match="at most 65536"):
+        messages.SampleBatch(step=0, prompts=1000, samples=1000, reference="r", wait_seconds=0.0)
+
+
+def test_prompts_beyond_the_size_of_the_task_are_refused():
+    with pytest.raises(ValidationError, match="prompts 3 to 4 of a task of 4"):
+        messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=3, keys=["p3", "p4"])

@@ -1,0 +1,90 @@
+"""The display of `tba run` without a terminal, and counted nouns."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tba.common.quantity import quantity
+from tba.common.wire.status_messages import ClientStatus, Status
+from tba.deploy.display import Display, explain, summary_line
+from tba.tests.helpers.clock import ManualClock
+
+
+def make_status(step: int = 0, **changes) -> Status:
+    numbers = dict.fromkeys(
+        ("uptime_seconds", "epoch", "prompts", "trajectories", "errors", "duplicates", "sampleable", "puts_per_second",
+         "database_bytes", "queued_bytes", "commit_seconds", "batches_without_recent_data"), 0,
+    )  # fmt: skip
+    fields = {"run_name": "r", "step": step, "finished": False, "rejected": {}, "clients": []} | dict.fromkeys(
+        ("trainer_waits_for", "no_recent_data"), ""
+    )
+    return Status.model_validate(numbers | fields | changes)
+
+
+def make_client(role: str, **changes) -> ClientStatus:
+    fields: dict[str, Any] = {
+        "role": role,
+        "sender": f"{role}.1",
+        "host": "h",
+        "silent_seconds": 0.1,
+        "activity": "training",
+    }
+    numbers: dict[str, Any] = {
+        "reason": "",
+        "weights_version": None,
+        "metrics": {},
+        "trajectories": 0,
+        "duplicates": 0,
+        "leases": 0,
+    }
+    return ClientStatus.model_validate(fields | numbers | changes)
+
+
+@pytest.fixture
+def pipe():
+    """Return a display without a terminal, its clock, and its output."""
+    clock, output = ManualClock(), io.StringIO()
+    return Display(Console(file=output, width=200), steps=80, clock=clock), clock, output
+
+
+def test_an_unchanged_line_is_printed_once_a_minute(pipe):
+    display, clock, output = pipe
+    for _ in range(121):
+        display.show(make_status(), starting={"trainer"})
+        clock.advance(1)
+    assert output.getvalue() == "step 0/80  the trainer is loading the model\n" * 3
+
+
+def test_changes_are_printed_every_few_seconds_and_the_last_line_always(pipe):
+    display, clock, output = pipe
+    for step in range(1, 11):
+        display.show(make_status(step))
+        clock.advance(1)
+    display.show(make_status(10), last=True)
+    steps = [line.split()[1] for line in output.getvalue().splitlines()]
+    assert steps == ["1/80", "6/80", "10/80"]
+
+
+def test_the_explanation_names_what_a_starting_run_waits_for():
+    assert explain(make_status()) == "no trainer has connected yet: it connects after loading its model"
+    assert explain(make_status(), {"trainer", "searcher"}) == "the trainer is loading the model"
+    previous = make_client("trainer", activity="gone")
+    assert explain(make_status(5, clients=[previous])) == "the trainer left after step 5"
+    assert explain(make_status(5, clients=[previous]), {"trainer"}) == "the trainer is loading the model"
+    waiting = make_status(clients=[make_client("trainer")], trainer_waits_for="0 of 8 prompts have trajectories")
+    assert explain(waiting, {"searcher"}).endswith(
+        "(0 of 8 prompts have trajectories); the searchers are loading the model"
+    )
+
+
+def test_a_batch_without_recent_data_is_named():
+    lagging = make_status(5, clients=[make_client("trainer")], no_recent_data="the last batch found no data")
+    assert explain(lagging) == "the trainer is training; the last batch found no data"
+    assert summary_line(lagging, 80, None).endswith("the last batch found no data")
+
+
+def test_a_noun_agrees_with_its_number():
+    assert [quantity(n, "step") for n in (0, 1, 2, 1024)] == ["0 steps", "1 step", "2 steps", "1024 steps"]
+    assert [quantity(n, "entry is", "entries are") for n in (1, 2)] == ["1 entry is", "2 entries are"]

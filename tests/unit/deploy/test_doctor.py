@@ -1,0 +1,293 @@
+"""`tba doctor` on nodes with GPUs: a small package stands for torch, and a small program for nvidia-smi."""
+
+import os
+import pwd
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.common.config import Config
+from tba.common.errors import ConfigError
+from tba.common.weights.tensor_file import Tensor, write_tensor_file
+from tba.deploy import doctor_gpu, doctor_storage
+from tba.deploy.doctor import examine
+from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology, parse_topology
+from tba.deploy.doctor_storage import (
+    check_disk,
+    check_other_nodes,
+    check_weights_directory,
+    count_parameters,
+    deleted_at_logout,
+    mount_of,
+)
+from tba.trainer.loop import prepare
+
+HEADER = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |"
+# Four GPUs: 0 and 1 have NVLink and are on NUMA node 0, 2 and 3 are on node 1. Names of columns are underlined.
+MATRIX = "\n".join([
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m",
+    "GPU0\t X \tNV18\tSYS\tSYS\tPXB\t0-31\t0\t\tN/A",
+    "GPU1\tNV18\t X \tSYS\tSYS\tPXB\t0-31\t0\t\tN/A",
+    "GPU2\tSYS\tSYS\t X \tPHB\tSYS\t32-63\t1\t\tN/A",
+    "GPU3\tSYS\tSYS\tPHB\t X \tSYS\t32-63\t1\t\tN/A",
+    "NIC0\tPXB\tPXB\tSYS\tSYS\t X \t\t\t\t",
+    "",
+    "Legend:",
+    "",
+    "  X    = Self",
+])  # fmt: skip
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate(sections)
+
+
+ON_GPUS = config_of(search={"gpus": "0-2"}, train={"gpu": "3"})
+ON_CPU = config_of(search={"gpus": "cpu"}, train={"gpu": "cpu"})
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch) -> Callable[..., None]:
+    """A function that puts a torch and an nvidia-smi on this machine, in front of the real ones."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(*, cuda: str | None = "12.8", gpus: int = 4, error: str = "", header: str | None = HEADER) -> None:
+        package = tmp_path / "stub/torch"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text(
+            "class version: cuda = " + repr(cuda) + "\n__version__ = '2.13.0'\nclass cuda:\n"
+            f"    is_available = staticmethod(lambda: {gpus > 0})\n    device_count = staticmethod(lambda: {gpus})\n"
+            f"    @staticmethod\n    def init():\n        if {error!r}: raise RuntimeError({error!r})\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", str(package.parent))
+        if header is None:
+            monkeypatch.setenv("PATH", "/nowhere")
+            return
+        rows = "".join(f"{n}, GPU-{n}aaa, 81559, 0\n" for n in range(4))
+        for name, text in (("header", header), ("matrix", MATRIX), ("gpus", rows)):
+            (tmp_path / name).write_text(text)
+        program = tmp_path / "bin/nvidia-smi"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(
+            f'#!/bin/sh\ncase "$1" in topo) cat {tmp_path}/matrix;; --query-gpu=*) cat {tmp_path}/gpus;; '
+            f'"") cat {tmp_path}/header;; esac\n'
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+    return install
+
+
+def test_a_driver_of_the_same_major_release_is_ok(node):
+    node()
+    expected = "torch 2.13.0 for CUDA 12.8 shows 4 GPUs with driver 550.54.15 (CUDA 12.4)"
+    assert check_cuda(ON_GPUS) == ("ok", expected)
+    assert check_cuda(ON_CPU) == ("ok", "no GPU is configured")
+
+
+@pytest.mark.parametrize(("machine", "words"), [
+    ({"cuda": "13.0"}, "torch 2.13.0 is built for CUDA 13.0, and driver 550.54.15 supports CUDA up to 12.4: update"),
+    ({"cuda": None}, "torch 2.13.0 is built without CUDA: install the wheel for CUDA"),
+    ({"header": None, "error": "Found no NVIDIA driver"}, "no NVIDIA driver is visible (nvidia-smi names none), and"),
+    ({"error": "Error 802: system not yet initialized"}, "torch says: Error 802: system not yet initialized"),
+])  # fmt: skip
+def test_why_torch_shows_no_gpu_is_named(node, machine, words):
+    node(gpus=0, **machine)
+    result, detail = check_cuda(ON_GPUS)
+    assert (result, words in detail) == ("fail", True), detail
+
+
+def test_a_missing_or_broken_torch_is_no_finding_about_the_driver(node, tmp_path):
+    node()
+    (tmp_path / "stub/torch/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    assert check_cuda(ON_GPUS) == ("unchecked", "torch is not installed here")
+    (tmp_path / "stub/torch/__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
+    assert check_cuda(ON_GPUS) == ("fail", "torch does not load: ImportError: libcudart.so.13: cannot open")
+
+
+def test_the_trainer_says_why_torch_shows_no_gpu(node):
+    """The real torch of the tests has no CUDA, or no driver."""
+    node(header=None)
+    with pytest.raises(ConfigError, match=r"torch sees none: (torch \S+ is built without CUDA|no NVIDIA driver)"):
+        prepare(ON_GPUS, "cuda:0")
+
+
+def test_triton_needs_a_compiler_and_the_headers_of_python(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    result, detail = check_compiler(ON_GPUS)
+    assert (result, "Python.h" in detail) == (("ok" if shutil.which("gcc") else "fail"), bool(shutil.which("gcc")))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: "/nowhere")
+    assert "/nowhere/Python.h does not exist" in check_compiler(ON_GPUS)[1]
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert check_compiler(ON_GPUS)[1].startswith("CC = no-such-compiler does not exist")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert check_compiler(ON_GPUS)[0] == "fail"
+    assert check_compiler(ON_CPU)[0] == "ok"
+
+
+def test_the_matrix_of_nvidia_smi_is_read():
+    topology = parse_topology(MATRIX)
+    assert topology.links["0", "1"] == topology.links["1", "0"] == "NV18"
+    assert len(topology.links) == 12
+    assert topology.numa == {"0": "0", "1": "0", "2": "1", "3": "1"}
+    assert parse_topology("").links == {}
+
+
+def test_topology_is_advice(node):
+    node()
+    result, detail = check_topology(config_of(search={"gpus": "0,3"}, train={"gpu": "GPU-1aaa,2"}))
+    assert (result, detail.split("; ")[:2]) == (
+        "ok", ["1 pairs of GPUs have NVLink", "GPUs that train together without it, which is slow: 1 and 2 (SYS)"],
+    )  # fmt: skip
+    assert "`numactl --cpunodebind=1 --membind=1` for GPUs 2,3" in detail
+    assert "slow" not in check_topology(config_of(train={"gpu": "0,1"}))[1]
+    node(header=None)
+    assert check_topology(ON_GPUS)[0] == "unchecked"
+
+
+@pytest.fixture
+def units(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """A function that installs an environment file of the units."""
+    monkeypatch.setattr(doctor_gpu, "UNITS_ENVIRONMENT", tmp_path / "tba.env")
+    return (tmp_path / "tba.env").write_text
+
+
+def test_the_shipped_environment_sets_the_caches_of_the_units(units):
+    shipped = (Path(doctor_gpu.__file__).parent / "systemd/tba.env").read_text()
+    units(shipped)
+    assert check_caches(ON_GPUS)[0] == "ok"
+    units(shipped.replace("TRITON_CACHE_DIR", "#TRITON_CACHE_DIR"))
+    assert "does not set TRITON_CACHE_DIR" in check_caches(ON_GPUS)[1]
+    units(shipped.replace("/var/lib/tba/cache/vllm", "/home/ann/vllm"))
+    result, detail = check_caches(ON_GPUS)
+    assert (result, "VLLM_CACHE_ROOT = /home/ann/vllm is hidden from the units" in detail) == ("fail", True)
+
+
+def test_a_cache_of_this_user_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "closed/triton"))
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
+    result, detail = check_caches(ON_GPUS)
+    assert (result, f"{tmp_path}/closed/triton cannot be written to: set TRITON_CACHE_DIR" in detail) == ("warn", True)
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A model of 1,000,000 parameters in bfloat16."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    weights = {"w": Tensor("BF16", (1000, 1000), np.zeros(1_000_000, np.uint16))}
+    write_tensor_file(directory / "model.safetensors", weights)
+    return directory
+
+
+def storage(model: Path, folder: Path, **sections: Any) -> Config:
+    keys = {"run": {"dir": folder / "run"}, "model": {"path": str(model)}, "search": {"weights_dir": folder / "w"}}
+    return config_of(**keys, **sections)
+
+
+def test_disk_is_compared_with_what_the_run_stores_at_the_size_of_its_model(model, tmp_path, monkeypatch):
+    """Checkpoints take 12 bytes per parameter, snapshots 2 in bfloat16: 3 and 4 + 10 + 2 of them, and 4 on the node."""
+    config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10, "keep_checkpoints": 2})
+    assert count_parameters(config) == 1_000_000
+    needs = doctor_storage._needs(config)
+    assert [size for _, _, size in needs or []] == [36_000_000, 32_000_000, 8_000_000]
+    usage = shutil.disk_usage(tmp_path)
+    for free, expected in ((76_000_000, "ok"), (75_999_999, "warn")):
+        monkeypatch.setattr(doctor_storage, "_LOW_DISK_GIB", 0)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        assert check_disk(config)[0] == expected
+
+
+def test_what_a_run_has_stored_already_is_not_asked_for_again(model, tmp_path):
+    config = storage(model, tmp_path)
+    config.checkpoints.mkdir(parents=True)
+    (config.checkpoints / "old").write_bytes(bytes(10_000_000))
+    before = storage(model, tmp_path / "other")
+    sizes = [{what: size for what, _, size in doctor_storage._needs(one) or []} for one in (config, before)]
+    assert sizes[1]["checkpoints"] - sizes[0]["checkpoints"] >= 10_000_000
+    assert sizes[1]["snapshots"] == sizes[0]["snapshots"]
+
+
+def test_space_for_a_model_that_is_not_here_is_unchecked(tmp_path):
+    config = config_of(run={"dir": tmp_path}, model={"path": "org/model"})
+    assert check_disk(config)[0] in ("unchecked", "warn")
+    assert "its needs are unknown" in check_disk(config)[1]
+    assert check_weights_directory(config)[0] == "unchecked"
+
+
+def test_the_file_system_of_a_path_is_the_last_mount_above_it(tmp_path):
+    (tmp_path / "a b/c").mkdir(parents=True)
+    mounts = tmp_path / "mounts"
+    spaced = str(tmp_path / "a b").replace(" ", "\\040")
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {spaced} nfs4 rw 0 0\ntmpfs {spaced}/c tmpfs rw 0 0\n")
+    found = [mount_of(tmp_path / path, mounts) for path in ("new", "a b/new", "a b/c/new")]
+    assert [(mount.type, mount.is_network) for mount in found] == [("ext4", False), ("nfs4", True), ("tmpfs", False)]
+
+
+def test_the_weights_directory_is_described(model, tmp_path, monkeypatch):
+    config = storage(model, tmp_path)
+    result, detail = check_weights_directory(config)
+    assert result == "ok"
+    assert detail.startswith(f"{tmp_path}/w/run on ")
+    assert "other runs" not in detail
+    left = tmp_path / "w" / "stopped" / f"v00000009-{'0' * 16}"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(bytes(1 << 20))
+    assert f"; other runs have 0.0 GiB in {tmp_path}/w: delete" in check_weights_directory(config)[1]
+    monkeypatch.setattr(doctor_storage, "mount_of", lambda path: doctor_storage.Mount(path.parent, "nfs4"))
+    result, detail = check_weights_directory(config)
+    assert (result, "is on nfs4: locks need a local file system" in detail) == ("fail", True)
+    monkeypatch.setattr(doctor_storage, "mount_of", lambda path: doctor_storage.Mount(path.parent, "xfs"))
+    assert "kept ones are copied, not linked" in check_weights_directory(config)[1]
+
+
+def test_systemd_deletes_the_shared_memory_of_users_that_log_out(tmp_path):
+    user = next((user for user in pwd.getpwall() if user.pw_uid >= 1000), None)
+    assert user is not None
+    assert not deleted_at_logout(user.pw_uid, tmp_path)
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    assert deleted_at_logout(user.pw_uid, tmp_path)
+    assert not deleted_at_logout(0, tmp_path)
+    (tmp_path / "var/lib/systemd/linger").mkdir(parents=True)
+    (tmp_path / "var/lib/systemd/linger" / user.pw_name).touch()
+    assert not deleted_at_logout(user.pw_uid, tmp_path)
+
+
+@pytest.mark.parametrize(("address", "serves", "result", "words"), [
+    ("tcp://127.0.0.1:5757", "", "ok", "for this machine only"),
+    ("ipc:///tmp/buffer", "", "ok", "for this machine only"),
+    ("tcp://*:5757", "", "warn", 'set train.serve_snapshots = "tcp://*:5758"'),
+    ("tcp://node1:5757", "", "warn", "their searchers cannot get weights"),
+    ("tcp://0.0.0.0:5757", "tcp://127.0.0.1:5758", "warn", "train.serve_snapshots tcp://127.0.0.1:5758 is for this"),
+    ("tcp://[::]:5757", "tcp://*:5758", "ok", "serves snapshots at tcp://*:5758"),
+])  # fmt: skip
+def test_a_buffer_for_other_nodes_needs_weights_for_them(tmp_path, address, serves, result, words):
+    config = config_of(run={"dir": tmp_path}, buffer={"address": address}, train={"serve_snapshots": serves})
+    found, detail = check_other_nodes(config)
+    assert (found, words in detail) == (result, True), detail
+
+
+@pytest.mark.parametrize(("kept", "result"), [("auto", "ok"), ("memory", "warn")])
+def test_a_network_file_system_shares_snapshots_unless_they_stay_in_memory(tmp_path, monkeypatch, kept, result):
+    monkeypatch.setattr(doctor_storage, "mount_of", lambda path: doctor_storage.Mount(path, "nfs4"))
+    train = {"snapshots_in": kept}
+    config = config_of(run={"dir": tmp_path}, buffer={"address": "tcp://*:5757"}, train=train)
+    assert check_other_nodes(config)[0] == result
+
+
+def test_what_was_not_looked_at_is_unchecked(tmp_path):
+    config = config_of(
+        run={"dir": tmp_path}, model={"path": "org/model"}, task={"name": "gsm8k", "train": "openai/gsm8k"},
+        search={"gpus": "cpu"}, train={"gpu": "cpu"}, buffer={"address": f"ipc://{tmp_path}/b"},
+    )  # fmt: skip
+    findings = {row["check"]: row for row in examine(config, lambda _: None, lambda _: "", lambda _: None)}
+    assert [findings[name]["result"] for name in ("model", "task", "weights directory")] == ["unchecked"] * 3
+    assert findings["task"]["detail"] == "openai/gsm8k: a data set of the hub, downloaded at the start"

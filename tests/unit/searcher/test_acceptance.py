@@ -1,0 +1,159 @@
+"""Comparing an engine's log-probabilities with the trainer's."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba.common.errors import CanaryMismatch
+from tba.common.weights.snapshot import Canary, Manifest, Snapshot
+from tba.searcher.engines.acceptance import Acceptance, Mismatch, mismatch, routes_or_quantizes
+
+
+def scoring(*scores):
+    """A `Score` function that returns these log-probabilities."""
+    return lambda sequences: [
+        np.asarray(score, np.float32)[: len(ids) - 1] for score, ids in zip(scores, sequences, strict=True)
+    ]
+
+
+def acceptance(tolerance, *, routed=False):
+    return Acceptance({}, tied=False, vocabulary=2, tolerance=tolerance, routed=routed)
+
+
+def snapshot(logprobs):
+    sequences = [[1] * (len(one) + 1) for one in logprobs]
+    return Snapshot(Path("v1"), Manifest("run", 1, 1, 0.0, {}, Canary(sequences, logprobs)), [])
+
+
+def test_mismatch_by_hand():
+    found = mismatch(np.array([-1.0, -2.0, -3.0]), np.array([-1.0, -2.5, -2.9]))
+    assert found.maximum == pytest.approx(0.5)
+    assert found.mean == pytest.approx(0.2)
+    assert found.kl == pytest.approx(((math.exp(0.5) - 1.5) + (math.exp(-0.1) - 0.9)) / 3)
+
+
+def test_equal_log_probabilities_are_no_mismatch_and_a_nan_is_one():
+    same = np.array([-1.0, -2.0])
+    assert mismatch(same, same) == Mismatch(0.0, 0.0, 0.0)
+    odd = mismatch(np.array([-1.0, np.nan]), same)
+    assert math.isnan(odd.maximum)
+    assert math.isnan(odd.mean)
+
+
+@pytest.mark.parametrize(
+    ("scores", "refused"),
+    [
+        # One token is off by rounding.
+        ([-1.0, -1.0, -1.0, -1.9], False),
+        ([-1.0, -1.0, -1.0, -2.1], True),
+        # No token is far off, but all of them a little.
+        ([-1.3, -1.3, -1.3, -1.3], True),
+        ([-1.0, -1.0, -1.0, float("nan")], True),
+    ],
+)
+def test_the_largest_and_the_mean_difference_are_bounded(scores, refused):
+    one = snapshot([[-1.0, -1.0], [-1.0, -1.0]])
+    score = scoring(scores[:2], scores[2:])
+    if refused:
+        with pytest.raises(CanaryMismatch, match="v1 does not match the trainer"):
+            acceptance(1.0).prove(score, one, context=100)
+    else:
+        assert acceptance(1.0).prove(score, one, context=100).maximum == pytest.approx(0.9, abs=1e-6)
+
+
+def test_the_beginning_of_a_sequence_that_fills_the_context_is_compared():
+    one = snapshot([[-1.0] * 9])
+    score = scoring([-1.0, -1.0, -1.0] + [-9.0] * 6)
+    assert acceptance(0.1).prove(score, one, context=5).maximum == 0
+
+
+# The tokens of a trainer's canary: four texts of 32.
+TOKENS = 128
+
+
+def dense(generator, size=TOKENS):
+    """Differences of log-probabilities of a dense model in bfloat16, as published: root mean square 0.03 nats."""
+    return generator.normal(0, 0.03, size)
+
+
+def routed(generator, size=TOKENS):
+    """Those of a mixture of experts whose routing was not replayed, as published: mean 0.37, at most 3.6 nats."""
+    return generator.choice([-1, 1], size) * generator.exponential(0.37, size).clip(max=3.6)
+
+
+def found(difference):
+    return mismatch(difference, np.zeros_like(difference))
+
+
+def accepted(one, difference, *, calibrate=False):
+    try:
+        one.judge(found(difference), 1, calibrate=calibrate)
+    except CanaryMismatch:
+        return False
+    return True
+
+
+def test_published_differences_of_dense_models_are_within_the_limits_without_calibration():
+    generator = np.random.default_rng(0)
+    one = acceptance(0.5)
+    assert all(accepted(one, dense(generator)) for _ in range(1000))
+
+
+def test_published_differences_of_mixtures_are_refused_by_the_limits_of_dense_models():
+    assert not accepted(acceptance(0.5), routed(np.random.default_rng(0)))
+
+
+def test_mixtures_are_accepted_once_calibrated_and_wrong_weights_of_them_are_not():
+    """Wrong weights: log-probabilities that have nothing to do with the trainer's, several nats apart."""
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        one = acceptance(0.5, routed=True)
+        assert accepted(one, routed(generator), calibrate=True)
+        assert all(accepted(one, routed(generator)) for _ in range(20))
+        assert not accepted(one, generator.normal(-3.0, 2.0, TOKENS))
+        assert not accepted(one, np.full(TOKENS, np.nan))
+
+
+def test_wrong_weights_of_a_mixture_do_not_calibrate():
+    one = acceptance(0.5, routed=True)
+    assert not accepted(one, np.random.default_rng(0).normal(-3.0, 2.0, TOKENS), calibrate=True)
+    assert not accepted(one, np.random.default_rng(1).normal(-1.0, 0.3, TOKENS))
+
+
+def test_a_calibration_never_lowers_the_limits():
+    one = acceptance(0.5)
+    assert accepted(one, np.zeros(TOKENS), calibrate=True)
+    assert accepted(one, np.full(TOKENS, 0.12))
+    assert not accepted(one, np.full(TOKENS, 0.13))
+
+
+def test_a_dense_model_that_differs_more_than_usual_on_the_same_weights_is_accepted_from_then_on():
+    difference = np.tile([0.2, -0.2, 0.7, 0.1], TOKENS // 4)
+    one = acceptance(0.5)
+    assert not accepted(one, difference)
+    assert accepted(one, difference, calibrate=True)
+    assert accepted(one, difference * 1.5)
+    assert not accepted(one, difference * 4)
+
+
+def test_the_message_names_what_differs_and_what_is_allowed():
+    with pytest.raises(
+        CanaryMismatch, match=r"v7 .* by 1 on the canary .* KL divergence of .*; 0\.5, 0\.125 and 0\.125"
+    ):
+        acceptance(0.5).judge(found(np.ones(TOKENS)), 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"hidden_size": 8}, False),
+        ({"num_local_experts": 8}, True),
+        ({"text_config": {"n_routed_experts": 64}}, True),
+        ({"quantization_config": {"quant_method": "fp8"}}, True),
+        ({"num_experts": None, "text_config": None}, False),
+    ],
+)
+def test_models_with_experts_or_quantized_weights_are_recognized(config, expected):
+    assert routes_or_quantizes(config) == expected

@@ -1,0 +1,287 @@
+"""Assembled weights equal the trainer's bit for bit, whatever is missing or damaged on the way."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tba.common.clock import SystemClock
+from tba.common.errors import SnapshotError
+from tba.common.weights import delta, snapshot
+from tba.common.weights.hashing import blake3_of
+from tba.common.weights.node_store import PROOF, clear, delete, record_proof
+from tba.common.weights.snapshot import SnapshotKey
+from tba.common.weights.tensor_file import map_tensors
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    server = CountingServer("tcp://127.0.0.1:*", tmp_path / "snapshots")
+    yield RandomWeights(tmp_path / "snapshots", address=server.address)
+    server.close()
+
+
+@pytest.fixture
+def assembler(tmp_path):
+    """On a node that fetches."""
+    return SnapshotAssembler(tmp_path / "node", "trainer", SystemClock())
+
+
+def bits_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name].view(torch.int16), theirs[name].view(torch.int16)) for name in ours
+    )
+
+
+@pytest.mark.slow
+def test_fifty_published_deltas_in_a_row_give_the_trainers_weights_bit_for_bit(publisher_harness, assembler):
+    lab = publisher_harness(dtype="bfloat16", keep_snapshots=3, serve_snapshots="tcp://127.0.0.1:*")
+    publisher = lab.publisher()
+    pinned = None
+    for step in range(51):
+        lab.change_a_few(step)
+        publisher.publish(step)
+        assert publisher.flush(20)
+        found, newer = assembler.assemble(lab.announced_ref())
+        assert (found.manifest.delta is None) is (step == 0)
+        assert bits_equal(load_file(found.weight_files[0]), lab.weights())
+        if pinned:
+            pinned.release()
+        pinned = newer
+    assert len(list((assembler._cache.directory).glob("v*"))) <= 3
+
+
+def test_a_node_that_joins_late_applies_the_whole_chain(trainer, assembler):
+    trainer.full()
+    for _ in range(12):
+        newest = trainer.delta()
+    found, _ = assembler.assemble(newest)
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[12]
+    assert {path.name for path in found.path.iterdir()} == {"manifest.json", "config.json", WEIGHTS, PROOF}
+
+
+def test_intermediate_versions_are_not_assembled(trainer, assembler):
+    assembler.assemble(trainer.full())
+    for _ in range(4):
+        newest = trainer.delta()
+    # Its files are in the cache.
+    shutil.rmtree(trainer.directory / "v00000000")
+    found, _ = assembler.assemble(newest)
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[4]
+    assert not list(assembler._cache.directory.glob("v00000002-*"))
+
+
+def test_the_file_of_an_older_version_stays_as_it_was(trainer, assembler):
+    old, _pinned = assembler.assemble(trainer.full())
+    assembler.assemble(trainer.delta())
+    assert old.weight_files[0].read_bytes() == trainer.truth[0]
+
+
+def test_files_outlive_their_deletion_by_the_trainer(trainer, assembler):
+    found, _ = assembler.assemble(trainer.full())
+    shutil.rmtree(trainer.directory)
+    assert found.weight_files[0].read_bytes() == trainer.truth[0]
+
+
+def test_if_the_base_is_damaged_the_full_snapshot_is_used(tmp_path, trainer):
+    first = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    trainer.full()
+    served, pinned = first.assemble(trainer.delta())
+    pinned.release()
+    # This process has verified the file, before it is damaged here.
+    tensors = map_tensors(served.weight_files[0], writable=True)
+    tensors["a"].bits[7] ^= 1
+    newest = trainer.delta()
+    found, _ = first.assemble(newest)
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[2]
+
+
+def damage_in_cache(trainer, found):
+    """Flip a byte of weights in the cache, and not of the trainer's file that they are linked to."""
+    found.weight_files[0].unlink()
+    shutil.copyfile(trainer.path(0, WEIGHTS), found.weight_files[0])
+    flip_a_byte(found.weight_files[0])
+
+
+def test_weights_of_another_process_are_trusted_until_an_engine_has_refused_them(tmp_path, trainer):
+    found, pinned = SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(trainer.full())
+    pinned.release()
+    damage_in_cache(trainer, found)
+    other = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    trusted, pinned = other.assemble(trainer.refs[0])
+    assert (trusted.path / WEIGHTS).read_bytes() != trainer.truth[0]
+    # As the follower does after a refusal.
+    pinned.release()
+    again, _ = other.assemble(trainer.refs[0], refresh=True)
+    assert (again.path / WEIGHTS).read_bytes() == trainer.truth[0]
+
+
+@pytest.mark.parametrize("record", ["another-boot {}", "{}", None])
+def test_weights_without_a_record_of_this_boot_are_hashed_again(tmp_path, trainer, record):
+    found, pinned = SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(trainer.full())
+    pinned.release()
+    damage_in_cache(trainer, found)
+    (found.path / PROOF).unlink()
+    if record:
+        (found.path / PROOF).write_text(record.format(trainer.refs[0].manifest_sha256))
+    again, _ = SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(trainer.refs[0])
+    assert (again.path / WEIGHTS).read_bytes() == trainer.truth[0]
+
+
+def test_weights_of_another_size_are_not_trusted(tmp_path, trainer):
+    found, pinned = SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(trainer.full())
+    pinned.release()
+    damage_in_cache(trainer, found)
+    with found.weight_files[0].open("ab") as file:
+        file.write(b"more")
+    again, _ = SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(trainer.refs[0])
+    assert (again.path / WEIGHTS).read_bytes() == trainer.truth[0]
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The names of the files that were read to be hashed."""
+    names = []
+
+    def counting(path):
+        names.append(path.name)
+        return blake3_of(path)
+
+    monkeypatch.setattr(snapshot, "blake3_of", counting)
+    return names
+
+
+def test_a_node_hashes_linked_weights_once_and_fetched_ones_while_receiving(tmp_path, trainer, hashed):
+    linked = trainer.full()
+    hashed.clear()
+    for _ in range(7):
+        SnapshotAssembler(tmp_path / "linked", "path", SystemClock()).assemble(linked)
+    assert sorted(hashed) == ["config.json", WEIGHTS]
+    hashed.clear()
+    for _ in range(7):
+        SnapshotAssembler(tmp_path / "fetched", "trainer", SystemClock()).assemble(linked)
+    assert not hashed
+
+
+def test_a_delta_costs_a_node_one_copy_and_one_hash_of_the_weights(tmp_path, trainer, hashed):
+    SnapshotAssembler(tmp_path / "node", "trainer", SystemClock()).assemble(trainer.full())
+    newest = trainer.delta()
+    hashed.clear()
+    for _ in range(7):
+        SnapshotAssembler(tmp_path / "node", "trainer", SystemClock()).assemble(newest)
+    assert hashed == [WEIGHTS]
+
+
+def test_what_the_trainer_wrote_into_the_nodes_directory_is_only_pinned(tmp_path, trainer, hashed):
+    ref, node = trainer.full(), tmp_path / "node"
+    key = SnapshotKey(ref.version, ref.manifest_sha256)
+    shutil.copytree(ref.path, node / key.name)
+    record_proof(node / key.name, ref.manifest_sha256)
+    before = (node / key.name / WEIGHTS).stat()
+    hashed.clear()
+    ref = ref.model_copy(update={"path": str(node / key.name)})
+    found, pinned = SnapshotAssembler(node, "auto", SystemClock()).assemble(ref)
+    assert not hashed
+    assert found.weight_files == [node / key.name / WEIGHTS]
+    assert found.weight_files[0].stat().st_ino == before.st_ino
+    # The trainer cannot write to it again before it is released.
+    assert not delete(found.path)
+    pinned.release()
+    assert delete(found.path)
+
+
+def test_a_copy_that_could_have_been_a_link_is_logged_once(tmp_path, trainer, monkeypatch, caplog):
+    def link(source, target):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", link)
+    assembler = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    for _ in range(3):
+        assembler.assemble(trainer.full())[1].release()
+    (warning,) = [one for one in caplog.records if "copied, not linked" in one.message]
+    assert "search.weights_dir" in warning.message
+    assert warning.fields["reason"] == "Invalid cross-device link"
+
+
+def test_remove_created_deletes_only_unused_snapshots_that_this_process_created(tmp_path, trainer):
+    searcher, evaluation = (SnapshotAssembler(tmp_path / "node", "path", SystemClock()) for _ in range(2))
+    full = trainer.full()
+    searcher.assemble(full)[1].release()
+    own, shared = trainer.delta(), trainer.delta()
+    for ref in (full, own, shared):
+        evaluation.assemble(ref)[1].release()
+    served, pinned = searcher.assemble(shared)
+    evaluation.remove_created()
+    assert {path.name[:9] for path in (tmp_path / "node").iterdir()} <= {"v00000000", "v00000002"}
+    assert (served.path / WEIGHTS).read_bytes() == trainer.truth[2]
+    pinned.release()
+    searcher.remove_created()
+    evaluation.remove_created()
+    assert not (tmp_path / "node").exists()
+
+
+def test_remove_created_deletes_unfinished_snapshots_too(tmp_path, trainer):
+    assembler = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    ref = trainer.full()
+    trainer.path(0, WEIGHTS).unlink()
+    with pytest.raises(SnapshotError):
+        assembler.assemble(ref)
+    assert list((tmp_path / "node").iterdir())
+    assembler.remove_created()
+    assert not (tmp_path / "node").exists()
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_all_weights_are_fetched_if_a_delta_is_missing_or_damaged(trainer, assembler, damage):
+    assembler.assemble(trainer.full())
+    trainer.delta()
+    damage(trainer.path(1, delta.FILE))
+    found, _ = assembler.assemble(trainer.delta())
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[2]
+
+
+def test_a_damaged_delta_does_not_matter_after_a_newer_full_snapshot(trainer, assembler):
+    assembler.assemble(trainer.full())
+    trainer.delta()
+    trainer.path(1, delta.FILE).unlink()
+    trainer.full()
+    found, _ = assembler.assemble(trainer.delta())
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[3]
+
+
+def test_a_delta_is_not_applied_to_another_runs_snapshot_of_the_same_version(tmp_path, trainer, assembler):
+    other = RandomWeights(tmp_path / "another")
+    SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(other.full())
+    trainer.full()
+    found, _ = assembler.assemble(trainer.delta())
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[1]
+
+
+def test_weights_in_use_are_never_collected(trainer, assembler, tmp_path):
+    served, pinned = assembler.assemble(trainer.full())
+    neighbour = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    for _ in range(6):
+        neighbour.assemble(trainer.delta())[1].release()
+    assert served.weight_files[0].read_bytes() == trainer.truth[0]
+    pinned.release()
+    neighbour.assemble(trainer.delta())[1].release()
+    assert not served.path.exists()
+    assert len(list((tmp_path / "node").glob("v*"))) == 2
+
+
+def test_clearing_the_cache_keeps_files_of_others(trainer, tmp_path):
+    directory = tmp_path / "node"
+    assembler = SnapshotAssembler(directory, "path", SystemClock())
+    _, pinned = assembler.assemble(trainer.full())
+    for name in ("v2-sft", ".v3.part"):
+        (directory / name).mkdir()
+    (directory / "v1-notes.txt").write_text("mine")
+    pinned.release()
+    clear(directory)
+    assert {path.name for path in directory.iterdir()} == {"v2-sft", ".v3.part", "v1-notes.txt"}

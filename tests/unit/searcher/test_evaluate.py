@@ -1,0 +1,97 @@
+"""The choice of snapshots to evaluate while a trainer publishes and deletes snapshots."""
+
+import shutil
+
+import pytest
+
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import SnapshotCorrupt, SnapshotError
+from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
+from tba.searcher.evaluate import _prepared
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
+
+
+def delete(path) -> None:
+    """Delete a snapshot as the trainer does: the manifest first."""
+    (path / MANIFEST).unlink()
+    shutil.rmtree(path)
+
+
+class Overtaken(SnapshotAssembler):
+    """An assembler that loses `times` races with a trainer, which deletes the snapshot that is about to be read."""
+
+    def __init__(self, trainer: RandomWeights, times: int) -> None:
+        super().__init__(trainer.directory.parent / "node", "path", SystemClock())
+        self._trainer, self._times = trainer, times
+
+    def assemble(self, ref, **options):
+        if self._times:
+            self._times -= 1
+            self._trainer.full()
+            delete(list_snapshots(self._trainer.directory)[-2])
+        return super().assemble(ref, **options)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    trainer = RandomWeights(tmp_path / "snapshots")
+    for _ in range(3):
+        trainer.full()
+    return trainer
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
+
+    def run(copies, named=None, paths=None) -> list[int]:
+        return [found.manifest.version for found, _ in _prepared(config, copies, named, paths)]
+
+    return run
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_the_newest_snapshot_is_chosen_again_if_it_was_deleted(trainer, evaluated, times):
+    assert evaluated(Overtaken(trainer, times)) == [2 + times]
+
+
+def test_a_trainer_that_deletes_every_snapshot_too_soon_is_an_error(trainer, evaluated):
+    with pytest.raises(SnapshotError, match=r"raise train\.keep_snapshots"):
+        evaluated(Overtaken(trainer, 100))
+
+
+def test_deleted_snapshots_are_skipped_with_a_warning(trainer, evaluated, caplog):
+    paths = list_snapshots(trainer.directory)
+    delete(paths[1])
+    assert evaluated(Overtaken(trainer, 0), paths=paths) == [0, 2]
+    assert "the trainer has collected it" in caplog.text
+
+
+def test_a_named_snapshot_that_was_deleted_and_a_damaged_one_are_errors(trainer, evaluated):
+    oldest, gone, newest = list_snapshots(trainer.directory)
+    delete(gone)
+    with pytest.raises(SnapshotError, match="already collected"):
+        evaluated(Overtaken(trainer, 0), named=gone)
+    assert evaluated(Overtaken(trainer, 0), named=oldest) == [0]
+    flip_a_byte(newest / WEIGHTS)
+    with pytest.raises(SnapshotCorrupt):
+        evaluated(Overtaken(trainer, 0))
+
+
+def test_a_delta_is_deleted_before_its_base(trainer, monkeypatch):
+    """Otherwise a delta would be listed that cannot be read."""
+    trainer.delta()
+    trainer.full()
+    remove, seen = shutil.rmtree, []
+
+    def watched(path) -> None:
+        there = {found.name: read(found).manifest for found in list_snapshots(trainer.directory)}
+        seen.append(path.name)
+        assert {directory_name(manifest.base) for manifest in there.values() if manifest.base is not None} <= set(there)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    collect(trainer.directory, keep_last=1, keep_every=0)
+    assert seen == ["v00000003", "v00000002", "v00000001"]

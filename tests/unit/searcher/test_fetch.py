@@ -1,0 +1,271 @@
+"""Snapshots over the socket: resumed, verified, and limited to the files that a manifest names."""
+
+import shutil
+import threading
+
+import pytest
+
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import SnapshotCorrupt, SnapshotError
+from tba.common.weights.node_store import PROOF
+from tba.common.weights.snapshot import MANIFEST
+from tba.common.weights.snapshot_server import NodeServer
+from tba.searcher.weights import fetch
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.searcher.weights.fetch import Fetcher
+from tba.searcher.weights.preparation import Preparation
+from tba.searcher.weights.progress import Progress
+from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
+
+# Five chunks of 2 MiB.
+ELEMENTS = 5_000_000
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = CountingServer("tcp://127.0.0.1:*", tmp_path / "snapshots")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def trainer(tmp_path, server):
+    return RandomWeights(tmp_path / "snapshots", elements=ELEMENTS, address=server.address)
+
+
+@pytest.fixture
+def assembler(tmp_path):
+    return SnapshotAssembler(tmp_path / "node", "trainer", SystemClock())
+
+
+@pytest.fixture
+def fetcher(server):
+    fetcher = Fetcher(server.address, SystemClock(), Progress())
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture
+def preparation(tmp_path):
+    config = {"run": {"name": "r"}, "search": {"weights_dir": str(tmp_path / "node"), "weights_from": "trainer"}}
+    preparation = Preparation(Config.model_validate(config), SystemClock(), lambda snapshot: None)
+    yield preparation
+    preparation.close()
+
+
+def part_of(tmp_path, ref):
+    """The directory in which a node assembles a snapshot."""
+    part = tmp_path / f"node/.v{ref.version:08d}-{ref.manifest_sha256[:16]}.part"
+    part.mkdir(parents=True)
+    return part
+
+
+def test_full_snapshots_and_deltas_are_fetched_over_the_socket(trainer, assembler):
+    for version, publish in enumerate([trainer.full, trainer.delta, trainer.delta]):
+        found, _ = assembler.assemble(publish())
+        assert found.weight_files[0].read_bytes() == trainer.truth[version]
+
+
+def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(trainer, server, tmp_path):
+    auto = SnapshotAssembler(tmp_path / "node", "auto", SystemClock())
+    auto.assemble(trainer.full())
+    assert server.served == {}
+    elsewhere = trainer.full().model_copy(update={"path": "/not/on/this/node/v00000001"})
+    found, _ = auto.assemble(elsewhere)
+    assert found.weight_files[0].read_bytes() == trainer.truth[1]
+    assert server.served[WEIGHTS] == len(trainer.truth[1])
+
+
+def test_without_path_and_server_the_error_names_the_setting(trainer, assembler):
+    with pytest.raises(SnapshotError, match="set train.serve_snapshots"):
+        assembler.assemble(trainer.full().model_copy(update={"address": ""}))
+
+
+def test_a_path_of_another_machine_names_the_setting_too(trainer, tmp_path):
+    elsewhere = trainer.full().model_copy(update={"address": "", "path": "/not/on/this/node/v00000001"})
+    with pytest.raises(SnapshotError, match="or train.serve_snapshots in the trainer's configuration"):
+        SnapshotAssembler(tmp_path / "node", "auto", SystemClock()).assemble(elsewhere)
+
+
+def test_a_fetch_resumes_where_an_earlier_one_was_interrupted(trainer, server, assembler, tmp_path):
+    ref = trainer.full()
+    kept = 3_000_001
+    (part_of(tmp_path, ref) / WEIGHTS).write_bytes(trainer.truth[0][:kept])
+    found, _ = assembler.assemble(ref)
+    assert found.weight_files[0].read_bytes() == trainer.truth[0]
+    assert server.served[WEIGHTS] == len(trainer.truth[0]) - kept
+
+
+@pytest.mark.parametrize("size", [3_000_000, 2 * ELEMENTS + 100_000])
+def test_a_partial_file_with_wrong_bytes_is_fetched_again(trainer, assembler, tmp_path, size):
+    ref = trainer.full()
+    (part_of(tmp_path, ref) / WEIGHTS).write_bytes(bytes(size))
+    found, _ = assembler.assemble(ref)
+    assert found.weight_files[0].read_bytes() == trainer.truth[0]
+
+
+def test_a_corrupted_file_is_fetched_once_more_and_then_refused(trainer, server, assembler):
+    ref = trainer.full()
+    flip_a_byte(trainer.path(0, WEIGHTS))
+    with pytest.raises(SnapshotCorrupt, match="does not hash"):
+        assembler.assemble(ref)
+    assert server.served[WEIGHTS] == 2 * len(trainer.truth[0])
+    flip_a_byte(trainer.path(0, WEIGHTS))
+    found, _ = assembler.assemble(ref)
+    assert found.weight_files[0].read_bytes() == trainer.truth[0]
+
+
+def test_a_manifest_that_was_not_announced_is_refused(trainer, assembler):
+    ref = trainer.full()
+    flip_a_byte(trainer.path(0, MANIFEST))
+    with pytest.raises(SnapshotCorrupt, match="manifest"):
+        assembler.assemble(ref)
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "../v00000001/model.safetensors", "/etc/hostname", "secret.txt", "link", "no\0name"]
+)
+def test_only_files_that_a_manifest_names_are_served(trainer, fetcher, server, tmp_path, name):
+    trainer.full()
+    trainer.path(0, "secret.txt").write_text("not named")
+    trainer.path(0, "link").symlink_to("/etc/hostname")
+    with pytest.raises(SnapshotError, match="refused"):
+        fetcher.fetch(0, name, tmp_path / "target")
+    assert server.served == {}
+
+
+def test_a_named_file_that_became_a_symbolic_link_is_not_served(trainer, fetcher, tmp_path):
+    trainer.full()
+    trainer.path(0, WEIGHTS).unlink()
+    trainer.path(0, WEIGHTS).symlink_to("/etc/hostname")
+    with pytest.raises(SnapshotError, match="refused"):
+        fetcher.fetch(0, WEIGHTS, tmp_path / "target")
+
+
+def test_the_refusal_of_a_deleted_snapshot_names_the_file(trainer, fetcher, tmp_path):
+    with pytest.raises(SnapshotError, match="v7 has no 'manifest.json' here"):
+        fetcher.fetch(7, MANIFEST, tmp_path / "target")
+
+
+@pytest.mark.slow
+def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
+    trainer, server, tmp_path, monkeypatch, preparation
+):
+    monkeypatch.setattr(fetch, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(fetch, "_REPORT_SECONDS", 0.3)
+    reached = threading.Event()
+    original = server._chunk
+
+    def chunk(asked):
+        if asked.file == WEIGHTS and asked.offset > 1_000_000:
+            reached.set()
+        return original(asked)
+
+    server._chunk = chunk
+    preparation.want(trainer.full(), refresh=False)
+    assert reached.wait(20)
+    server.close()
+    assert not preparation.wait(1.0)
+    assert "waiting for the trainer" in preparation.progress.waits_for
+    back = CountingServer(server.address, tmp_path / "snapshots")
+    assert preparation.wait(20)
+    assert preparation.take().snapshot.weight_files[0].read_bytes() == trainer.truth[0]
+    assert preparation.progress.waits_for == ""
+    assert back.served[WEIGHTS] < len(trainer.truth[0]) - 900_000
+    back.close()
+
+
+def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, preparation):
+    nowhere = trainer.full().model_copy(update={"address": "tcp://127.0.0.1:9"})
+    preparation.want(nowhere, refresh=False)
+    assert not preparation.wait(0.5)
+    newer = trainer.full()
+    preparation.want(newer, refresh=False)
+    assert preparation.wait(20)
+    assert preparation.take().ref == newer
+
+
+def test_a_partial_file_that_is_linked_elsewhere_is_not_written_to(trainer, fetcher, tmp_path):
+    ref = trainer.full()
+    linked, served = tmp_path / "part", tmp_path / "served"
+    served.write_bytes(b"of another snapshot")
+    linked.hardlink_to(served)
+    fetcher.fetch(ref.version, WEIGHTS, linked, size=len(trainer.truth[0]))
+    assert linked.read_bytes() == trainer.truth[0]
+    assert served.read_bytes() == b"of another snapshot"
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another node: its directory and its server."""
+    directory = tmp_path / "other"
+    directory.mkdir()
+    server = NodeServer("tcp://127.0.0.1:*", directory)
+    yield directory, server
+    server.close()
+
+
+def test_weights_are_fetched_from_another_node_and_the_manifest_from_the_trainer(
+    trainer, server, assembler, other, tmp_path
+):
+    directory, node = other
+    ref = trainer.full()
+    _, pinned = SnapshotAssembler(directory, "trainer", SystemClock()).assemble(ref)
+    pinned.release()
+    server.served.clear()
+    found, _ = assembler.assemble(ref, nodes=[node.address])
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[0]
+    assert server.served.keys() == {MANIFEST}
+
+
+def test_what_another_node_has_fetched_so_far_is_fetched_from_it_and_the_rest_from_the_trainer(
+    trainer, server, assembler, other, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fetch, "_NODE_SECONDS", 0.5)
+    directory, node = other
+    ref = trainer.full()
+    part = directory / f".v00000000-{ref.manifest_sha256[:16]}.part"
+    part.mkdir()
+    shutil.copyfile(trainer.path(0, MANIFEST), part / MANIFEST)
+    shutil.copyfile(trainer.path(0, "config.json"), part / "config.json")
+    begun = 2 * fetch._CHUNK_BYTES
+    (part / WEIGHTS).write_bytes(trainer.truth[0][: begun + 1000])
+    found, _ = assembler.assemble(ref, nodes=[node.address])
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[0]
+    assert server.served[WEIGHTS] == len(trainer.truth[0]) - begun
+
+
+def test_a_node_with_wrong_bytes_costs_one_more_fetch_and_one_without_a_proof_none(
+    trainer, server, tmp_path, other, monkeypatch
+):
+    monkeypatch.setattr(fetch, "_NODE_SECONDS", 0.5)
+    directory, node = other
+    ref = trainer.full()
+    theirs, _ = SnapshotAssembler(directory, "trainer", SystemClock()).assemble(ref)
+    flip_a_byte(theirs.path / WEIGHTS)
+    for name in ("trusting", "warned"):
+        server.served.clear()
+        assembler = SnapshotAssembler(tmp_path / name, "trainer", SystemClock())
+        found, _ = assembler.assemble(ref, nodes=[node.address])
+        assert (found.path / WEIGHTS).read_bytes() == trainer.truth[0]
+        assert server.served[WEIGHTS] == len(trainer.truth[0])
+        (theirs.path / PROOF).unlink(missing_ok=True)
+
+
+def test_sources_that_cannot_be_reached_are_left_out(trainer, assembler, monkeypatch):
+    monkeypatch.setattr(fetch, "_NODE_SECONDS", 0.2)
+    found, _ = assembler.assemble(trainer.full(), nodes=["tcp://127.0.0.1:1", "nonsense"])
+    assert (found.path / WEIGHTS).read_bytes() == trainer.truth[0]
+
+
+def test_a_node_serves_no_file_that_no_manifest_names(trainer, other):
+    directory, node = other
+    ref = trainer.full()
+    _, pinned = SnapshotAssembler(directory, "trainer", SystemClock()).assemble(ref)
+    pinned.release()
+    fetcher = Fetcher(node.address, SystemClock(), Progress())
+    for name in (PROOF, "../secret", ".hidden"):
+        with pytest.raises(SnapshotError, match="refused"):
+            fetcher.fetch(0, name, directory / "stolen")
+    fetcher.close()

@@ -1,0 +1,200 @@
+"""A follower with a real engine swaps prepared snapshots, and keeps the old weights when one is refused."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.common.config import Config
+from tba.common.errors import EngineError
+from tba.common.system.durable import sha256_of
+from tba.common.weights.snapshot import MANIFEST
+from tba.searcher.engines.transformers_engine import TransformersEngine
+from tba.searcher.weights.follower import WeightsFollower
+from tba.searcher.weights.preparation import Preparation
+from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.weights import WEIGHTS, flip_a_byte
+
+SEQUENCE = [1, 3, 4, 5, 2, 6]
+
+
+class Watched(TransformersEngine):
+    """The real engine; `given` are the snapshots that it was to load."""
+
+    def load_weights(self, snapshot):
+        self.given = [*getattr(self, "given", []), snapshot]
+        return super().load_weights(snapshot)
+
+
+class Follower:
+    """A follower with a real engine and a clock that the test moves."""
+
+    def __init__(self, lab, folder) -> None:
+        self.engine = Watched(
+            str(lab.files), dtype="bfloat16", device="cpu", max_in_flight=4, seed=0, canary_tolerance=0.5
+        )
+        self.clock = ManualClock()
+        config = {"run": {"name": "r"}, "search": {"weights_dir": str(folder)}}
+        self.preparation = Preparation(Config.model_validate(config), self.clock, self.engine.prepare)
+        self.weights = WeightsFollower(self.engine, self.clock, self.preparation)
+
+    def settle(self, newest) -> bool:
+        """Update until the newest snapshot has been loaded or refused. True if it was loaded."""
+        refusals = self.weights.refusals
+        self.weights.update(newest)
+        while self.weights.current != newest and self.weights.refusals == refusals:
+            self.preparation.wait(20)
+            self.weights.update(newest)
+        return self.weights.current == newest
+
+    def scores(self):
+        return self.engine.score([SEQUENCE])[0]
+
+
+@pytest.fixture
+def lab(publisher_harness):
+    lab = publisher_harness(dtype="bfloat16")
+    lab.publish = publish(lab)
+    return lab
+
+
+def publish(lab):
+    publisher = lab.publisher()
+
+    def one(step: int):
+        lab.change_a_few(step)
+        publisher.publish(step)
+        assert publisher.flush(20)
+        return lab.announced_ref()
+
+    return one
+
+
+@pytest.fixture
+def follower(lab, tmp_path):
+    follower = Follower(lab, tmp_path / "node")
+    yield follower
+    follower.weights.close()
+
+
+def test_an_update_never_waits_for_a_preparation(lab, follower):
+    newest = lab.publish(0)
+    assert not follower.weights.update(newest)
+    assert follower.weights.current is None
+    assert follower.settle(newest)
+    assert not follower.weights.update(newest)
+
+
+def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, follower, tmp_path):
+    assert follower.settle(lab.publish(0))
+    before = follower.scores()
+    newest = lab.publish(1)
+    file = lab.config.snapshots / "v00000001" / WEIGHTS
+    flip_a_byte(file)
+    assert not follower.settle(newest)
+    assert "v00000001" in follower.weights.trouble
+    assert np.array_equal(follower.scores(), before)
+    flip_a_byte(file)
+    assert not follower.weights.update(newest)
+    # Too early for a retry: nothing is prepared.
+    assert not follower.preparation.wait(0.3)
+    follower.clock.advance(60)
+    assert follower.settle(newest)
+    assert follower.weights.trouble == ""
+    assert not np.array_equal(follower.scores(), before)
+
+
+def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follower):
+    for step in range(6):
+        assert follower.settle(lab.publish(step))
+    directory = follower.weights._served.pinned.path.parent
+    kept = sorted(path.name[:9] for path in directory.glob("v*"))
+    assert kept == ["v00000004", "v00000005"]
+    assert (follower.weights._served.pinned.path / WEIGHTS).is_file()
+
+
+def test_a_snapshot_that_became_ready_between_take_and_want_is_not_prepared_again(lab, follower):
+    newest = lab.publish(0)
+    follower.weights.update(newest)
+    assert follower.preparation.wait(20)
+    follower.preparation.want(newest, refresh=False)
+    assert follower.preparation._wanted is None
+    assert follower.settle(newest)
+    assert len(follower.engine.given) == 1
+
+
+def test_a_snapshot_that_is_ready_is_loaded_before_a_newer_one_is_prepared(lab, follower):
+    first, second = lab.publish(0), lab.publish(1)
+    follower.weights.update(first)
+    assert follower.preparation.wait(20)
+    flip_a_byte(lab.config.snapshots / "v00000001" / WEIGHTS)
+    follower.preparation.want(second, refresh=False)
+    assert follower.weights.update(second)
+    assert follower.weights.current == first
+    assert not follower.settle(second)
+    assert follower.weights.refusals == 1
+
+
+def test_an_unexpected_error_is_reported_and_retried(lab, follower):
+    newest = lab.publish(0)
+    mute = newest.model_copy(update={"path": "/nowhere/v00000000", "address": "tcp://no such machine:9"})
+    assert not follower.settle(mute)
+    assert "ConfigError" in follower.weights.trouble
+    follower.clock.advance(60)
+    assert not follower.settle(mute)
+    assert follower.weights.refusals == 2
+    assert follower.settle(newest)
+
+
+def test_a_malformed_canary_is_refused(lab, follower):
+    newest = lab.publish(0)
+    manifest = lab.config.snapshots / "v00000000" / MANIFEST
+    fields = json.loads(manifest.read_text())
+    fields["canary"] = {"sequences": [5], "logprobs": [0.5]}
+    manifest.write_text(json.dumps(fields))
+    lying = newest.model_copy(update={"manifest_sha256": sha256_of(manifest)})
+    assert not follower.settle(lying)
+    assert "v0: TypeError" in follower.weights.trouble
+
+
+def with_wrong_canary(lab, ref):
+    """The same snapshot, whose canary is another model's."""
+    manifest = lab.config.snapshots / f"v{ref.version:08d}" / MANIFEST
+    fields = json.loads(manifest.read_text())
+    fields["canary"]["logprobs"] = [[one - 5.0 for one in logprobs] for logprobs in fields["canary"]["logprobs"]]
+    manifest.write_text(json.dumps(fields))
+    return ref.model_copy(update={"manifest_sha256": sha256_of(manifest)})
+
+
+def test_a_searcher_gives_up_when_its_engine_refuses_five_snapshots_in_a_row(lab, follower):
+    assert follower.settle(lab.publish(0))
+    for step in (1, 2, 3, 4):
+        assert not follower.settle(with_wrong_canary(lab, lab.publish(step)))
+    with pytest.raises(EngineError, match=r"refused 5 snapshots in a row, and serves v0; the last: v5 .* differ by 5"):
+        follower.settle(with_wrong_canary(lab, lab.publish(5)))
+
+
+def test_a_snapshot_that_is_accepted_in_between_starts_the_count_again(lab, follower):
+    for step in range(8):
+        ref = lab.publish(step)
+        assert follower.settle(with_wrong_canary(lab, ref) if step % 4 else ref) == (step % 4 == 0)
+
+
+def test_a_snapshot_assembled_during_close_is_not_passed_to_the_engine(lab, follower):
+    prepared: list[Any] = []
+    follower.preparation._make_ready = prepared.append
+    first, second = lab.publish(0), lab.publish(1)
+    follower.weights.update(first)
+    assert follower.preparation.wait(20)
+    follower.preparation.want(second, refresh=False)
+    follower.weights.close()
+    assert not follower.preparation._thread.running
+    assert len(prepared) == 1
+
+
+def test_closing_does_not_wait_for_a_trainer_that_is_away(lab, follower):
+    away = lab.publish(0).model_copy(update={"path": "/nowhere/v00000000", "address": "tcp://127.0.0.1:9"})
+    follower.weights.update(away)
+    follower.weights.close()
+    assert not follower.preparation._thread.running

@@ -1,0 +1,247 @@
+"""The searcher's loop with a real engine and a real buffer service, without sockets.
+
+A slow buffer is one whose replies arrive a given number of engine steps later, so the load of the machine does not
+matter.
+"""
+
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.common.system.durable import temporary_directory
+from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
+from tba.common.wire import messages
+from tba.common.wire.codec import decode_request, encode_request
+from tba.common.wire.trajectory import unpack_arrays
+from tba.tests.helpers.clock import ManualClock
+
+ROWS, SAMPLES = 12, 4
+
+
+class SlowClient:
+    """A `BufferClient` whose replies arrive `delay` polls after their requests; those to puts, `put_delay` polls."""
+
+    address = "here"
+    unanswered_seconds = 0.0
+
+    def __init__(self, buffer: Any, clock: ManualClock, delay: int, put_delay: int) -> None:
+        self._buffer = buffer
+        self._clock = clock
+        self._delay = delay
+        self._put_delay = put_delay
+        self._posted: dict[int, tuple[int, messages.Message, Sequence[bytes]]] = {}
+        self._polls = self._last_id = 0
+        self.sender = f"searcher.{uuid.uuid4().hex}"
+        self.puts: list[tuple[messages.PutTrajectories, Sequence[bytes]]] = []
+
+    @property
+    def state(self) -> messages.RunState:
+        return self._buffer.service.state.for_replies()
+
+    def post(self, message: messages.Message, frames: Sequence[bytes] = ()) -> int:
+        self._last_id += 1
+        self._posted[self._last_id] = self._polls + self._delay, message, frames
+        return self._last_id
+
+    @property
+    def run(self) -> str:
+        return self._buffer.run.uuid
+
+    def encode(self, message: messages.Message, frames: Sequence[bytes] = ()) -> tuple[int, list[bytes]]:
+        self._last_id += 1
+        encoded = encode_request(
+            message, id=self._last_id, role="searcher", sender=self.sender, run=self.run, frames=frames
+        )
+        return self._last_id, encoded
+
+    def post_encoded(self, id_: int, encoded: list[bytes]) -> None:
+        message = decode_request([memoryview(frame) for frame in encoded]).message
+        self._posted[id_] = self._polls + self._put_delay, message, encoded[1:]
+        self.puts.append((message, encoded[1:]))  # type: ignore[arg-type]
+
+    def is_pending(self, id_: int | None) -> bool:
+        return id_ in self._posted
+
+    def poll(self, timeout_seconds: float) -> list[Any]:
+        self._polls += 1
+        self._clock.advance(timeout_seconds)
+        due = [id_ for id_, (at, _, _) in self._posted.items() if at <= self._polls]
+        return [self._answer(id_) for id_ in due]
+
+    def call(self, message: messages.Message, expect: type, **_: Any) -> tuple[Any, list]:
+        return self._buffer.ask(message).message, []
+
+    def _answer(self, id_: int) -> Any:
+        _, message, frames = self._posted.pop(id_)
+        answer = self._buffer.ask(message, frames).message
+        return SimpleNamespace(header=SimpleNamespace(id=id_), message=answer)
+
+
+class Watched:
+    """An engine that records the number of its requests at each step."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.in_flight_at_steps: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> list[Any]:
+        self.in_flight_at_steps.append(self._engine.in_flight)
+        return self._engine.step()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a random model of the arithmetic task. Responses end after 16 tokens on average, some after 2 or 60."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tba.tests.conftest import EXAMPLE_MODEL
+
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("models") / "random"
+    shutil.copytree(EXAMPLE_MODEL, directory)
+    config = LlamaConfig.from_pretrained(
+        directory, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, dtype="float32",
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched, SlowClient]]:
+    """Run a searcher for a number of iterations of its loop."""
+    from tba.common.weights.tokenizer import load_tokenizer
+    from tba.searcher.engines.transformers_engine import TransformersEngine
+    from tba.searcher.exploration import Exploration
+    from tba.searcher.loop import Searcher
+    from tba.searcher.scoring.rewards import Rewards
+    from tba.searcher.tasks import load_task
+
+    def run(
+        *, steps: int, delay: int = 1, put_delay: int | None = None, rows: int = ROWS, neighbour: str = "", **keys: Any
+    ) -> tuple[Watched, SlowClient]:
+        search = {
+            "engine": "transformers", "samples_per_prompt": SAMPLES, "max_in_flight": rows, "max_tokens": 60,
+            "spool_dir": str(tmp_path / "spool"),
+        } | keys  # fmt: skip
+        buffer = harness(search=search, task={"limit": 200, "reward_workers": 0})
+        if neighbour:
+            beat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={}, serves=neighbour)
+            buffer.ask(beat, sender="other.1")
+        clock = ManualClock()
+        client: Any = SlowClient(buffer, clock, delay, put_delay or delay)
+        config = buffer.config
+        engine = TransformersEngine(
+            str(model), dtype="float32", device="cpu", max_in_flight=rows, seed=steps, canary_tolerance=1e-3
+        )
+        announce(buffer, engine, model, tmp_path)
+        watched = Watched(engine)
+        task = load_task(config.task)
+        searcher = Searcher(
+            buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
+            engine=watched, task=task, rewards=Rewards(task, config.task), references=None,
+            tokenizer=load_tokenizer(Path(model)),
+            exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
+            client=client, clock=clock,
+        )  # fmt: skip
+        left = iter(range(steps))
+        # Iterations count from the first weights on, which another thread prepares.
+        searcher.run(stop=lambda: searcher._weights.current is not None and next(left, None) is None)
+        searcher.close()
+        return watched, client
+
+    return run
+
+
+def announce(buffer: Any, engine: Any, model: Path, root: Path) -> None:
+    """Publish the weights of the model as version 0."""
+    final = Path(tempfile.mkdtemp(dir=root)) / directory_name(0)
+    temporary = temporary_directory(final)
+    shutil.copytree(model, temporary, dirs_exist_ok=True)
+    sequence = [5, 6, 7, 8]
+    canary = Canary([sequence], [engine.score([sequence])[0].tolist()])
+    digest = seal(temporary, final, Manifest("test", 0, 0, 0.0, describe_files(temporary), canary))
+    ref = messages.WeightsRef(version=0, step=0, path=str(final), manifest_sha256=digest)
+    buffer.ask(messages.AnnounceSnapshot(weights=ref, bytes=1), role="publisher", sender="pub.1")
+
+
+def test_a_searcher_that_serves_snapshots_learns_before_its_first_fetch_which_nodes_to_ask(search, monkeypatch):
+    from tba.searcher.weights.follower import WeightsFollower
+
+    asked = []
+    monkeypatch.setattr(WeightsFollower, "ask", lambda self, nodes: asked.append((self.current, nodes)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        search(steps=3, neighbour="tcp://other:5759", serve_snapshots=address)
+    # The node's address is taken, as by another searcher of this node: that one serves.
+    assert asked[0] == (None, ["tcp://other:5759"])
+    asked.clear()
+    search(steps=3, neighbour="tcp://other:5759", serve_snapshots=address)
+    assert asked[0] == (None, ["tcp://other:5759"])
+    # It no longer listens.
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [1, 4])
+def test_every_row_of_the_engine_is_busy_whatever_the_lengths_also_with_a_slow_buffer(search, delay):
+    """A reply takes up to a quarter of the 16 steps of an average response."""
+    engine, client = search(steps=400, delay=delay)
+    lengths = {n for message, _ in client.puts for n in message.rows.response_ids_count}
+    assert len(lengths) > 20
+    full = next(step for step, count in enumerate(engine.in_flight_at_steps) if count >= ROWS)
+    assert full <= 2 * delay + 2
+    assert min(engine.in_flight_at_steps[full:]) >= ROWS
+    assert max(engine.in_flight_at_steps) < 3 * ROWS
+
+
+def test_a_group_is_put_as_soon_as_it_is_complete_although_older_ones_are_not(search):
+    _, client = search(steps=400)
+    leases = [message.rows.lease[0] for message, _ in client.puts]
+    assert leases != sorted(leases)
+    assert all(len(message.rows.prompt_key) == SAMPLES for message, _ in client.puts)
+
+
+@pytest.mark.slow
+def test_generation_pauses_when_the_spool_is_full(search):
+    engine, client = search(steps=600, put_delay=10**9, spool_mib=0.02)
+    roomy, _ = search(steps=600, put_delay=10**9)
+    assert len(engine.in_flight_at_steps) < len(roomy.in_flight_at_steps) / 2
+    # A put takes a block of the disk, however small it is.
+    assert 5 <= len(client.puts) <= 5 + ROWS // SAMPLES
+
+
+def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
+    """The log-probabilities are those of the sampling distribution, so they show which settings were used."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _, client = search(steps=80, temperature=[0.5, 1.0, 2.0])
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    seen = set()
+    for message, frames in client.puts:
+        rows = message.rows
+        arrays = unpack_arrays(rows.model_dump(), [memoryview(frame) for frame in frames])
+        for prompt, response, logprobs, sampling in zip(
+            arrays["prompt_ids"], arrays["response_ids"], arrays["logprobs"], rows.sampling, strict=True
+        ):
+            ids = torch.tensor([[*prompt, *response]])
+            with torch.no_grad():
+                logits = reference(ids).logits[0, len(prompt) - 1 : -1] / sampling["temperature"]
+            expected = logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(prompt) :]]
+            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+            seen.add(sampling["temperature"])
+    assert seen == {0.5, 1.0, 2.0}

@@ -1,0 +1,112 @@
+"""The pipeline's stages with a fake engine that refuses requests: every response becomes a row."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.common.config import Config
+from tba.common.errors import EngineError
+from tba.common.wire.messages import Visit
+from tba.searcher.engines.engine import Generation
+from tba.searcher.exploration import Exploration
+from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks.arithmetic import ArithmeticTask
+
+SAMPLES = 2
+
+
+class FakeEngine:
+    """Answers each request with tokens 1 and 2 at the next step; refuses every `refuse_every`-th request."""
+
+    weights_version = 0
+
+    def __init__(self, refuse_every: int = 0) -> None:
+        self._refuse_every = refuse_every
+        self._requests: list[Any] = []
+        self._seen = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    def submit(self, request) -> None:
+        self._seen += 1
+        if self._refuse_every and self._seen % self._refuse_every == 0:
+            raise EngineError("too long")
+        self._requests.append(request)
+
+    def step(self) -> list[Generation]:
+        requests, self._requests = self._requests, []
+        ids, logprobs, runs = np.array([1, 2], np.int32), np.full(2, -0.5, np.float32), np.array([[0, 2]], np.int32)
+        return [Generation(request.id, ids, logprobs, runs, "eos", 0.0) for request in requests]
+
+
+class FakeTokenizer:
+    def __init__(self, *, broken: bool = False) -> None:
+        self._broken = broken
+
+    def encode(self, text: str) -> list[int]:
+        return [len(text)]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if self._broken:
+            raise IndexError("no such token")
+        return "85"
+
+
+class FakeDelivery:
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+
+    def submit(self, rows, lease) -> None:
+        self.groups.append((lease, rows))
+
+
+@pytest.fixture
+def make():
+    """Create a pipeline, its scoring stage and its delivery."""
+    opened = []
+
+    def make(engine, tokenizer):
+        config, task = Config.model_validate({"task": {"reward_workers": 0}}), ArithmeticTask()
+        rewards = Rewards(task, config.task)
+        delivery: Any = FakeDelivery()
+        opened.append(rewards)
+        exploration = Exploration(config.search, run_seed=0, searcher="s")
+        scoring = ScoringStage(rewards, tokenizer)
+        generation = GenerationStage(engine, task, tokenizer, exploration, SAMPLES)
+        return Pipeline(generation, scoring, None, delivery), scoring, delivery
+
+    yield make
+    for rewards in opened:
+        rewards.close()
+
+
+def visits(count: int) -> list[Visit]:
+    prompts = ArithmeticTask().prompts()
+    return [Visit(lease=n + 1, epoch=0, prompt_key=prompts[n].key) for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("refuse_every", "broken", "errors"),
+    [
+        (2, False, ["", "not generated: too long"]),
+        (0, True, ["reward: not decoded: IndexError: no such token"] * SAMPLES),
+    ],
+)
+def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(make, refuse_every, broken, errors):
+    pipeline, scoring, delivery = make(FakeEngine(refuse_every), FakeTokenizer(broken=broken))
+    pipeline.submit(visits(1))
+    pipeline.step(generate=True, wait_seconds=0.0)
+    ((_, rows),) = delivery.groups
+    assert sorted(row.error or "" for row in rows) == errors
+    assert scoring.errors == sum(error != "" for error in errors)
+
+
+def test_a_thousand_failures_in_a_row_end_the_searcher(make):
+    pipeline, _, _ = make(FakeEngine(refuse_every=1), FakeTokenizer())
+    pipeline.submit(visits(500))
+    with pytest.raises(EngineError, match="1000 rollouts in a row failed, the last one: not generated: too long"):
+        pipeline.step(generate=True, wait_seconds=0.0)

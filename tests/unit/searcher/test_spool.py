@@ -1,0 +1,183 @@
+"""The spool's files: puts come back as they were appended, damage costs one put, and space is released."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tba.common.errors import RecordLost, StorageError
+from tba.searcher.delivery.spool import Owner, Spool, _decode, _encode, read_put
+from tba.searcher.delivery.takeover import DeadSpool, find_dead_spools
+from tba.tests.helpers.weights import flip_a_byte
+
+OWNER = Owner(run="r" * 32, run_name="run", sender="node-cpu0.1", host="node")
+FRAMES = st.lists(st.binary(max_size=40), max_size=6)
+LIMIT = 1 << 20
+BLOCK = 4096
+
+
+@given(FRAMES)
+def test_frames_are_decoded_as_they_were_encoded(frames):
+    assert _decode(b"".join(_encode(frames))) == frames
+
+
+@given(FRAMES, st.data())
+def test_a_cut_or_changed_put_is_recognized_as_damaged(frames, data):
+    content = b"".join(_encode(frames))
+    assert _decode(content[: data.draw(st.integers(0, len(content) - 1))]) is None
+    changed = bytearray(content)
+    changed[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    assert _decode(bytes(changed)) is None
+    # What a power cut can leave: a length without content.
+    assert _decode(bytes(len(content))) is None
+
+
+@pytest.fixture
+def spool(tmp_path):
+    spool = Spool(tmp_path, OWNER, limit_bytes=LIMIT)
+    yield spool
+    spool.close()
+
+
+def frames_of(id_: int, size: int = 1000) -> list[bytes]:
+    return [id_.to_bytes(4, "little") * (size // 4), b"tail"]
+
+
+def append(spool: Spool, *ids: int, size: int = 1000) -> None:
+    for id_ in ids:
+        spool.append(id_, frames_of(id_, size))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.suffix in (".put", ".tmp"))
+
+
+def test_a_put_is_read_back_until_it_is_acknowledged(spool):
+    append(spool, 1, 2, 3)
+    assert [read_put(spool.path(id_)) for id_ in (3, 1, 2)] == [frames_of(3), frames_of(1), frames_of(2)]
+    spool.acknowledge(2)
+    with pytest.raises(RecordLost, match="no such file"):
+        read_put(spool.path(2))
+    assert [read_put(spool.path(id_)) for id_ in (1, 3)] == [frames_of(1), frames_of(3)]
+
+
+def test_no_file_is_left_of_acknowledged_puts_of_any_size(spool):
+    for id_ in range(20):
+        append(spool, id_, size=(id_ * 7919) % 50_000)
+        assert read_put(spool.path(id_)) == frames_of(id_, (id_ * 7919) % 50_000)
+        spool.acknowledge(id_)
+    assert names(spool.directory) == []
+    assert spool.bytes == 0
+
+
+def test_the_spool_is_full_at_its_limit_counted_in_blocks_until_puts_are_acknowledged(spool):
+    count = 0
+    while not spool.is_full:
+        append(spool, count, size=5_000)
+        count += 1
+    assert spool.bytes == count * 2 * BLOCK
+    assert LIMIT <= spool.bytes < LIMIT + 2 * BLOCK
+    spool.acknowledge(0)
+    assert not spool.is_full
+
+
+def test_a_put_larger_than_the_spool_fills_it_only_until_it_is_acknowledged(spool):
+    append(spool, 1, size=LIMIT + 4)
+    assert spool.is_full
+    spool.acknowledge(1)
+    assert not spool.is_full
+    append(spool, 2)
+    assert read_put(spool.path(2)) == frames_of(2)
+
+
+def test_a_put_that_the_disk_takes_only_in_part_leaves_no_trace(spool, monkeypatch):
+    append(spool, 1)
+    monkeypatch.setattr(os, "writev", lambda file, parts: os.write(file, b"".join(parts)[:100]))
+    with pytest.raises(StorageError, match="only a part of a put: it is full"):
+        append(spool, 2)
+    monkeypatch.undo()
+    append(spool, 3)
+    assert [read_put(spool.path(1)), read_put(spool.path(3))] == [frames_of(1), frames_of(3)]
+    assert names(spool.directory) == ["0000000000000001.put", "0000000000000003.put"]
+
+
+def test_an_acknowledged_put_that_the_disk_does_not_release_no_longer_counts(spool, monkeypatch):
+    append(spool, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        with pytest.raises(StorageError, match="No space left on device"):
+            spool.acknowledge(1)
+    assert spool.bytes == 0
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_damaged_put_that_cannot_be_quarantined_is_left_to_the_next_searcher(spool, tmp_path):
+    append(spool, 1)
+    flip_a_byte(spool.path(1))
+    (tmp_path / "aside").write_text("a file in the way")
+    with pytest.raises(StorageError, match="File exists"):
+        spool.quarantine(1)
+    spool.close()
+    the_dead_spool(tmp_path).close()
+
+
+def test_a_spool_without_puts_leaves_no_directory(tmp_path):
+    spool = Spool(tmp_path, OWNER, limit_bytes=LIMIT)
+    append(spool, 1)
+    spool.acknowledge(1)
+    spool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spool_that_cannot_be_created_is_reported_in_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="the spool .*file"):
+        Spool(tmp_path / "file", OWNER, limit_bytes=LIMIT)
+
+
+# ---------------------------------------------------------------- dead searchers
+
+
+def abandon(root: Path, *ids: int) -> None:
+    """Leave a spool as a searcher does that ends before its puts are acknowledged."""
+    spool = Spool(root, OWNER, limit_bytes=LIMIT)
+    append(spool, *ids)
+    spool.close()
+
+
+def the_dead_spool(root: Path) -> DeadSpool:
+    (dead,) = find_dead_spools(root, "node")
+    return dead
+
+
+def test_a_living_searchers_spool_is_not_taken_over(spool, tmp_path):
+    append(spool, 1)
+    assert find_dead_spools(tmp_path, "node") == []
+
+
+def test_a_dead_spool_belongs_to_one_searcher_until_it_is_released(tmp_path):
+    abandon(tmp_path, 1)
+    dead = the_dead_spool(tmp_path)
+    assert find_dead_spools(tmp_path, "node") == []
+    dead.close()
+    the_dead_spool(tmp_path).close()
+
+
+def test_the_spool_of_another_host_is_not_taken_over(tmp_path):
+    abandon(tmp_path, 1)
+    assert find_dead_spools(tmp_path, "elsewhere") == []
+
+
+def test_a_directory_that_is_not_a_spool_is_left_alone(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/owner.json").write_text("{")
+    assert find_dead_spools(tmp_path, "node") == []
+    assert find_dead_spools(tmp_path / "missing", "node") == []
+    assert len(list(tmp_path.iterdir())) == 2

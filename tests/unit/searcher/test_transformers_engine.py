@@ -1,0 +1,174 @@
+"""The Transformers engine's continuous batch against the model without a cache, and its sampling against float64."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tba.common.errors import ConfigError  # noqa: E402
+from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings  # noqa: E402
+from tba.searcher.engines.token_sampling import sample  # noqa: E402
+from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
+
+VOCABULARY = 150
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+WINDOW = 16
+
+
+def save_model(kind: str, folder: Path, **settings: Any) -> Any:
+    """Save and return a random model of a model type of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | settings))).float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def engine_of(folder: Path, max_in_flight: int) -> TransformersEngine:
+    return TransformersEngine(
+        str(folder), dtype="float32", device="cpu", max_in_flight=max_in_flight, seed=0, canary_tolerance=1e-3
+    )
+
+
+def requests(count: int, **settings: Any) -> list[GenerationRequest]:
+    """Prompts of 1 to 60 tokens and responses of 1 to 80: rows join and leave in most steps."""
+    random = np.random.default_rng(1)
+    sampling = {"temperature": 1.0, "top_p": 1.0} | settings
+    return [
+        GenerationRequest(
+            number,
+            random.integers(0, VOCABULARY, random.integers(1, 61)).astype(np.int32),
+            SamplingSettings(max_tokens=int(random.integers(1, 81)), seed=number, **sampling),
+        )
+        for number in range(count)
+    ]
+
+
+def answer(engine: TransformersEngine, requests: list[GenerationRequest]) -> dict[int, Generation]:
+    for request in requests:
+        engine.submit(request)
+    found: dict[int, Any] = {}
+    while engine.in_flight:
+        found |= {generation.id: generation for generation in engine.step()}
+    return found
+
+
+def expected_logprobs(model: Any, request: GenerationRequest, response: Any, temperature: float = 1.0) -> Any:
+    """Log-probabilities of a response from one pass over the whole sequence, without a cache, padding or other rows."""
+    ids = torch.tensor([[*request.prompt_ids.tolist(), *response.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
+    return logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(request.prompt_ids) :]].numpy()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma3_text": {"sliding_window": WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_in_flight", [5, 16])
+def test_a_row_of_the_continuous_batch_gets_the_log_probabilities_of_the_model_alone(kind, max_in_flight, tmp_path):
+    model = save_model(kind, tmp_path, **KINDS[kind])
+    asked = requests(30)
+    found = answer(engine_of(tmp_path, max_in_flight), asked)
+    assert found.keys() == {request.id for request in asked}
+    for request in asked:
+        response = found[request.id].response_ids
+        assert len(response) == request.sampling.max_tokens
+        np.testing.assert_allclose(found[request.id].logprobs, expected_logprobs(model, request, response), atol=2e-4)
+
+
+def test_greedy_decoding_takes_the_most_likely_token_in_a_batch_with_rows_that_sample(tmp_path):
+    model = save_model("llama", tmp_path)
+    asked = [*requests(8, temperature=0.0), *requests(16)[8:]]
+    found = answer(engine_of(tmp_path, 6), asked)
+    for request in asked[:8]:
+        ids = torch.tensor([[*request.prompt_ids.tolist(), *found[request.id].response_ids.tolist()]])
+        with torch.no_grad():
+            best = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
+        assert best.tolist() == found[request.id].response_ids.tolist()
+
+
+def test_a_response_depends_on_its_seed_and_not_on_the_other_rows(tmp_path):
+    save_model("llama", tmp_path)
+    asked = requests(24, top_p=0.9)
+    runs = [answer(engine_of(tmp_path, rows), asked) for rows in (1, 7, 24)]
+    responses = [{number: one.response_ids.tolist() for number, one in run.items()} for run in runs]
+    assert responses[0] == responses[1] == responses[2]
+
+
+def test_a_free_row_is_filled_while_the_other_rows_continue(tmp_path):
+    """With batches in waves, a short request would wait for the others of its wave."""
+    save_model("llama", tmp_path)
+    engine = engine_of(tmp_path, 8)
+    long, short = requests(2, temperature=0.0)
+    for number in range(8):
+        settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=60 if number else 2)
+        engine.submit(GenerationRequest(number, long.prompt_ids, settings))
+    engine.submit(GenerationRequest(8, short.prompt_ids, SamplingSettings(1.0, 1.0, 3)))
+    order = [generation.id for _ in range(8) for generation in engine.step()]
+    assert order == [0, 8]
+
+
+def test_a_model_with_state_that_is_not_attention_is_refused(tmp_path):
+    settings = {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64, "block_multiple_of": 8}
+    save_model("lfm2", tmp_path, **settings)
+    with pytest.raises(ConfigError, match="layers of type 'conv'"):
+        engine_of(tmp_path, 4)
+
+
+def by_float64(logits: Any, temperature: float, top_p: float, uniform: float) -> int:
+    """The token by the definition of the inverse CDF, over the nucleus."""
+    weights = np.exp(logits.astype(np.float64) / temperature)
+    weights /= weights.sum()
+    order = np.argsort(-weights)
+    outside = np.cumsum(weights[order]) - weights[order] >= top_p
+    weights[order[outside]] = 0
+    cdf = np.cumsum(weights)
+    return int(np.searchsorted(cdf, uniform * cdf[-1], side="right"))
+
+
+@pytest.mark.parametrize("vocabulary", [3, 64, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_tokens_are_the_inverse_cdf_at_evenly_spaced_numbers(vocabulary, top_p):
+    logits = np.random.default_rng(0).normal(0, 3, vocabulary).astype(np.float32)
+    uniform = (np.arange(4000) + 0.5) / 4000
+    settings = [SamplingSettings(0.8, top_p, 1)] * len(uniform)
+    drawn = sample(torch.tensor(logits).repeat(len(uniform), 1), settings, torch.tensor(uniform))
+    expected = [by_float64(logits, 0.8, top_p, number) for number in uniform]
+    # Rounding may move a boundary past one number, but not past many.
+    assert np.mean(drawn.tokens_B.numpy() == expected) > 0.999
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_interval_never_draw_a_token_of_probability_zero(uniform):
+    logits = torch.full((2, 130), float("-inf"))
+    logits[:, 70] = 1.0
+    logits[1, 100] = -3.0
+    drawn = sample(logits, [SamplingSettings(1.0, 1.0, 1)] * 2, torch.full((2,), uniform, dtype=torch.float64))
+    assert drawn.tokens_B.tolist() == ([70, 70] if uniform == 0 else [70, 100])
+    assert drawn.logprobs_B[0] == 0
+
+
+def test_seeds_of_any_size_give_different_random_numbers(tmp_path):
+    save_model("llama", tmp_path)
+    engine = engine_of(tmp_path, 2)
+    asked = [
+        GenerationRequest(number, np.asarray([1, 2], np.int32), SamplingSettings(1.0, 1.0, 40, seed=seed))
+        for number, seed in enumerate([0, 1, 2**63 - 1])
+    ]
+    found = answer(engine, asked)
+    assert len({tuple(one.response_ids.tolist()) for one in found.values()}) == 3

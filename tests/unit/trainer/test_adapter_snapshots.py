@@ -1,0 +1,301 @@
+"""Adapters from a real publisher to a node, on a base that is published once."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tba.common.clock import SystemClock
+from tba.common.errors import ConfigError, SnapshotCorrupt, SnapshotError
+from tba.common.system.durable import sha256_of
+from tba.common.weights import adapter, snapshot
+from tba.common.weights.node_store import clear
+from tba.common.weights.tensor_file import map_tensors
+from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.weights import WEIGHTS, CountingServer, flip_a_byte
+from tba.trainer.publishing.adapter_writer import _check_names
+
+LORA = {"rank": 3, "alpha": 4.0, "publish": "adapter"}
+FULL = "model.safetensors"
+
+
+@pytest.fixture
+def lab(publisher_harness):
+    return publisher_harness(dtype="bfloat16", lora=LORA, steps=99)
+
+
+@pytest.fixture
+def copies(tmp_path):
+    return SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+
+
+def publish(lab, publisher, steps) -> None:
+    for step in steps:
+        if step:
+            lab.train_adapters(step)
+        publisher.publish(step)
+        assert publisher.flush(30)
+
+
+def policy(found: snapshot.Snapshot) -> dict[str, torch.Tensor]:
+    """The weights that an engine serves of an assembled snapshot, in float32."""
+    weights = {name: tensor.float() for name, tensor in load_file(found.weight_files[0]).items()}
+    if found.adapter is not None:
+        loaded = adapter.load(found.adapter)
+        for name in loaded.factors:
+            weights[name] += torch.from_numpy(loaded.change(name))
+    return weights
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.allclose(ours[name], one, atol=tolerance, rtol=tolerance) for name, one in theirs.items()
+    )
+
+
+def kinds(lab) -> list[tuple[int, int, int | None]]:
+    """(version, step, base) of the snapshots on disk, oldest first."""
+    manifests = [snapshot.read(path).manifest for path in snapshot.list_snapshots(lab.config.snapshots)]
+    return [(manifest.version, manifest.step, manifest.base) for manifest in manifests]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_base_and_adapter_on_a_node_are_the_trainers_policy_and_its_canary(publisher_harness, copies, dtype, tie):
+    lab = publisher_harness(dtype=dtype, tie=tie, lora=LORA, steps=99)
+    publisher = lab.publisher()
+    for step in range(5):
+        publish(lab, publisher, [step])
+        found, pinned = copies.assemble(lab.announced_ref())
+        assert (found.adapter is None) is (step == 0)
+        assert same(policy(found), lab.merged())
+        pinned.release()
+    fresh = AutoModelForCausalLM.from_pretrained(lab.config.snapshots / "v00000000", dtype=torch.float32)
+    fresh.load_state_dict(policy(found), strict=False)
+    assert_canary_holds(fresh, found.manifest.canary)
+
+
+def assert_canary_holds(model, canary: snapshot.Canary) -> None:
+    """Check the first sequence of a canary against a model in float32."""
+    tokens = torch.tensor(canary.sequences[:1])
+    logits = model(input_ids=tokens).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].detach()
+    assert np.allclose(canary.logprobs[0], expected, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_snapshot_is_a_peft_adapter_and_nothing_else(lab):
+    from peft import PeftModel
+
+    publish(lab, lab.publisher(), [0, 1])
+    found = lab.announced()
+    assert {path.name for path in found.path.iterdir()} == {adapter.FILE, adapter.CONFIG, "manifest.json"}
+    assert (found.manifest.base, found.adapter, found.weight_files) == (0, found.path, [])
+    base = lab.config.snapshots / "v00000000"
+    assert found.manifest.complete == snapshot.read(base).manifest.files
+    assert json.loads((found.path / adapter.CONFIG).read_text())["base_model_name_or_path"] == str(base)
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base).float(), found.path)
+    merged = merged.merge_and_unload().state_dict()
+    assert all(torch.allclose(merged[name], tensor, atol=1e-5) for name, tensor in lab.merged().items())
+
+
+def test_the_snapshot_of_step_0_is_the_base_and_kept_ones_and_the_last_are_full(publisher_harness):
+    lab = publisher_harness(dtype="bfloat16", lora=LORA, keep_snapshots=99, keep_snapshot_every=3, steps=5)
+    publish(lab, lab.publisher(), range(6))
+    assert kinds(lab) == [(0, 0, None), (1, 1, 0), (2, 2, 0), (3, 3, None), (4, 4, 0), (5, 5, None)]
+    for version, step in ((3, 3), (5, 5)):
+        lab.train_adapters(step)
+        complete = lab.config.snapshots / f"v{version:08d}"
+        rounded = {name: tensor.bfloat16().float() for name, tensor in lab.merged().items()}
+        assert same(policy(snapshot.read(complete)), rounded, tolerance=2**-7)
+        assert AutoModelForCausalLM.from_pretrained(complete).dtype == torch.bfloat16
+        in_float32 = AutoModelForCausalLM.from_pretrained(complete, dtype=torch.float32)
+        assert_canary_holds(in_float32, snapshot.read(complete).manifest.canary)
+
+
+def test_the_base_is_kept_although_it_is_neither_new_nor_the_first(publisher_harness):
+    lab = publisher_harness(dtype="bfloat16", lora=LORA, keep_snapshots=2, keep_snapshot_every=10, steps=99)
+    publish(lab, lab.publisher(publish="merged"), [4])
+    publisher = lab.publisher(next_version=1)
+    publish(lab, publisher, [5, 6, 7, 8])
+    assert kinds(lab) == [(0, 4, None), (1, 0, None), (4, 7, 1), (5, 8, 1)]
+    # The first two are full: for a while none of the newest is on the base.
+    publish(lab, publisher, [10, 20, 21])
+    assert kinds(lab) == [(0, 4, None), (1, 0, None), (6, 10, None), (7, 20, None), (8, 21, 1)]
+
+
+def test_a_restarted_trainer_publishes_its_base_again(lab):
+    publish(lab, lab.publisher(), [0, 1])
+    publish(lab, lab.publisher(next_version=2), [2, 3])
+    assert kinds(lab) == [(0, 0, None), (1, 1, 0), (2, 0, None), (3, 2, 2), (4, 3, 2)]
+
+
+def test_a_base_that_was_deleted_is_published_again(lab, copies):
+    publisher = lab.publisher()
+    publish(lab, publisher, [0, 1])
+    shutil.rmtree(lab.config.snapshots / "v00000000")
+    publish(lab, publisher, [2])
+    publish(lab, publisher, [3])
+    assert kinds(lab) == [(1, 1, 0), (2, 0, None), (3, 2, 2), (4, 3, 2)]
+    found, _ = copies.assemble(lab.announced_ref())
+    assert same(policy(found), lab.merged())
+
+
+def test_the_last_snapshot_brings_no_base_along(publisher_harness):
+    lab = publisher_harness(dtype="bfloat16", lora=LORA, steps=5)
+    publish(lab, lab.publisher(next_version=3), [5])
+    assert kinds(lab) == [(3, 5, None)]
+    lab.announced()
+
+
+def test_a_base_that_comes_later_is_no_policy_and_does_not_count_as_the_newest(lab):
+    directory = lab.config.snapshots
+    publish(lab, lab.publisher(publish="merged"), [7])
+    # Resumed from an older checkpoint: what the run had reached is abandoned.
+    publish(lab, lab.publisher(next_version=1), [5])
+    # As before it was written.
+    shutil.rmtree(directory / "v00000002")
+    assert kinds(lab) == [(0, 7, None), (1, 0, None)]
+    assert snapshot.choose_snapshots(directory, directory, None, every=False) == [directory / "v00000000"]
+    assert snapshot.choose_snapshots(directory, directory, None, every=True) == [directory / "v00000000"]
+    publish(lab, lab.publisher(next_version=3), [5])
+    assert snapshot.choose_snapshots(directory, directory, None, every=False) == [directory / "v00000004"]
+
+
+def test_a_node_that_joins_late_fetches_the_base_and_one_adapter_and_then_adapters_alone(lab, tmp_path):
+    publisher = lab.publisher()
+    publish(lab, publisher, [0, 1, 2, 3])
+    server = CountingServer("tcp://127.0.0.1:*", lab.config.snapshots)
+    copies = SnapshotAssembler(tmp_path / "node", "trainer", SystemClock())
+    for step in range(4, 12):
+        ref = lab.announced_ref().model_copy(update={"address": server.address})
+        found, held = copies.assemble(ref)
+        held.release()
+        assert same(policy(found), lab.merged())
+        publish(lab, publisher, [step])
+    server.close()
+    sizes = {name: entry.bytes for name, entry in found.manifest.files.items()}
+    assert server.served[FULL] == not_none(found.manifest.complete)[FULL].bytes
+    assert server.served[adapter.FILE] == 8 * sizes[adapter.FILE]
+    # The base, and the newest two.
+    assert len(list((tmp_path / "node").glob("v*"))) == 3
+
+
+def test_a_searcher_whose_neighbour_merged_keeps_the_base_as_well(lab, tmp_path):
+    publisher = lab.publisher()
+    neighbour, mine = (SnapshotAssembler(tmp_path / "node", "path", SystemClock()) for _ in range(2))
+    for step in range(5):
+        publish(lab, publisher, [step])
+        ref = lab.announced_ref()
+        for copies in (neighbour, mine):
+            copies.assemble(ref)[1].release()
+    neighbour.remove_created()
+    mine.assemble(ref)[1].release()
+    assert list((tmp_path / "node").glob("v00000000-*"))
+    mine.close()
+    clear(tmp_path / "node")
+    assert not (tmp_path / "node").exists()
+
+
+def test_a_refresh_replaces_a_damaged_base_on_the_node(lab, copies):
+    publisher = lab.publisher()
+    for step in range(3):
+        publish(lab, publisher, [step])
+        copies.assemble(lab.announced_ref())[1].release()
+    (base,) = copies._cache.directory.glob("v00000000-*")
+    # Its file is a hard link to the trainer's.
+    shutil.copyfile(base / WEIGHTS, base / "copy")
+    (base / "copy").replace(base / WEIGHTS)
+    map_tensors(base / WEIGHTS, writable=True)["model.layers.0.mlp.up_proj.weight"].bits[:] ^= 1
+    publish(lab, publisher, [3])
+    found, _ = copies.assemble(lab.announced_ref(), refresh=True)
+    assert same(policy(found), lab.merged())
+
+
+@pytest.mark.parametrize("serves", ["the same searcher", "an idle neighbour"])
+def test_a_damaged_base_that_a_searcher_serves_does_not_stop_adapters(lab, tmp_path, serves):
+    publisher = lab.publisher()
+    publish(lab, publisher, [0])
+    copies = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    server = copies if serves == "the same searcher" else SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    served, held = server.assemble(lab.announced_ref())
+    # A separate file instead of a hard link to the trainer's.
+    (served.path / "copy").write_bytes((served.path / WEIGHTS).read_bytes())
+    (served.path / "copy").replace(served.path / WEIGHTS)
+    flip_a_byte(served.path / WEIGHTS)
+    damaged = (served.path / WEIGHTS).read_bytes()
+    for step in (1, 2):
+        publish(lab, publisher, [step])
+        found, newer = copies.assemble(lab.announced_ref(), refresh=True)
+        newer.release()
+        assert same(policy(found), lab.merged())
+        assert not (found.path / "chain").exists()
+        assert (served.path / WEIGHTS).read_bytes() == damaged
+    held.release()
+    publish(lab, publisher, [3])
+    copies.assemble(lab.announced_ref())
+    assert sha256_of(served.path / WEIGHTS) == sha256_of(lab.config.snapshots / "v00000000" / WEIGHTS)
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_missing_or_damaged_adapter_is_refused_and_the_next_one_goes(lab, copies, damage):
+    publisher = lab.publisher()
+    publish(lab, publisher, [0, 1])
+    damage(lab.config.snapshots / "v00000001" / adapter.FILE)
+    with pytest.raises(SnapshotError, match="v00000001"):
+        copies.assemble(lab.announced_ref())
+    publish(lab, publisher, [2])
+    found, _ = copies.assemble(lab.announced_ref())
+    assert same(policy(found), lab.merged())
+
+
+def reseal(path: Path, **changes) -> str:
+    """Change fields of a manifest that no node has read yet. Returns its new hash."""
+    fields = json.loads((path / "manifest.json").read_text()) | changes
+    (path / "manifest.json").write_text(json.dumps(fields))
+    return sha256_of(path / "manifest.json")
+
+
+def test_an_adapter_that_names_other_files_than_its_base_has_is_refused(lab, copies):
+    publish(lab, lab.publisher(), [0, 1])
+    ref, path = lab.announced_ref(), lab.config.snapshots / "v00000001"
+    complete = json.loads((path / "manifest.json").read_text())["complete"]
+    digest = reseal(path, complete=complete | {FULL: complete[FULL] | {"blake3": "0" * 64}})
+    with pytest.raises(SnapshotCorrupt, match="names other files than its base has"):
+        copies.assemble(ref.model_copy(update={"manifest_sha256": digest}))
+
+
+def test_a_manifest_with_a_base_and_no_adapter_or_a_delta_is_refused(lab):
+    publish(lab, lab.publisher(), [0, 1])
+    path = lab.config.snapshots / "v00000001"
+    entry = {"bytes": 1, "blake3": "0" * 64}
+    change = {"file": entry, "bytes": 1, "base": 0, "base_manifest_sha256": "0" * 64}
+    for fields, reason in (({"files": {}}, "does not describe the result"), ({"delta": change}, "cannot be a delta")):
+        reseal(path, **fields)
+        with pytest.raises(SnapshotCorrupt, match=reason):
+            snapshot.read(path)
+
+
+def test_a_layer_that_the_files_store_in_another_form_is_refused_with_what_to_do():
+    weights = {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2, 3), "c.weight": torch.zeros(2, 3)}
+    saved = {"a.weight": weights["a.weight"], "renamed": weights["b.weight"], "c.weight": weights["c.weight"].T}
+    _check_names(["a.weight"], weights, saved)
+    for name in ("b", "c"):
+        with pytest.raises(ConfigError, match=rf'{name}\.weight.*lora\.publish = "merged"'):
+            _check_names([f"{name}.weight"], weights, saved)
+
+
+def test_a_missing_or_malformed_adapter_is_corrupt(tmp_path):
+    with pytest.raises(SnapshotCorrupt, match="no readable adapter"):
+        adapter.load(tmp_path)
+    factors = {"x.q_proj.weight": adapter.Factors(np.ones((2, 3), np.float32), np.ones((4, 2), np.float32))}
+    adapter.save(tmp_path, adapter.Adapter(factors, 0.5), rank=2, base=tmp_path)
+    assert adapter.load(tmp_path).change("x.q_proj.weight").tolist() == [[1.0] * 3] * 4
+    (tmp_path / adapter.CONFIG).write_text("{}")
+    with pytest.raises(SnapshotCorrupt, match="no readable adapter"):
+        adapter.load(tmp_path)

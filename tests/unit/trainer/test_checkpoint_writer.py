@@ -1,0 +1,127 @@
+"""Asynchronous checkpoints: each holds the learner at the time of the call, and a full disk does not stop training."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tba.common.config import TrainSection
+from tba.common.errors import CheckpointError
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.trainer import objective, random_batch, tiny_model
+from tba.trainer.checkpoints import checkpoint
+from tba.trainer.checkpoints.checkpoint_writer import CheckpointWriter
+from tba.trainer.step.learner import Learner
+
+
+def make_learner() -> Learner:
+    return Learner(tiny_model(), tiny_model(), TrainSection(learning_rate=0.01), objective("tb"), autocast=False)
+
+
+def make_writer(directory: Path, before: Any = lambda: None) -> CheckpointWriter:
+    return CheckpointWriter(directory, run="r", keep=3, device=torch.device("cpu"), before=before)
+
+
+def train(learner: Learner, steps: int = 1) -> None:
+    for _ in range(steps):
+        learner.step(random_batch(learner.steps_done))
+
+
+def steps(directory: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.list_checkpoints(directory)]
+
+
+class Gate:
+    """Holds the checkpoint thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(20)
+
+
+def test_a_checkpoint_has_the_learner_at_the_time_of_the_call(tmp_path):
+    gate, learner, straight = Gate(), make_learner(), make_learner()
+    writer = make_writer(tmp_path, gate)
+    train(learner, 2)
+    writer.begin(learner)
+    train(learner, 2)
+    gate.opened.set()
+    writer.wait()
+    train(straight, 2)
+    resumed = make_learner()
+    checkpoint.restore(not_none(checkpoint.newest(tmp_path)), resumed)
+    assert resumed.steps_done == 2
+    assert [resumed.step(random_batch(n)).metrics for n in (2, 3)] == [
+        straight.step(random_batch(n)).metrics for n in (2, 3)
+    ]
+
+
+def test_a_checkpoint_due_during_another_is_skipped_but_the_last_one_is_saved(tmp_path):
+    gate, learner = Gate(), make_learner()
+    writer = make_writer(tmp_path, gate)
+    train(learner)
+    writer.begin(learner)
+    assert gate.reached.wait(20)
+    train(learner)
+    writer.begin(learner)
+    train(learner)
+    last = threading.Thread(target=writer.save, args=[learner])
+    last.start()
+    assert steps(tmp_path) == []
+    gate.opened.set()
+    last.join(20)
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_a_failed_write_is_a_warning_except_for_the_last_checkpoint(tmp_path):
+    """Writing fails because a file has the name of the checkpoint's directory."""
+    learner = make_learner()
+    writer = make_writer(tmp_path / "checkpoints")
+    train(learner)
+    writer.save(learner)
+    obstacle = tmp_path / "checkpoints" / ".step_00000002.tmp"
+    obstacle.write_text("")
+    train(learner)
+    writer.begin(learner)
+    with pytest.raises(CheckpointError, match=r"step_00000002 cannot be written"):
+        writer.save(learner)
+    assert steps(tmp_path / "checkpoints") == [1]
+    obstacle.unlink()
+    writer.save(learner)
+    assert steps(tmp_path / "checkpoints") == [1, 2]
+
+
+def test_unfinished_checkpoints_of_a_killed_trainer_are_deleted(tmp_path):
+    unfinished = tmp_path / ".step_00000004.tmp"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    make_writer(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_are_durable_before_a_checkpoint_has_its_name(tmp_path):
+    seen: list[list[int]] = []
+    learner = make_learner()
+    writer = make_writer(tmp_path, lambda: seen.append(steps(tmp_path)))
+    train(learner)
+    writer.save(learner)
+    assert seen == [[]]
+    assert steps(tmp_path) == [1]
+
+
+def test_too_little_disk_space_is_a_warning_before_anything_is_written(tmp_path):
+    writer = CheckpointWriter(
+        tmp_path, run="r", keep=3, device=torch.device("cpu"), before=lambda: None, min_free=1 << 62
+    )
+    learner = make_learner()
+    train(learner)
+    writer.begin(learner)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match=r"must leave train\.min_free_mib"):
+        writer.save(learner)

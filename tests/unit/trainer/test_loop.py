@@ -1,0 +1,485 @@
+"""The trainer with a real buffer: complete runs, killed and resumed runs, and an unavailable buffer."""
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tba.buffer.offline.offline_buffer import OfflineBuffer
+from tba.buffer.offline.recorded_run import read_recorded_run
+from tba.buffer.tools.backup import backup
+from tba.common.config import Config
+from tba.common.errors import BufferUnavailable, ConfigError, MemoryShort, TrainingBroken, UsageError
+from tba.common.weights import snapshot
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.status_messages import GetStatus, Status
+from tba.tests.conftest import ROOT
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
+from tba.tests.helpers.weights import verify
+from tba.trainer.batch.batch import TrainBatch
+from tba.trainer.checkpoints import checkpoint
+from tba.trainer.loop import Trainer, train
+from tba.trainer.metrics.stopwatch import PHASES
+from tba.trainer.step.learner import Learner, StepResult
+
+STEPS = 6
+_TIMES = {"time", "seconds_step", "tokens_per_second", *(f"seconds_{phase}" for phase in PHASES)}
+
+
+class Run:
+    """A run directory with a model, a buffer and trajectories for all steps."""
+
+    def __init__(self, root: Path, **train_keys: Any) -> None:
+        train = {"steps": STEPS, "micro_batch_tokens": 30} | train_keys
+        self.config, self.buffer = run_with_buffer(root, train=train)
+
+    def feed(self, broken: Sequence[str] = ()) -> threading.Thread:
+        """Put trajectories once the first weights are announced; those of `broken` prompts overflow the loss."""
+        thread = threading.Thread(target=self._feed, args=(broken,))
+        thread.start()
+        return thread
+
+    def _feed(self, broken: Sequence[str]) -> None:
+        searcher = FakeSearcher(self.buffer.address, prompts=4)
+        searcher.wait_for_weights()
+        searcher.put_groups(8, broken=broken)
+        searcher.close()
+
+    def train(self, *, resume: bool = False, stop: Callable[[], bool] = lambda: False) -> None:
+        """Run the trainer in this thread."""
+        train(self.config, resume=resume, device="cpu", stop=stop)
+
+    def query(self, sql: str) -> list[Any]:
+        """Return the first column of a query on the buffer's database."""
+        with sqlite3.connect(self.config.database) as connection:
+            return [row[0] for row in connection.execute(sql)]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl without values that depend on the clock."""
+        lines = (self.config.run.dir / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k not in _TIMES} for line in lines]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    # A restarted buffer would wait for the trainer that the test has ended.
+    monkeypatch.setattr("tba.buffer.service.clients._RETURN_SECONDS", 0.0)
+    made: list[Run] = []
+
+    def make(name: str = "a", **train_keys: Any) -> Run:
+        made.append(Run(tmp_path / name, **train_keys))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.buffer.stop()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An uninterrupted run, to compare others with."""
+    run = Run(tmp_path_factory.mktemp("straight"))
+    finish(run)
+    run.buffer.stop()
+    return run
+
+
+def finish(run: Run) -> Run:
+    """Feed and train a run to its end."""
+    feeder = run.feed()
+    run.train()
+    feeder.join()
+    return run
+
+
+def test_a_run_makes_all_steps_and_is_declared_finished(make_run):
+    run = finish(make_run())
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    searcher = FakeSearcher(run.buffer.address, prompts=4)
+    state = not_none(searcher.client.state)
+    assert state.finished
+    assert state.step == STEPS
+    # Its place in memory is cleared.
+    newest = not_none(state.weights)
+    kept = verify(newest.model_copy(update={"path": str(run.config.snapshots / "v00000003")}))
+    assert (newest.version, kept.manifest.step) == (3, STEPS)
+    searcher.close()
+
+
+def published(run: Run) -> list[tuple[int, int]]:
+    """Return (version, step) of the snapshots on disk."""
+    paths = snapshot.list_snapshots(run.config.snapshots)
+    return [(m.version, m.step) for m in (snapshot.read(path).manifest for path in paths)]
+
+
+@pytest.mark.slow
+def test_the_last_weights_are_published_although_no_publication_is_due(make_run):
+    run = finish(make_run(publish_every=4))
+    # That of step 4 is not kept on disk.
+    assert published(run) == [(0, 0), (2, STEPS)]
+
+
+@pytest.mark.slow
+def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypatch):
+    run = make_run()
+    trainer = Trainer(run.config, None, torch.device("cpu"), lambda: False)
+    trainer.connect()
+    monitor = BufferClient(run.buffer.address, role="monitor", name="m")
+    reported: list[tuple[str, str]] = []
+
+    def wait_for_the_report(_step: int) -> int:
+        for _ in range(100):
+            status, _ = monitor.call(GetStatus(), Status, deadline_seconds=10)
+            reported[:] = [(client.activity, client.reason) for client in status.clients if client.role == "trainer"]
+            if reported == [("publishing", "no space")]:
+                break
+            monitor.poll(0.1)
+        return 0
+
+    not_none(trainer._publisher).trouble = "no space"
+    monkeypatch.setattr(trainer._publisher, "publish", wait_for_the_report)
+    trainer.publish()
+    trainer.close()
+    monitor.close()
+    assert reported == [("publishing", "no space")]
+
+
+class Killed(BaseException):
+    """Ends the trainer without any clean-up, as SIGKILL does."""
+
+
+def killed_at(run: Run, step: int) -> Callable[[], bool]:
+    """Return a `stop` that kills the trainer once this number of steps is recorded."""
+    at = stopped_at(run, step)
+
+    def stop() -> bool:
+        if at():
+            raise Killed
+        return False
+
+    return stop
+
+
+def stopped_at(run: Run, step: int) -> Callable[[], bool]:
+    """Return a `stop` that is true once this number of steps is recorded."""
+    return lambda: (run.config.run.dir / "metrics.jsonl").exists() and len(run.metrics()) >= step
+
+
+def final_weights(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.config.checkpoints / f"step_{STEPS:08d}" / "model.safetensors")
+
+
+def same_weights(a: Run, b: Run) -> bool:
+    left, right = final_weights(a), final_weights(b)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def without_reference_counts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop the number of computed reference values: a repeated step finds them stored."""
+    return [{k: v for k, v in line.items() if k != "reference_computed"} for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_a_run_killed_between_update_and_report_and_its_replay_equal_an_uninterrupted_one(
+    make_run, straight, monkeypatch, tmp_path, step
+):
+    killed = make_run("killed")
+    feeder = killed.feed()
+    monkeypatch.setattr(BufferClient, "call", kill_on_report_of(step))
+    with pytest.raises(Killed):
+        killed.train()
+    monkeypatch.undo()
+    feeder.join()
+    assert len(killed.metrics()) == step + 1
+    killed.train(resume=True)
+    assert without_reference_counts(killed.metrics()) == without_reference_counts(straight.metrics())
+    assert same_weights(killed, straight)
+    assert replayed(killed, tmp_path / "replay") == (STEPS, 0.0)
+
+
+def kill_on_report_of(step: int) -> Callable[..., Any]:
+    """Return a `BufferClient.call` with which the trainer dies before it reports a step."""
+    call = BufferClient.call
+
+    def call_or_die(self: BufferClient, message: messages.Message, expect: Any, **options: Any) -> Any:
+        if isinstance(message, messages.ReportStep) and message.step == step:
+            raise Killed
+        return call(self, message, expect, **options)
+
+    return call_or_die
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_stopped_run_saves_a_checkpoint_and_resumes_from_it(make_run, straight, step):
+    stopped = make_run("stopped")
+    feeder = stopped.feed()
+    stopped.train(stop=stopped_at(stopped, step))
+    assert not_none(checkpoint.newest(stopped.config.checkpoints)).step == step
+    stopped.train(resume=True)
+    feeder.join()
+    assert stopped.metrics() == straight.metrics()
+    assert same_weights(stopped, straight)
+
+
+@pytest.mark.slow
+def test_a_resume_publishes_the_restored_weights_as_a_new_version(make_run):
+    run = make_run()
+    feeder = run.feed()
+    run.train(stop=stopped_at(run, 3))
+    run.train(resume=True)
+    feeder.join()
+    # Version 1 was the newest when the trainer stopped, 4 is the last; 2 and 3 were not to be kept.
+    assert published(run) == [(0, 0), (1, 2), (4, 6)]
+
+
+def started(run: Run) -> tuple[threading.Thread, threading.Event, Trainer]:
+    """Return the thread that feeds a trainer, the event that stops it, and the trainer, with its first snapshot."""
+    stop = threading.Event()
+    trainer = Trainer(run.config, None, torch.device("cpu"), stop.is_set)
+    trainer.connect()
+    trainer.publish()
+    return run.feed(), stop, trainer
+
+
+@pytest.mark.slow
+def test_an_unreported_step_is_reported_after_the_resume(make_run):
+    run = make_run(publish_every=6)
+    feeder, stop, trainer = started(run)
+    batch = not_none(trainer.sample())
+    feeder.join()
+    stop_while_the_buffer_is_away(run, trainer, batch, stop)
+    run.train(resume=True)
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    assert all(run.query("SELECT trained_at IS NOT NULL FROM batches"))
+    references = run.query("SELECT COUNT(*) FROM consumption_rows LEFT JOIN reference_logprobs USING (trajectory) "
+                           "WHERE logprob IS NULL")  # fmt: skip
+    assert references == [0]
+
+
+def stop_while_the_buffer_is_away(run: Run, trainer: Trainer, batch, stop: threading.Event) -> None:
+    """Make and save an update whose report does not reach the buffer; then start the buffer again."""
+    run.buffer.stop()
+    stop.set()
+    with pytest.raises(BufferUnavailable):
+        trainer.learn(batch)
+    trainer.save()
+    trainer.close()
+    run.buffer.start()
+
+
+def restore(run: Run, copy: Path) -> None:
+    """Restore a copy of the database, as docs/storage.md describes."""
+    run.buffer.stop()
+    for left in ("-wal", "-shm"):
+        run.config.database.with_name(run.config.database.name + left).unlink(missing_ok=True)
+    copy.replace(run.config.database)
+    run.buffer.start()
+
+
+def keep_copy(run: Run, copy: Path) -> Path:
+    backup(run.config.database, copy, force=True, progress=lambda *_: None)
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumes", [True, False], ids=["resume", "live"])
+def test_training_continues_if_a_restored_database_does_not_know_a_step(make_run, tmp_path, caplog, resumes):
+    run = make_run(publish_every=2)
+    feeder, stop, trainer = started(run)
+    trainer.learn(not_none(trainer.sample()))
+    feeder.join()
+    copy = keep_copy(run, tmp_path / "older.sqlite")
+    batch = not_none(trainer.sample())
+    # The checkpoint keeps the report.
+    if resumes:
+        stop_while_the_buffer_is_away(run, trainer, batch, stop)
+        restore(run, copy)
+        run.train(resume=True)
+    else:
+        restore(run, copy)
+        trainer.learn(batch)
+        while trainer.learner.steps_done < STEPS:
+            trainer.learn(not_none(trainer.sample()))
+        trainer.close()
+    assert "does not know this step" in caplog.text
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+    assert run.query("SELECT step FROM batches WHERE trained_at IS NOT NULL") == [0, *range(2, STEPS)]
+
+
+@pytest.mark.slow
+def test_a_trainer_survives_a_restart_of_its_buffer(make_run, straight):
+    run = make_run("restarted")
+    feeder = run.feed()
+    trainer = threading.Thread(target=run.train)
+    trainer.start()
+    feeder.join()
+    run.buffer.stop()
+    run.buffer.start()
+    trainer.join(60)
+    assert not trainer.is_alive()
+    assert run.metrics() == straight.metrics()
+
+
+@pytest.mark.slow
+def test_a_trainer_without_data_reports_what_it_waits_for_and_can_be_stopped(make_run):
+    run = make_run()
+    stop = threading.Event()
+    trainer = threading.Thread(target=run.train, kwargs={"stop": stop.is_set})
+    trainer.start()
+    monitor = BufferClient(run.buffer.address, role="monitor", name="m")
+    for _ in range(100):
+        status, _ = monitor.call(GetStatus(), Status, deadline_seconds=10)
+        waiting = [client for client in status.clients if client.activity == "waiting"]
+        if waiting:
+            break
+        monitor.poll(0.1)
+    assert [client.role for client in waiting] == ["trainer"]
+    assert "0 of 2 prompts have trajectories" in waiting[0].reason
+    stop.set()
+    trainer.join(20)
+    monitor.close()
+    assert not trainer.is_alive()
+    assert not list(run.config.checkpoints.glob("*"))
+
+
+@pytest.mark.slow
+def test_an_existing_checkpoint_needs_resume(make_run):
+    run = finish(make_run())
+    with pytest.raises(UsageError, match="pass --resume"):
+        run.train()
+    run.train(resume=True)
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+
+
+def test_resume_without_a_checkpoint_starts_at_the_first_step(make_run):
+    run = make_run()
+    feeder = run.feed()
+    run.train(resume=True)
+    feeder.join()
+    assert len(run.metrics()) == STEPS
+
+
+def test_a_buffer_of_another_run_is_rejected(make_run):
+    run = make_run()
+    sections = run.config.model_dump()
+    sections["run"]["name"] = "other"
+    run.config = Config.model_validate(sections)
+    with pytest.raises(ConfigError, match="serves run test, this configuration is of run other"):
+        run.train()
+
+
+def replayed(run: Run, directory: Path) -> tuple[int, float]:
+    """Replay a run while its server still runs. Returns (steps compared, largest difference of the losses)."""
+    sections = run.config.model_dump()
+    sections["run"]["dir"] = directory
+    config = Config.model_validate(sections)
+    past = read_recorded_run(run.config.database, run=None, as_of=None)
+    buffer = OfflineBuffer(config, past, replay=True)
+    try:
+        train(config, resume=False, device="cpu", stop=lambda: False, dial=buffer.client, last_step=past.step)
+        return buffer.compare_losses()
+    finally:
+        buffer.close()
+
+
+# With this beta only the squared residual of a reward near 1e9 overflows float64.
+OVERFLOWING = {"beta": 1e-150, "beta_final": 1e-150}
+
+
+@pytest.mark.slow
+def test_a_run_with_skipped_steps_can_be_killed_resumed_and_replayed(make_run, tmp_path):
+    straight, killed = (make_run(name, **OVERFLOWING) for name in ("straight", "killed"))
+    for run in (straight, killed):
+        feeder = run.feed(broken=["p0"])
+        if run is killed:
+            with pytest.raises(Killed):
+                run.train(stop=killed_at(run, 4))
+        run.train(resume=run is killed)
+        feeder.join()
+    lines = straight.metrics()
+    skipped = [line["step"] for line in lines if line["skipped"]]
+    assert skipped == straight.query(
+        "SELECT DISTINCT step FROM consumption_rows JOIN trajectory_rows t ON t.id = trajectory "
+        "WHERE reward > 1000 ORDER BY step"
+    )
+    assert 0 < len(skipped) < STEPS
+    assert [line["step"] for line in lines if "loss" not in line] == skipped
+    assert without_reference_counts(killed.metrics()) == without_reference_counts(lines)
+    assert same_weights(killed, straight)
+    assert replayed(killed, tmp_path / "replay") == (STEPS - len(skipped), 0.0)
+
+
+@pytest.mark.slow
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_after_them(make_run):
+    run = make_run(max_skipped_steps=2, **OVERFLOWING)
+    feeder = run.feed(broken=["p0", "p1", "p2", "p3"])
+    with pytest.raises(TrainingBroken, match=r"2 steps in a row were skipped, the last is step 1: loss inf"):
+        run.train()
+    feeder.join()
+    assert not_none(checkpoint.newest(run.config.checkpoints)).step == 2
+    assert [len(line["skipped_trajectories"]) for line in run.metrics()] == [6, 6]
+    with pytest.raises(TrainingBroken, match="the last is step 3"):
+        run.train(resume=True)
+
+
+@pytest.mark.slow
+def test_a_step_that_runs_out_of_memory_gives_advice_and_is_made_by_the_next_start(make_run, monkeypatch):
+    run = make_run()
+    feeder = run.feed()
+
+    def run_out(learner: Learner, batch: TrainBatch) -> StepResult:
+        if learner.steps_done == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return make_step(learner, batch)
+
+    make_step = Learner.step
+    monkeypatch.setattr(Learner, "step", run_out)
+    sentence = (
+        r"out of memory in step 4 \(CUDA out .*\): lower train.micro_batch_tokens, which is 30 \(less than the \d+ tok"
+    )
+    with pytest.raises(MemoryShort, match=sentence):
+        run.train()
+    feeder.join()
+    monkeypatch.undo()
+    run.train(resume=True)
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
+
+
+@pytest.mark.slow
+def test_the_seconds_of_all_phases_sum_to_those_of_the_step(make_run):
+    run = finish(make_run())
+    lines = [json.loads(line) for line in (run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert sum(line[f"seconds_{phase}"] for phase in PHASES) == pytest.approx(line["seconds_step"], rel=1e-9)
+    assert any(line["seconds_publish"] for line in lines)
+
+
+def documented_metrics() -> set[str]:
+    """The names in docs/metrics.md; `_std` after `log_ratio_mean` stands for `log_ratio_std`."""
+    names: set[str] = set()
+    for row in re.findall(r"^\| (`\w+`.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE):
+        first, *others = re.findall(r"`(\w+)`", row)
+        stems = [first[: cut.start()] for cut in re.finditer("_", first)]
+        names |= {first} | {stem + other for stem in stems for other in others} | set(others)
+    return names
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_step_is_documented(straight):
+    metrics = {name for line in straight.metrics() for name in line} - {"step"}
+    undocumented = {
+        name for name in metrics - documented_metrics() if not re.match("staleness_share_|reward_part_", name)
+    }
+    assert "loss" in metrics
+    assert not undocumented

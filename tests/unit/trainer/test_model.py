@@ -1,0 +1,86 @@
+"""Loading a model: what is accepted, and the errors for what is not."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from tba.common.errors import ConfigError, MemoryShort
+from tba.tests.helpers.trainer import make_row, save_tiny_model
+from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs
+
+CPU = torch.device("cpu")
+
+
+def test_a_directory_without_weights_is_a_configuration_error(tmp_path):
+    save_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*model\.safetensors"):
+        load_model(tmp_path, CPU)
+
+
+def test_a_damaged_weight_file_is_a_configuration_error(tmp_path):
+    save_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(tmp_path, CPU)
+
+
+def gpu_runs_out(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+@pytest.mark.parametrize(
+    "run_out",
+    [lambda *_, **__: torch.empty(2**60, dtype=torch.uint8), gpu_runs_out, lambda *_, **__: bytearray(2**62)],
+    ids=["torch on a CPU", "torch on a GPU", "Python"],
+)
+def test_running_out_of_memory_is_not_a_configuration_error(monkeypatch, tmp_path, run_out):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", run_out)
+    with pytest.raises(MemoryShort, match="out of memory while the model in .* was loaded") as raised:
+        load_model(tmp_path, CPU)
+    assert raised.value.exit_code == 1
+
+
+def test_missing_weights_are_a_configuration_error_and_not_random(tmp_path):
+    save_tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 weight of the model, model\.norm\.weight"):
+        load_model(tmp_path, CPU)
+
+
+def test_weights_are_float32_whatever_type_the_file_has(tmp_path):
+    save_tiny_model(tmp_path / "m")
+    model = load_model(tmp_path / "m", CPU)
+    model.bfloat16().save_pretrained(tmp_path / "half")
+    assert load_model(tmp_path / "half", CPU).dtype == torch.float32
+
+
+def test_dropout_is_removed_even_in_training_mode(tmp_path):
+    shape = GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path)
+    model = load_model(tmp_path, CPU).train()
+    rows = [make_row(1, [1, 2], [3, 4, 5])]
+    first, second = (sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_model_that_caps_its_logits_is_rejected(tmp_path):
+    shape = Gemma2Config(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, initializer_range=1.0,
+    )  # fmt: skip
+    Gemma2ForCausalLM(shape).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="scales or caps its logits"):
+        load_model(tmp_path, CPU)
+
+
+def test_autocast_computes_in_bfloat16_and_sums_in_float64(tmp_path):
+    model = load_model(save_tiny_model(tmp_path), CPU)
+    rows = [make_row(1, [1, 2], [3, 4, 5])]
+    exact, rounded = (Scorer(model, autocast=flag).score(rows).logprob_R for flag in (False, True))
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert 0 < float((exact - rounded).detach().abs().max()) < 0.1
+    assert sequence_logprobs(rounded, rows).dtype == torch.float64

@@ -1,0 +1,386 @@
+"""Every objective against hand-computed cases, finite differences and an independent implementation."""
+
+import math
+import typing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tba.common.config import ObjectiveSection
+from tba.tests.helpers.trainer import LONGEST_RESPONSE, objective
+from tba.trainer.objectives import advantages
+from tba.trainer.objectives.balance import trajectory_balance_learned_z
+from tba.trainer.objectives.diagnostics import (
+    balance_metrics,
+    mismatch_metrics,
+    off_policy_metrics,
+    reward_part_metrics,
+    staleness_metrics,
+    truncated_fraction,
+)
+from tba.trainer.objectives.responses import Responses, Totals
+
+BETA = 0.3
+# tb_learned_z needs a log Z, which the cases below do not have.
+NAMES = sorted(set(typing.get_args(ObjectiveSection.model_fields["name"].annotation)) - {"tb_learned_z"})
+
+
+def case(seed: int = 0, prompts: int = 3, samples: int = 4, drift: float = 0.3) -> Responses:
+    """Return responses of 1 to 6 tokens, some masked, sampled by a policy at a distance of `drift`."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = prompts * samples
+    lengths = torch.randint(1, 7, (rows,), generator=generator).tolist()
+    tokens = sum(lengths)
+    logprob_R = -2 * torch.rand(tokens, generator=generator, dtype=torch.float64) - 0.1
+    mask_R = torch.rand(tokens, generator=generator) < 0.8
+    shape = (prompts, samples)
+    return Responses(
+        logprob_R=logprob_R.requires_grad_(),
+        sampled_logprob_R=logprob_R.detach() + drift * torch.randn(tokens, generator=generator, dtype=torch.float64),
+        mask_R=mask_R,
+        lengths=lengths,
+        reward_bK=torch.rand(shape, generator=generator, dtype=torch.float64),
+        reference_bK=-8 * torch.rand(shape, generator=generator, dtype=torch.float64),
+        staleness_bK=torch.randint(0, 9, shape, generator=generator).double(),
+        totals=Totals(prompts, rows, int(mask_R.sum())),
+    )
+
+
+def loss_and_gradient(name: str, responses: Responses, **keys) -> tuple[float, torch.Tensor]:
+    loss = objective(name, **keys).loss(responses, BETA)
+    return loss.item(), torch.autograd.grad(loss, responses.logprob_R)[0]
+
+
+def padded(value_R: torch.Tensor, responses: Responses) -> torch.Tensor:
+    """Pad to [N, T] with zeros. The objectives use no such layout."""
+    return torch.nn.utils.rnn.pad_sequence(list(torch.split(value_R, responses.lengths)), batch_first=True)
+
+
+def group_advantages(reward: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute advantages with loops over the groups and their members."""
+    result = torch.zeros_like(reward)
+    for i, group in enumerate(reward.tolist()):
+        mean = sum(group) / len(group)
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
+        for j, r in enumerate(group):
+            others = (sum(group) - r) / (len(group) - 1)
+            result[i, j] = {"none": r, "mean": r - mean, "std": (r - mean) / (std + 1e-4), "loo": r - others}[kind]
+    return result
+
+
+def independent(name: str, responses: Responses) -> torch.Tensor:  # noqa: PLR0911
+    """Compute the loss from the formulas of the papers, in the padded layout and with other operations."""
+    mask = padded(responses.mask_R.double(), responses)
+    new, old = padded(responses.logprob_R, responses), padded(responses.sampled_logprob_R, responses)
+    rows, samples = mask.shape[0], responses.reward_bK.shape[1]
+    policy, sampled = (new * mask).sum(1), (old * mask).sum(1)
+    reward, reference = responses.reward_bK, responses.reference_bK.flatten()
+    kind = {"reinforce": "none", "rloo": "loo", "ppo_clip": "loo", "proximal_rloo": "loo",
+            "grpo": "std", "cispo": "std", "dr_grpo": "mean"}.get(name, "mean")  # fmt: skip
+    a = group_advantages(reward, kind).flatten()[:, None]
+    ratio = torch.exp(new - old)
+    clipped = torch.where(ratio * a < ratio.clip(0.8, 1.2) * a, ratio * a, ratio.clip(0.8, 1.2) * a)
+    if name in ("reinforce", "rloo"):
+        return -(a[:, 0] * policy).mean()
+    if name == "tba_prime":
+        kl = (policy - reference).detach().view_as(reward)
+        a = group_advantages(reward - BETA * kl, "mean").flatten()[:, None]
+        return -(a * torch.minimum(ratio, torch.tensor(8.0)).detach() * new * mask).sum() / rows
+    if name == "grpo":
+        return -((clipped * mask).sum(1) / mask.sum(1).clip(1)).mean()
+    if name == "dr_grpo":
+        return -(clipped * mask).sum() / rows / LONGEST_RESPONSE
+    if name == "ppo_clip":
+        return -(clipped * mask).sum() / mask.sum()
+    if name == "cispo":
+        return -(a * torch.minimum(ratio, torch.tensor(5.0)).detach() * new * mask).sum() / mask.sum()
+    if name == "proximal_rloo":
+        whole = torch.exp(policy - sampled)
+        return -torch.minimum(whole * a[:, 0], whole.clip(0.8, 1.2) * a[:, 0]).mean()
+    if name == "online_dpo":
+        score = (policy - reference).view_as(reward)
+        pairs = [(row[r.argmax()] - row[r.argmin()]) for row, r in zip(score, reward, strict=True)]
+        return torch.stack([torch.log1p(torch.exp(-BETA * pair)) for pair in pairs]).mean()
+    if name == "oapl":
+        value = BETA * torch.log(torch.exp(reward / BETA).mean(1)).repeat_interleave(samples)
+        return ((BETA * (policy - sampled) - (reward.flatten() - value)) ** 2).mean() / (2 * BETA)
+    assert name == "tb", f"no independent formula of {name}"
+    log_z = (reference - policy.detach() + reward.flatten() / BETA).view_as(reward).mean(1).repeat_interleave(samples)
+    return BETA / 2 * ((log_z + policy - reference - reward.flatten() / BETA) ** 2).mean()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_equal_an_independent_implementation(name, seed):
+    responses = case(seed)
+    loss, gradient = loss_and_gradient(name, responses)
+    expected = independent(name, responses)
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(gradient, torch.autograd.grad(expected, responses.logprob_R)[0], atol=1e-13, rtol=1e-11)
+    assert gradient.abs().max() > 1e-4
+
+
+# Finite differences also move a detached importance weight, so objectives with one are left out.
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo"}))
+def test_gradcheck(name):
+    responses, loss = case(), objective(name).loss
+    assert torch.autograd.gradcheck(lambda p: loss(replace(responses, logprob_R=p), BETA), responses.logprob_R)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tb_learned_z"])
+def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(name):
+    whole = replace(case(), log_z_b=torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64))
+    loss, gradient = loss_and_gradient(name, whole)
+    parts = [loss_and_gradient(name, part) for part in (groups_of(whole, [2, 0]), groups_of(whole, [1]))]
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-12)
+    moved = torch.cat([torch.cat(list(tokens_of_groups(gradient, whole, order))) for order in ([2, 0], [1])])
+    assert torch.allclose(torch.cat([part[1] for part in parts]), moved, atol=1e-14)
+
+
+def tokens_of_groups(value_R, responses, order):
+    samples = responses.reward_bK.shape[1]
+    rows = torch.split(value_R, responses.lengths)
+    return [rows[b * samples + k] for b in order for k in range(samples)]
+
+
+def groups_of(responses: Responses, order: list[int]) -> Responses:
+    """Return some groups of a batch in the given order, with the totals of the whole batch."""
+
+    def tokens(value_R):
+        return torch.cat(tokens_of_groups(value_R, responses, order))
+
+    samples = responses.reward_bK.shape[1]
+    return replace(
+        responses,
+        logprob_R=tokens(responses.logprob_R.detach()).requires_grad_(),
+        sampled_logprob_R=tokens(responses.sampled_logprob_R),
+        mask_R=tokens(responses.mask_R),
+        lengths=[responses.lengths[b * samples + k] for b in order for k in range(samples)],
+        reward_bK=responses.reward_bK[order],
+        reference_bK=responses.reference_bK[order],
+        staleness_bK=responses.staleness_bK[order],
+        log_z_b=None if responses.log_z_b is None else responses.log_z_b[order],
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_tokens_do_not_count(name):
+    responses = case()
+    noise = torch.where(responses.mask_R, 0.0, 3.0)
+    moved = replace(responses, logprob_R=(responses.logprob_R.detach() + noise).requires_grad_())
+    (loss, gradient), (other, _) = loss_and_gradient(name, responses), loss_and_gradient(name, moved)
+    assert loss == pytest.approx(other, rel=1e-14)
+    assert gradient[~responses.mask_R].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"reinforce"}))
+def test_a_constant_added_to_the_rewards_of_a_prompt_does_not_change_the_gradient(name):
+    responses = case()
+    shifted = replace(responses, reward_bK=responses.reward_bK + torch.tensor([[7.0], [-3.0], [0.5]]))
+    first, second = loss_and_gradient(name, responses)[1], loss_and_gradient(name, shifted)[1]
+    assert torch.allclose(first, second, atol=1e-12)
+
+
+def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rewards: list[float], **fields):
+    rows = len(rewards)
+    values = {
+        "logprob_R": torch.tensor(logprobs, dtype=torch.float64, requires_grad=True),
+        "sampled_logprob_R": torch.tensor(sampled, dtype=torch.float64),
+        "mask_R": torch.ones(len(logprobs), dtype=torch.bool),
+        "lengths": lengths,
+        "reward_bK": torch.tensor([rewards], dtype=torch.float64),
+        "reference_bK": torch.zeros(1, rows, dtype=torch.float64),
+        "staleness_bK": torch.ones(1, rows, dtype=torch.float64),
+        "totals": Totals(1, rows, sum(lengths)),
+    }
+    return Responses(**{**values, **fields})
+
+
+# Two responses, of one and of two tokens. The ratios pi / mu are 2 for the first, 1/2 and 1 for the second; rewards 1
+# and 0, so the advantages are 1/2 and -1/2 centred, 1 and -1 leave-one-out, and +-(1/2) / (sqrt(1/2) + 1e-4) = +-A
+# standardised.
+HALF = math.log(0.5)
+TWO: dict[str, Any] = {
+    "lengths": [1, 2],
+    "logprobs": [HALF, 2 * HALF, HALF],
+    "sampled": [2 * HALF, HALF, HALF],
+    "rewards": [1.0, 0.0],
+}
+A = 0.5 / (math.sqrt(0.5) + 1e-4)
+BY_HAND = {
+    # min(2 x 1/2, 1.2 x 1/2) = 0.6 and min(-1/4, -0.4) = -0.4, min(-1/2, -1/2) = -1/2.
+    "dr_grpo": -(0.6 - 0.4 - 0.5) / (2 * LONGEST_RESPONSE),
+    "grpo": -(1.2 * A - (0.8 * A + A) / 2) / 2,
+    "ppo_clip": -(1.2 - 0.8 - 1.0) / 3,
+    # Whole responses: ratios 2 and 1/2.
+    "proximal_rloo": -(1.2 - 0.8) / 2,
+    # log pi is log(1/2), and 2 log(1/2) + log(1/2).
+    "reinforce": -(1.0 * HALF) / 2,
+    "rloo": -(HALF - 3 * HALF) / 2,
+    # Weights 2, 1/2 and 1.
+    "cispo": -(A * 2 * HALF - A * (0.5 * 2 * HALF + HALF)) / 3,
+    # The reference is 0 = log 1, so KL = log pi, of mean 2 log(1/2): the advantages are +-(1/2 + beta log(1/2)).
+    "tba_prime": -((0.5 + BETA * HALF) * (2 * HALF) - (0.5 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
+    # log Z is the mean of r / beta - log pi, 1 / (2 beta) - 2 log(1/2); the residuals are -+(log(1/2) + 1 / (2 beta)).
+    "tb": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2,
+    # Best minus worst: log(1/2) - 3 log(1/2) = 2 log 2.
+    "online_dpo": math.log(1 + math.exp(-BETA * 2 * math.log(2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(BY_HAND))
+def test_the_loss_of_a_hand_computed_case(name):
+    assert objective(name).loss(by_hand(**TWO), BETA).item() == pytest.approx(BY_HAND[name], rel=1e-12)
+
+
+def test_every_objective_has_a_case_computed_by_hand():
+    # That of oapl is the next test.
+    assert set(BY_HAND) == set(NAMES) - {"oapl"}
+
+
+def test_oapl_is_zero_at_its_optimum():
+    value = BETA * math.log((math.exp(1 / BETA) + 1) / 2)
+    optimum = [2 * HALF + (1 - value) / BETA, HALF, HALF - value / BETA]
+    responses = by_hand([1, 2], optimum, [2 * HALF, HALF, HALF], [1.0, 0.0])
+    loss, gradient = loss_and_gradient("oapl", responses)
+    assert loss < 1e-28
+    assert gradient.abs().max() < 1e-13
+    off = by_hand([1, 2], [optimum[0] + 1.0, *optimum[1:]], [2 * HALF, HALF, HALF], [1.0, 0.0])
+    assert objective("oapl").loss(off, BETA).item() == pytest.approx(BETA**2 / (2 * BETA) / 2, rel=1e-12)
+
+
+def test_trajectory_balance_is_zero_at_its_optimum():
+    # log pi = log pi_ref + r / beta - log Z, with any log Z.
+    responses = by_hand([1, 2], [1 / BETA + 1.5, 1.0, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0])
+    loss, gradient = loss_and_gradient("tb", responses)
+    assert loss < 1e-25
+    assert gradient.abs().max() < 1e-12
+
+
+def test_a_learned_log_z_moves_towards_the_vargrad_estimate():
+    log_z = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    responses = by_hand([1, 1], [-1.0, -3.0], [0.0, 0.0], [0.6, 0.0], log_z_b=log_z)
+    # Residuals: 1 - 1 - 2 = -2 and 1 - 3 - 0 = -2.
+    loss = trajectory_balance_learned_z(responses, beta=BETA)
+    assert loss.item() == pytest.approx(BETA / 2 * (4 + 4) / 2, rel=1e-12)
+    vargrad = ((0 + 1.0 + 0.6 / BETA) + (0 + 3.0 + 0.0)) / 2
+    assert torch.autograd.grad(loss, log_z)[0].item() == pytest.approx(BETA * (1.0 - vargrad), rel=1e-12)
+
+
+def test_tba_prime_without_importance_weights_has_the_gradient_of_trajectory_balance():
+    responses = case(1)
+    expected = loss_and_gradient("tb", responses)[1]
+    assert torch.allclose(loss_and_gradient("tba_prime", responses, truncation="off")[1], expected, atol=1e-13)
+    assert not torch.allclose(loss_and_gradient("tba_prime", responses)[1], expected, atol=1e-3)
+
+
+def test_on_fresh_data_clipping_and_importance_weights_change_no_gradient():
+    responses = case(2, drift=0.0)
+    tb = loss_and_gradient("tb", responses)[1]
+    assert torch.allclose(loss_and_gradient("tba_prime", responses)[1], tb, atol=1e-13)
+    rloo = loss_and_gradient("rloo", responses)[1]
+    assert torch.allclose(loss_and_gradient("proximal_rloo", responses)[1], rloo, atol=1e-13)
+    clipped, weighted = (loss_and_gradient(name, responses)[1] for name in ("ppo_clip", "cispo"))
+    assert clipped.abs().max() > 1e-3
+    assert weighted.abs().max() > 1e-3
+
+
+def test_tokens_over_the_cap_keep_a_gradient_in_cispo_and_lose_it_in_ppo():
+    responses = by_hand([1, 1], [0.0, -1.0], [-3.0, -1.0], [1.0, 0.0])
+    assert loss_and_gradient("ppo_clip", responses)[1][0] == 0
+    assert loss_and_gradient("cispo", responses)[1][0].item() == pytest.approx(-5.0 * A / 2, rel=1e-12)
+
+
+def test_a_group_without_a_pair_adds_nothing_to_online_dpo():
+    responses = case()
+    flat = replace(responses, reward_bK=torch.ones_like(responses.reward_bK))
+    loss, gradient = loss_and_gradient("online_dpo", flat)
+    assert loss == 0
+    assert gradient.abs().max() == 0
+
+
+def test_the_kl_to_a_moving_average_follows_from_the_staleness():
+    # Decay 0.9 is 9 steps behind: a log-ratio of 0.2 to the weights of 4 steps ago means 0.45 to the average.
+    responses = by_hand([2], [-1.0, -1.0], [-1.1, -1.1], [1.0], staleness_bK=torch.tensor([[4.0]]))
+    assert advantages.ema_log_ratio(responses, 0.9).item() == pytest.approx(0.2 * 9 / 4, rel=1e-12)
+    broken = by_hand([1], [-1.0], [-50.0], [1.0], staleness_bK=torch.tensor([[1.0]]))
+    assert advantages.ema_log_ratio(broken, 0.5).item() == 10.0
+
+
+def test_the_ema_estimate_is_exact_for_weights_that_drift_at_a_constant_rate():
+    # The assumption of the derivation: log-probabilities linear in weights that drift at a constant rate.
+    decay, steps, staleness = 0.8, 400, 3
+    weights = [0.01 * n for n in range(steps)]
+    average = weights[0]
+    for weight in weights[1:]:
+        average = decay * average + (1 - decay) * weight
+    now, then = weights[-1], weights[-1 - staleness]
+    responses = by_hand([1], [-now], [-then], [1.0], staleness_bK=torch.tensor([[float(staleness)]]))
+    assert advantages.ema_log_ratio(responses, decay).item() == pytest.approx(-now + average, rel=1e-9)
+
+
+@pytest.mark.parametrize("kl", ["reference", "ema"])
+def test_a_kl_in_the_reward_changes_the_gradient(kl):
+    responses = case()
+    free, held = (loss_and_gradient("reinforce", responses, kl=choice)[1] for choice in ("none", kl))
+    assert not torch.allclose(free, held, atol=1e-3)
+    assert objective("grpo", kl=kl).needs_reference is (kl == "reference")
+    assert not objective("grpo").needs_reference
+    assert objective("tba_prime").needs_reference
+
+
+def test_a_kl_that_the_objective_does_not_support_is_rejected():
+    with pytest.raises(ValidationError, match=r"objective\.kl has no effect for oapl"):
+        ObjectiveSection(name="oapl", kl="ema")
+
+
+def test_losses_of_enormous_ratios_are_finite():
+    responses = by_hand([1, 1], [0.0, 0.0], [-1000.0, -1000.0], [1.0, 1.0])
+    for name in ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo", "tba_prime"):
+        loss, gradient = loss_and_gradient(name, responses)
+        assert math.isfinite(loss), name
+        assert gradient.isfinite().all(), name
+
+
+def test_balance_metrics_of_a_hand_computed_case_and_none_without_a_reference():
+    policy, reference = torch.tensor([[-1.0, -3.0]]).double(), torch.tensor([[-2.0, -2.0]]).double()
+    found = balance_metrics(policy, reference, torch.tensor([[2.0, 0.0]]).double(), 0.5)
+    assert found == {"log_z": 2.0, "log_z_std": 0.0, "residual_std": 1.0, "advantage_std": 0.5, "kl": 0.0}
+    assert balance_metrics(policy, reference * math.nan, policy, 0.5) == {}
+
+
+def test_the_staleness_histogram_sums_to_one():
+    found = staleness_metrics(torch.tensor([[0.0, 1.0, 3.0, 70.0]]).double())
+    shares = {name: share for name, share in found.items() if "share" in name and share}
+    assert shares == dict.fromkeys((f"staleness_share_{bin_}" for bin_ in ("0", "1", "2_3", "64_up")), 0.25)
+    assert (found["staleness_mean"], found["staleness_max"]) == (18.5, 70.0)
+
+
+def test_the_truncated_fraction_uses_the_bounds_of_the_objective():
+    ratios = torch.tensor([0.5, 1.0, 3.0, 9.0]).log()
+    expected = {"tba_prime": 0.25, "cispo": 0.25, "grpo": 0.75}
+    for name, share in expected.items():
+        assert truncated_fraction(ratios, objective(name).ratio_bounds) == {"truncated_fraction": share}
+    assert truncated_fraction(ratios, objective("tb").ratio_bounds) == {}
+
+
+def test_mismatch_metrics_of_a_hand_computed_case():
+    found = mismatch_metrics([torch.tensor([math.log(2.0)]), torch.tensor([-math.log(2.0)])])
+    assert found["mismatch_mean"] == found["mismatch_max"] == pytest.approx(math.log(2.0))
+    assert found["mismatch_kl"] == pytest.approx((1 - math.log(2.0) - 0.5 + math.log(2.0)) / 2)
+    assert mismatch_metrics([]) == {}
+
+
+def test_a_reward_part_is_averaged_over_the_responses_that_have_it():
+    parts = [{"right": 1.0, "short": 0.5}, {"right": 0.0}]
+    assert reward_part_metrics(parts) == {"reward_part_right": 0.5, "reward_part_short": 0.5}
+
+
+def test_off_policy_metrics_of_a_hand_computed_case():
+    found = off_policy_metrics(torch.tensor([[math.log(2.0), 0.0]]), torch.zeros(1, 2))
+    assert found["effective_sample_ratio"] == pytest.approx((2 + 1) ** 2 / (2 * (4 + 1)))
+    assert found["sampler_kl"] == pytest.approx((2 - 1 - math.log(2.0)) / 2)
+    assert [found["log_ratio_min"], found["log_ratio_max"]] == pytest.approx([0.0, math.log(2.0)])

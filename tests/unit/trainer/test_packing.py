@@ -1,0 +1,343 @@
+"""Packed rows give the same numbers as padded ones."""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
+
+from tba.common.config import LoraSection
+from tba.common.errors import ConfigError
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.ranks import make_learner
+from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
+from tba.trainer.model.packing import _has_kernel, _head_sizes, _kernel, attend, obstacle, pack, packs
+from tba.trainer.model.scorer import Scorer, weights_of
+from tba.trainer.publishing.canary import make_canary, skeleton
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def tiny_gpt2():
+    """Positions are learned: a sequence in the middle of a row must start at position 0."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).eval().double()
+
+
+def tiny_mistral(window: int):
+    torch.manual_seed(0)
+    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 32, "sliding_window": window}
+    return MistralForCausalLM(MistralConfig(**shape, max_position_embeddings=64, initializer_range=0.3)).eval().double()
+
+
+def tiny_lfm2():
+    """Every other layer is a convolution, which crosses the boundary."""
+    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 32, "layer_types": ["conv", "full_attention"]}
+    return Lfm2ForCausalLM(Lfm2Config(**shape, initializer_range=0.3)).eval()
+
+
+def tiny_deepseek():
+    """Heads have size 24 for queries and keys, 16 for values."""
+    torch.manual_seed(0)
+    shape = SMALL | {"intermediate_size": 32, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 2}
+    heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **heads, initializer_range=0.3)).eval().double()
+
+
+def tiny_gpt_oss():
+    """Each attention head has a sink."""
+    shape = SMALL | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_local_experts": 2}
+    return GptOssForCausalLM(GptOssConfig(**shape, num_experts_per_tok=1)).eval()
+
+
+def tiny_gemma2(cap: float | None):
+    shape = SMALL | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    return Gemma2ForCausalLM(Gemma2Config(**shape, attn_logit_softcapping=cap)).eval()
+
+
+def tiny_llama_with(**rope):
+    shape = SMALL | {"intermediate_size": 32, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**shape, rope_parameters={"rope_theta": 1e4} | rope)).eval()
+
+
+def logprobs_both_ways(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return padded, then packed log-probabilities; the padded ones use the model's original attention."""
+    with torch.no_grad():
+        padded, packed = (Scorer(model, autocast=False, packed=way).score(rows).logprob_R for way in (False, True))
+    return padded, packed
+
+
+def test_positions_restart_at_each_packed_row():
+    layout = pack([make_row(1, [1, 2], [3]), make_row(2, [4], []), make_row(3, [5, 6], [7, 0])], CPU)
+    assert layout.tokens_NT.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert layout.source_R.tolist() == [1, 5, 6]
+    assert (layout.starts, layout.prompt_lengths, layout.lengths) == ([0, 3, 4], [2, 1, 2], [1, 0, 2])
+    assert layout.model_kwargs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+    assert layout.model_kwargs["cu_seq_lens_q"].tolist() == [0, 3, 4, 8]
+    assert layout.model_kwargs["max_length_q"] == 4
+
+
+@pytest.mark.parametrize(
+    "make_model",
+    [
+        lambda: tiny_model(layers=2).double(),
+        tiny_gpt2,
+        lambda: tiny_mistral(window=4),
+        lambda: tiny_mistral(window=100),
+        tiny_deepseek,
+    ],
+    ids=[
+        "llama, grouped heads",
+        "gpt2, learned positions",
+        "mistral, short window",
+        "mistral, long window",
+        "deepseek, heads of two sizes",
+    ],
+)
+def test_log_probabilities_equal_those_of_padded_rows(make_model):
+    padded, packed = logprobs_both_ways(make_model(), random_batch(3, prompts=5).rows)
+    assert torch.allclose(packed, padded, atol=1e-12, rtol=0)
+
+
+def test_a_short_window_changes_the_result():
+    rows = random_batch(3, prompts=5).rows
+    short, long = (logprobs_both_ways(tiny_mistral(window), rows)[1] for window in (4, 100))
+    assert float((short - long).abs().max()) > 1e-3
+
+
+def test_a_packing_model_still_accepts_padded_rows():
+    model, rows = tiny_mistral(window=4), random_batch(3).rows
+    expected, _ = logprobs_both_ways(model, rows)
+    assert model.config._attn_implementation == "tba_packed"
+    assert torch.allclose(Scorer(model, autocast=False).score(rows).logprob_R, expected, atol=1e-12, rtol=0)
+
+
+def steps(count: int = 2, **keys):
+    """Return metrics and weights of a learner after some steps."""
+    torch.manual_seed(0)
+    learner = make_learner(**keys)
+    metrics = [learner.step(random_batch(step, prompts=5, step=step)).metrics for step in range(count)]
+    return metrics, dict(learner.policy.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 60},
+        {"gradient_checkpointing": True},
+        {"lora": LoraSection(rank=2)},
+        {"lora": LoraSection(rank=2), "gradient_checkpointing": True, "micro_batch_tokens": 60},
+        {"name": "tb_learned_z"},
+        {"name": "grpo"},
+    ],
+    ids=lambda keys: " ".join(keys) or "default",
+)
+def test_steps_equal_those_of_padded_rows(keys):
+    # The head that predicts log Z is always float32.
+    tolerance = 1e-6 if keys.get("name") == "tb_learned_z" else 1e-10
+    (padded, expected), (packed, found) = (steps(packing=packing, **keys) for packing in ("padded", "packed"))
+    for mine, theirs in zip(packed, padded, strict=True):
+        assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
+        assert mine["grad_norm"] > 1e-3
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, atol=tolerance, rtol=0), name
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+def test_a_micro_batch_is_one_forward_pass(micro_batch_tokens):
+    learner = make_learner(packing="packed", micro_batch_tokens=micro_batch_tokens)
+    calls = passes_of_a_step(learner, random_batch(0, prompts=5))
+    # A group over the limit is computed twice, here row by row.
+    assert len(calls) == (2 * 5 * 4 if micro_batch_tokens == 1 else 1)
+
+
+def passes_of_a_step(learner, batch) -> list[tuple[bool, int]]:
+    """Return, for each forward pass, whether it made a graph and its number of tokens."""
+    calls = []
+    learner.policy.base_model.register_forward_hook(
+        lambda _, __, kwargs, ___: calls.append((torch.is_grad_enabled(), kwargs["input_ids"].numel())),
+        with_kwargs=True,
+    )
+    learner.accumulate(batch, batch.reference_BK.nan_to_num(-5.0), 0.1)
+    return calls
+
+
+def test_no_graph_has_more_tokens_than_the_limit():
+    batch = random_batch(0, prompts=3)
+    groups = [sum(row.tokens for row in batch.rows[at : at + 4]) for at in range(0, 12, 4)]
+    limit = max(*(row.tokens for row in batch.rows), min(groups) - 1)
+    calls = passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit), batch)
+    with_graph = [tokens for graph, tokens in calls if graph]
+    assert max(with_graph) <= limit < min(groups)
+    assert sum(with_graph) == sum(groups)
+
+
+def test_packing_does_not_change_the_canary_of_a_model():
+    model, sequences = tiny_mistral(window=4), [[1, 2, 3, 4, 5, 6, 7]]
+    expected = make_canary(skeleton(model), weights_of(model), sequences)
+    Scorer(model, autocast=False, packed=True)
+    found = make_canary(skeleton(model), weights_of(model), sequences)
+    assert np.allclose(found.logprobs, expected.logprobs, atol=1e-6, rtol=0)
+
+
+def test_a_layer_that_crosses_the_boundary_is_detected():
+    model = tiny_lfm2()
+    assert "a sequence is affected by those that are packed before it" in obstacle(model)
+    assert model.config._attn_implementation != "tba_packed"
+
+
+def test_required_packing_rejects_a_model_with_its_own_attention():
+    shape = OpenAIGPTConfig(vocab_size=16, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(ConfigError, match="does not support other attention implementations"):
+        packs("packed", OpenAIGPTLMHeadModel(shape), "cpu", half=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "argument"), [(tiny_gpt_oss, "s_aux"), (lambda: tiny_gemma2(0.5), "softcap")], ids=["gpt_oss", "gemma2"]
+)
+def test_a_model_is_rejected_for_an_unsupported_attention_argument(model, argument):
+    assert f"its attention uses {argument}, which" in obstacle(model())
+
+
+def test_gemma_2_without_a_cap_can_be_packed():
+    assert obstacle(tiny_gemma2(None)) == ""
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 4.0} | LONGROPE]
+)
+def test_a_rope_that_depends_on_the_longest_sequence_is_rejected(rope):
+    assert f"(RoPE {rope['rope_type']})" in obstacle(tiny_llama_with(**rope))
+
+
+def test_a_rope_that_depends_on_the_position_alone_can_be_packed():
+    assert obstacle(tiny_llama_with(rope_type="linear", factor=2.0)) == ""
+
+
+def refuse(*_, **__):
+    raise RuntimeError("Expected is_sm80_or_later\nException raised from mha_varlen_fwd")
+
+
+def run_out(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.fixture
+def kernel_everywhere(monkeypatch):
+    """Use the kernel in half precision, as on a GPU. Returns a function that replaces the kernel."""
+    monkeypatch.setattr("tba.trainer.model.packing._has_kernel", lambda _device, _heads, *, half: half)
+    return lambda kernel: monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+
+
+def test_a_kernel_that_fails_is_detected_before_training(kernel_everywhere):
+    kernel_everywhere(refuse)
+    model = tiny_model()
+    assert obstacle(model) == ""
+    assert obstacle(model, half=True) == "LlamaForCausalLM does not run on packed rows: Expected is_sm80_or_later"
+    assert model.config._attn_implementation != "tba_packed"
+    with pytest.raises(ConfigError, match="does not run on packed rows: Expected is_sm80_or_later: set it to"):
+        packs("packed", model, "cpu", half=True)
+
+
+def test_running_out_of_memory_is_not_an_obstacle_of_the_model(kernel_everywhere):
+    kernel_everywhere(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        obstacle(tiny_model(), half=True)
+
+
+def assert_nothing(*_, **__):
+    raise AssertionError
+
+
+def test_an_error_without_a_message_is_named_by_its_class(kernel_everywhere):
+    kernel_everywhere(assert_nothing)
+    assert obstacle(tiny_model(), half=True).endswith("does not run on packed rows: AssertionError")
+
+
+@pytest.mark.parametrize(
+    ("heads", "supported"), [([64] * 3, True), ([192, 192, 128], False), ([36] * 3, False), ([264] * 3, False)]
+)
+def test_the_kernel_needs_heads_of_one_size_that_is_a_multiple_of_8(monkeypatch, heads, supported):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert _has_kernel("cuda", heads, half=True) == supported
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not _has_kernel("cuda", heads, half=True)
+
+
+def test_head_sizes_are_all_that_a_configuration_names():
+    assert _head_sizes(tiny_deepseek()) == {8, 16, 24}
+    assert _head_sizes(tiny_gpt2()) == {8}
+
+
+def test_on_a_cpu_rows_are_packed_only_if_required():
+    assert [packs(packing, tiny_model(), "cpu", half=False) for packing in ("auto", "padded", "packed")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_the_gpu_kernel_accepts_our_shapes():
+    """Fake tensors compute the shapes of both passes without a GPU."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(12, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        boundaries = torch.tensor([0, 5, 12], dtype=torch.int32)
+        attended = _kernel(query, key, value, boundaries, 7, 0.3, 4)
+        torch.autograd.backward(attended.sum())
+    assert (attended.shape, attended.dtype) == (query.shape, torch.bfloat16)
+    assert [not_none(tensor.grad).shape for tensor in (query, key, value)] == [(12, 4, 8), (12, 2, 8), (12, 2, 8)]
+
+
+def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """Implement varlen_attn as torch documents it, with one large mask."""
+    assert torch.equal(cu_q, cu_k)
+    assert max_q == max_k == int(cu_q.diff().max())
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+    assert enable_gqa
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    position = torch.arange(len(query))
+    sequence = torch.bucketize(position, cu_q[1:], right=True)
+    behind = position[:, None] - position
+    left, right = (width if width >= 0 else len(query) for width in window_size)
+    seen = (sequence[:, None] == sequence) & (behind <= left) & (-behind <= right)
+    scores = torch.einsum("qad,kad->aqk", query, key) * scale
+    return torch.einsum("aqk,kad->qad", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).bfloat16()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_gpu_kernel_computes_what_each_sequence_by_itself_gives(monkeypatch, window):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    kwargs = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    expected, _ = attend(torch.nn.Identity(), query, key, value, None, **kwargs)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_kernel)
+    monkeypatch.setattr("tba.trainer.model.packing._has_kernel", lambda *_, **__: True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = attend(torch.nn.Identity(), query, key, value, None, max_length_q=7, **kwargs)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, atol=0.02)

@@ -1,0 +1,425 @@
+"""The memory estimate against sums made by hand, against what autograd saves, and against what FSDP2 gathers."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from tba.common.config import Config
+from tba.common.errors import ConfigError
+from tba.deploy.doctor import _memory
+from tba.tests.helpers.trainer import make_row, save_tiny_model
+from tba.trainer.metrics.flops import ModelFlops
+from tba.trainer.model.scorer import Scorer
+from tba.trainer.preflight.before_start import check_memory, trainer_memory
+from tba.trainer.preflight.check import Report, examine, require, usable
+from tba.trainer.preflight.memory import (
+    Setup,
+    activation_bytes,
+    device_bytes,
+    host_bytes,
+    layer_activation_bytes,
+    state_bytes,
+)
+from tba.trainer.preflight.shape import ModelShape, shape_of
+
+H100 = 85_000_000_000
+GIB = 1 << 30
+CONFIGS: dict[str, Any] = {
+    "Qwen2.5-7B": Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    ),
+    "Qwen3-8B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+    ),
+    "rho-1b": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+    ),
+}
+# By hand. A layer: q, k, v and o (with the biases of Qwen2's q, k, v; the norms of Qwen3's heads), the MLP or router
+# and 128 experts, two norms. The root: embeddings, head, last norm.
+LAYERS = {
+    "Qwen2.5-7B": 2 * 3584 * 3584 + 2 * 3584 * 512 + (3584 + 512 + 512) + 3 * 3584 * 18944 + 2 * 3584,
+    "Qwen3-8B": 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096,
+    "Qwen3-30B-A3B": 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 128 * 2048 + 128 * 3 * 2048 * 768 + 2 * 2048,
+    "rho-1b": 2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632 + 2 * 2048,
+}
+ROOTS = {
+    "Qwen2.5-7B": 2 * 152064 * 3584 + 3584,
+    "Qwen3-8B": 2 * 151936 * 4096 + 4096,
+    "Qwen3-30B-A3B": 2 * 151936 * 2048 + 2048,
+    "rho-1b": 2 * 32000 * 2048 + 2048,
+}
+PARAMETERS = {
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "rho-1b": 1_100_048_384,
+}
+FULL = Setup(
+    ranks=1,
+    half=True,
+    reference="frozen",
+    lora_rank=0,
+    offload=False,
+    gathered=False,
+    checkpointing=True,
+    tokens=16384,
+)
+
+
+@cache
+def meta(name: str) -> Any:
+    config = CONFIGS[name]
+    config.tie_word_embeddings = False
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@cache
+def shape(name: str) -> ModelShape:
+    return shape_of(meta(name))
+
+
+def report(
+    name: str, ranks: int = 1, *, total: int | None = H100, lora: int = 0, host: int = 2048 * GIB, **train: Any
+) -> Report:
+    sections = {"model": {"path": "m"}, "task": {"train": "t"}, "train": train, "lora": {"rank": lora}}
+    config = Config.model_validate(sections)
+    return examine(config, shape(name), ranks=ranks, gpu_total=total, host_total=host)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_of_layers_and_root_are_those_counted_by_hand(name):
+    found = shape(name)
+    assert (found.largest_layer, found.root) == (LAYERS[name], ROOTS[name])
+    assert found.parameters == PARAMETERS[name] == found.layers * LAYERS[name] + ROOTS[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_by_hand(name):
+    n = PARAMETERS[name]
+    # float32 weights and gradients, two moments, a reference in bfloat16.
+    assert state_bytes(shape(name), FULL) == {
+        "weights": 4 * n,
+        "gradients": 4 * n,
+        "optimizer": 8 * n,
+        "reference": 2 * n,
+    }
+    assert sum(state_bytes(shape(name), replace(FULL, ranks=4)).values()) == pytest.approx(18 * n / 4, abs=4)
+    # bfloat16 weights and reference; masters, gradients and moments are on the host.
+    offloaded = state_bytes(shape(name), replace(FULL, offload=True))
+    assert offloaded == {"weights": 2 * n, "gradients": 0, "optimizer": 0, "reference": 2 * n}
+    adapters = 16 * shape(name).adapter
+    # The base in bfloat16 is its own reference. Adapters: weights, gradients and moments in float32.
+    assert sum(state_bytes(shape(name), replace(FULL, lora_rank=16, reference="")).values()) == 2 * n + 16 * adapters
+
+
+def test_adapters_by_hand():
+    # Inputs and outputs of q, k, v, o, gate, up and down in each layer; of Qwen3-30B-A3B's attention alone.
+    heads = (3584 + 3584) + 2 * (3584 + 512) + (3584 + 3584)
+    assert shape("Qwen2.5-7B").adapter == 28 * (heads + 3 * (3584 + 18944))
+    assert shape("Qwen3-30B-A3B").adapter == 48 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    assert shape_of(meta("Qwen2.5-7B"), ["q_proj"]).adapter == 28 * 2 * 3584
+
+
+def test_everything_on_one_gpu_by_hand_for_7_b_with_offload():
+    n, layer, root, head = PARAMETERS["Qwen2.5-7B"], LAYERS["Qwen2.5-7B"], ROOTS["Qwen2.5-7B"], 152064 * 3584
+    # Per token and layer: two norms (input and normalised, float32), five bfloat16 inputs of linear layers, q, k, v and
+    # attention's output, four tensors of the MLP.
+    saved = 2 * 8 * 3584 + 5 * 2 * 3584 + 2 * (3584 + 512 + 512 + 3584) + 4 * 2 * 18944
+    # Checkpointed inputs of layers, one layer, its backward pass, the last hidden states.
+    activations = 16384 * (28 * 4 * 3584 + saved + (3 * 2 * 18944 + 8 * 3584) + 20 * 3584)
+    # A chunk of 2^27 logits in bfloat16 and float32, with exponentials; the head's gradient, and what is added to it.
+    logits = (1 << 27) * (2 + 4 + 4) + head * (4 + 2)
+    found = device_bytes(shape("Qwen2.5-7B"), replace(FULL, offload=True))
+    assert found == {
+        "states": 4 * n,
+        "gathered weights and gradients": 2 * (root + 2 * layer),
+        "activations": activations,
+        "logits": logits,
+    }
+    assert sum(found.values()) / 1e9 == pytest.approx(52.5, abs=0.1)
+
+
+def test_two_sharded_gpus_by_hand_for_7_b():
+    n, layer, root = PARAMETERS["Qwen2.5-7B"], LAYERS["Qwen2.5-7B"], ROOTS["Qwen2.5-7B"]
+    found = device_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=2))
+    assert found["states"] == 18 * n // 2
+    # Gathered in bfloat16, its gradient in bfloat16, the input of the reduction in float32: root and two layers.
+    assert found["gathered weights and gradients"] == (2 + 2 + 4) * (root + 2 * layer)
+    kept = device_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=2, gathered=True))
+    assert kept["gathered weights and gradients"] == (2 + 4) * n + 4 * root
+
+
+def test_the_host_by_hand_for_7_b_with_offload():
+    n = PARAMETERS["Qwen2.5-7B"]
+    found = host_bytes(shape("Qwen2.5-7B"), replace(FULL, offload=True))
+    # Masters, gradients, two moments; 15.2 GB of pinned copies take 16 GiB.
+    assert found["offloaded optimizer"] == 16 * n + 16 * GIB
+    assert found["loading"] == 4 * n
+    assert found["checkpoint"] == 12 * n
+    assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=2))["loading"] == 2 * 2 * 4 * n
+
+
+# GB per GPU, and whether an H100 of 80 GB is enough (80.3 GB are usable): worked out as above.
+TABLE = [
+    ("Qwen2.5-7B", 1, {}, 280.2, False),
+    ("Qwen2.5-7B", 1, {"offload": "optimizer", "gradient_checkpointing": True}, 52.5, True),
+    ("Qwen2.5-7B", 2, {"gradient_checkpointing": True}, 100.0, False),
+    ("Qwen2.5-7B", 3, {"gradient_checkpointing": True}, 77.1, True),
+    ("Qwen3-8B", 1, {"offload": "optimizer", "gradient_checkpointing": True}, 58.0, True),
+    ("Qwen3-8B", 3, {"gradient_checkpointing": True}, 84.2, False),
+    ("Qwen3-8B", 4, {"gradient_checkpointing": True}, 71.9, True),
+    ("Qwen3-30B-A3B", 1, {"offload": "optimizer", "gradient_checkpointing": True}, 141.6, False),
+    ("Qwen3-30B-A3B", 3, {"offload": "optimizer", "gradient_checkpointing": True}, 71.4, True),
+    ("rho-1b", 1, {"gradient_checkpointing": True}, 29.9, True),
+    ("rho-1b", 1, {}, 64.0, True),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "train", "expected", "fits"), TABLE)
+def test_the_table_of_the_documentation(name, ranks, train, expected, fits):
+    found = report(name, ranks, sharding="all", **train)
+    assert sum(found.device.values()) / 1e9 == pytest.approx(expected, abs=0.05)
+    assert found.fits == fits
+
+
+def saved_bytes(model: Any, tokens: int) -> int:
+    """Return the bytes that autograd saves of a row under autocast, without weights: as the trainer packs rows."""
+    found: dict[tuple[int, int], int] = {}
+    kept = []
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    half = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.dim() == 2}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # Autocast's copies of weights, counted elsewhere, have their shapes.
+        if storage.data_ptr() not in weights and tensor.shape not in half:
+            found[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    ids = torch.arange(tokens)[None] % model.config.vocab_size
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with saving, torch.autocast("cpu", torch.bfloat16):
+        model.base_model(input_ids=ids, use_cache=False)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B", "rho-1b"])
+def test_activations_of_a_layer_are_what_autograd_saves(name):
+    settings = CONFIGS[name].to_dict() | {
+        "vocab_size": 64,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "head_dim": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "layer_types": None,
+    }
+    tokens, totals = 97, []
+    for layers in (1, 3):
+        config = type(CONFIGS[name])(**settings | {"num_hidden_layers": layers})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        totals.append(saved_bytes(model, tokens))
+    measured = (totals[1] - totals[0]) / 2 / tokens
+    estimated = layer_activation_bytes(shape_of(model), replace(FULL, checkpointing=False))
+    assert measured <= estimated * 1.02
+    assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def test_gradient_checkpointing_keeps_the_input_of_each_layer():
+    one, all_ = (activation_bytes(shape("Qwen2.5-7B"), replace(FULL, checkpointing=on)) for on in (True, False))
+    assert one / 1e9 == pytest.approx(14.4, abs=0.1)
+    assert all_ / 1e9 == pytest.approx(123.3, abs=0.1)
+
+
+FSDP = """
+import os, sys, torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen2Config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tba.trainer.distributed.ranks import Ranks
+from tba.trainer.distributed.sharding import shard
+from tba.trainer.model.scorer import Scorer
+from tba.trainer.preflight.shape import shape_of
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+config = Qwen2Config(vocab_size=640, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, tie_word_embeddings=False)
+model = AutoModelForCausalLM.from_config(config)
+shape = shape_of(model)
+ranks = Ranks()
+ranks.mesh = init_device_mesh("cpu", (4,))
+scorer = Scorer(model, autocast=True)
+shard(scorer, model._no_split_modules, ranks, autocast=True)
+for module in (scorer, model.model.layers[0]):
+    module.unshard()
+    gathered = list(module.parameters(recurse=module is not scorer)) if module is not scorer else [
+        model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight]
+    assert {p.dtype for p in gathered} == {torch.bfloat16}, [p.dtype for p in gathered]
+    print(sum(p.numel() * p.element_size() for p in gathered))
+    module.reshard()
+print(sum(p.to_local().numel() * 4 for p in model.parameters()))
+print(shape.root, shape.largest_layer, shape.parameters)
+"""
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_root_and_layers_in_bfloat16_as_estimated():
+    """A fake process group of four ranks: all-gathers allocate what real ones do, and move nothing."""
+    result = subprocess.run([sys.executable, "-c", FSDP], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    root, layer, sharded, *counts = map(int, result.stdout.split())
+    assert (root, layer) == (2 * counts[0], 2 * counts[1])
+    # Each rank holds a quarter of every weight, rounded up to whole rows.
+    assert sharded == pytest.approx(4 * counts[2] / 4, rel=0.01)
+
+
+def test_what_fits_instead_is_computed_and_itself_fits():
+    found = report("Qwen2.5-7B")
+    assert not found.fits
+    sentence = found.sentence()
+    assert 'train.offload = "optimizer" with train.gradient_checkpointing = true (52.5 GB per GPU)' in sentence
+    assert "3 GPUs with train.gradient_checkpointing = true (77.1 GB per GPU)" in sentence
+    assert "lora.rank = 16 with train.gradient_checkpointing = true" in sentence
+    assert report("Qwen2.5-7B", offload="optimizer", gradient_checkpointing=True).fits
+    assert report("Qwen2.5-7B", 3, gradient_checkpointing=True).fits
+    assert report("Qwen2.5-7B", lora=16, gradient_checkpointing=True).fits
+
+
+def test_what_would_not_fit_the_host_is_not_advised():
+    # With offload, 7 B need 230 GB of the host; three ranks load two models of 30 GB each.
+    found = report("Qwen2.5-7B", host=160 * GIB)
+    assert [text.split(" with ")[0] for text in found.instead] == ["lora.rank = 16"]
+
+
+def test_a_host_that_is_too_small_has_advice_too():
+    found = report("Qwen2.5-7B", host=160 * GIB, offload="optimizer", gradient_checkpointing=True)
+    assert found.fits_device
+    assert "on the host" in found.sentence()
+    assert found.instead[0].startswith("lora.rank = 16 (")
+
+
+def test_supervised_training_is_not_told_to_train_adapters():
+    config = Config.model_validate({"model": {"path": "m"}, "task": {"train": "t"}})
+    found = examine(config, shape("Qwen2.5-7B"), ranks=1, gpu_total=H100, host_total=2048 * GIB, supervised=True)
+    assert found.instead
+    assert not any("lora" in text for text in found.instead)
+
+
+def test_gradient_checkpointing_alone_is_advised_where_it_is_enough():
+    found = report("rho-1b", total=48 * GIB)
+    assert found.instead[0].startswith("train.gradient_checkpointing = true (")
+    assert not found.states_fill
+    assert report("Qwen2.5-7B").states_fill
+
+
+def test_auto_sharding_keeps_weights_gathered_only_where_they_fit():
+    assert report("rho-1b", 2).setup.gathered
+    assert not report("Qwen2.5-7B", 3, gradient_checkpointing=True).setup.gathered
+    assert report("Qwen2.5-7B", 3, sharding="optimizer").setup.gathered
+
+
+def test_without_a_gpu_only_the_host_counts():
+    found = report("rho-1b", total=None)
+    assert found.fits
+    assert not found.device
+    small = replace(found, host_total=16 * GIB)
+    assert not small.fits
+    assert "on the host" in small.sentence()
+
+
+def test_the_trainer_is_refused_before_it_loads_anything_and_may_be_started_all_the_same(tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    sections = {"model": {"path": str(model)}, "task": {"train": "t"}}
+    with pytest.raises(ConfigError, match="does not fit: .* of the 0.0 MB usable .*check_memory = false") as error:
+        require(Config.model_validate(sections), model, ranks=1, gpu_total=2 * GIB)
+    assert error.value.exit_code == 78
+    allowed = Config.model_validate(sections | {"train": {"check_memory": False}})
+    assert not require(allowed, model, ranks=1, gpu_total=2 * GIB).fits
+    assert require(Config.model_validate(sections), model, ranks=1, gpu_total=H100).fits
+
+
+def test_tba_run_and_doctor_look_at_the_memory_that_nvidia_smi_tells(tmp_path, monkeypatch):
+    model = save_tiny_model(tmp_path / "model")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ncase "$1" in --query-gpu=*) echo "0, GPU-a, 2100, 0"; echo "1, GPU-b, 81559, 0";; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def config(gpu: str) -> Config:
+        return Config.model_validate({"model": {"path": str(model)}, "task": {"train": "t"}, "train": {"gpu": gpu}})
+
+    check_memory(config("1"))
+    check_memory(config("cpu"))
+    with pytest.raises(ConfigError, match="needs .* on each of 2 GPUs"):
+        check_memory(config("0,1"))
+    result, detail = _memory(trainer_memory, config("1"))
+    assert result == "ok"
+    assert detail.startswith("fits: the trainer needs")
+    assert _memory(trainer_memory, config("0"))[0] == "fail"
+    assert _memory(trainer_memory, config("cpu"))[0] == "ok"
+
+
+def test_memory_of_a_gpu_that_tensors_can_use():
+    assert usable(100 * GIB) == 97 * GIB - 2 * GIB
+
+
+def test_flops_of_a_mixture_count_the_experts_that_compute_a_token():
+    """Qwen3-30B-A3B: 3.35 B parameters are active, embeddings included; 30.5 B would be nine times too many."""
+    experts = 3 * 2048 * 768
+    active_layer = LAYERS["Qwen3-30B-A3B"] - (128 - 8) * experts
+    head = 151936 * 2048
+    assert 48 * active_layer + 2 * head == pytest.approx(3.35e9, rel=0.01)
+    row = make_row(1, [1], [2, 3, 4])
+    attention = 6 * 48 * 32 * 128 * 4**2
+    by_hand = 6 * 4 * (48 * active_layer + 2048) + 6 * 3 * head + attention
+    assert ModelFlops(meta("Qwen3-30B-A3B")).update([row]) == by_hand
+
+
+def test_a_scorer_under_autocast_has_float32_hidden_states_on_bfloat16_embeddings():
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2),
+        dtype=torch.bfloat16,
+    )
+    Scorer(model, autocast=True)
+    assert model.get_input_embeddings()(torch.tensor([1])).dtype == torch.float32

@@ -1,0 +1,109 @@
+"""The reference policy: frozen, reset to the policy, or a moving average of it, also after a resume."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tba.common.config import Config, ReferenceSection, TrainSection
+from tba.common.errors import EXIT_CONFIG, CheckpointMismatch
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.trainer import make_batch, make_row, objective, random_batch, tiny_model
+from tba.trainer.checkpoints import checkpoint
+from tba.trainer.model.reference import Reference
+from tba.trainer.model.scorer import Scorer, weights_of
+from tba.trainer.step.learner import Learner
+
+
+def learner(**reference: Any) -> Learner:
+    config = TrainSection.model_validate({"learning_rate": 0.01, "warmup_steps": 0})
+    section = ReferenceSection.model_validate(reference)
+    return Learner(tiny_model(), tiny_model(), config, objective("tb"), autocast=False, reference_config=section)
+
+
+def copied(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in weights_of(model).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def reference(kind: Any, **keys: Any) -> tuple[Reference, Any]:
+    model = tiny_model(seed=1)
+    return Reference(Scorer(model, autocast=False), ReferenceSection(kind=kind, **keys)), model
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("frozen", ["initial"] * 7),
+        ("reset", ["initial"] * 3 + ["reset-0001"] * 3 + ["reset-0002"]),
+        ("ema", ["initial"] * 3 + ["ema-0001"] * 3 + ["ema-0002"]),
+    ],
+)
+def test_the_name_depends_on_the_step_alone(kind, names):
+    made, _ = reference(kind, every=3)
+    assert [made.name_at(step) for step in range(7)] == names
+
+
+def test_a_reset_reference_keeps_the_policy_until_the_next_reset():
+    made, model = reference("reset", every=3)
+    initial, policies = copied(model), [tiny_model(seed=seed) for seed in range(10, 17)]
+    found = []
+    for steps_done, policy in enumerate(policies, start=1):
+        made.update(policy, steps_done)
+        found.append(copied(model))
+    expected = [initial, initial, *[copied(policies[2])] * 3, *[copied(policies[5])] * 2]
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_moving_average_keeps_a_fraction_of_the_old_weights_at_each_update():
+    made, model = reference("ema", every=2, decay=0.75)
+    old, policy = copied(model), tiny_model(seed=3)
+    made.update(policy, 1)
+    assert same(copied(model), old)
+    made.update(policy, 2)
+    for name, tensor in weights_of(model).items():
+        assert torch.allclose(tensor, 0.75 * old[name] + 0.25 * policy.state_dict()[name], atol=1e-6)
+
+
+def test_log_probabilities_are_computed_once_per_reference():
+    rows = [make_row(n, [1, 2], [3, 4, n]) for n in range(4)]
+    made = learner(kind="reset", every=2)
+    results = [made.step(make_batch(rows, [[0.0, 1.0], [1.0, 0.5]], step=step)) for step in range(4)]
+    assert [len(result.reference) for result in results] == [4, 0, 4, 0]
+    assert results[0].reference != results[2].reference
+
+
+@pytest.mark.parametrize("section", [{"kind": "reset", "every": 2}, {"kind": "ema", "every": 2, "decay": 0.5}])
+@pytest.mark.parametrize("saved_at", [1, 3])
+def test_a_resumed_run_has_the_same_reference_bit_for_bit(tmp_path, section, saved_at):
+    straight, first, second = learner(**section), learner(**section), learner(**section)
+    expected = [straight.step(random_batch(step)).metrics for step in range(6)]
+    found = [first.step(random_batch(step)).metrics for step in range(saved_at)]
+    checkpoint.save(tmp_path, first, run="r", keep=1)
+    checkpoint.restore(not_none(checkpoint.newest(tmp_path)), second)
+    found += [second.step(random_batch(step)).metrics for step in range(saved_at, 6)]
+    assert found == expected
+
+
+def test_a_checkpoint_of_another_reference_is_rejected(tmp_path):
+    made = learner(kind="reset", every=2)
+    made.step(random_batch(0))
+    checkpoint.save(tmp_path, made, run="r", keep=1)
+    sentence = r"reset every 2 steps, the configuration says reset every 3 steps"
+    with pytest.raises(CheckpointMismatch, match=sentence) as refused:
+        checkpoint.restore(not_none(checkpoint.newest(tmp_path)), learner(kind="reset", every=3))
+    assert refused.value.exit_code == EXIT_CONFIG
+
+
+def test_the_searcher_cannot_compute_an_updated_reference():
+    with pytest.raises(ValueError, match=r"search\.reference_logprobs = false"):
+        Config.model_validate({"reference": {"kind": "ema"}, "search": {"reference_logprobs": True}})
+
+
+def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
+    with pytest.raises(ValueError, match='objective.name = "grpo" uses no reference'):
+        Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo"}})
+    Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo", "kl": "reference"}})

@@ -1,0 +1,190 @@
+"""Supervised fine-tuning of a tiny real model with the tokenizer of the arithmetic example."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import MemoryShort, TaskError, UsageError
+from tba.common.system.durable import sha256_of
+from tba.common.weights.model_files import eos_ids
+from tba.tests.helpers.trainer import tiny_model
+from tba.trainer.batch.sft_data import Encoder, read_rows
+from tba.trainer.sft import Job, Plan, sft
+from tba.trainer.step.learner import Learner
+
+CHAT = "{% for m in messages %}{{ m.content }}={% endfor %}{% if not add_generation_prompt %}<eos>{% endif %}"
+SETTINGS = {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0, "checkpoint_every": 2}
+
+
+@pytest.fixture
+def base(tmp_path, example_model) -> Path:
+    """A random model directory whose tokenizer has a chat template."""
+    directory = tmp_path / "base"
+    model = tiny_model(vocabulary=16)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 1
+    model.save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(example_model)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def encoder(base) -> Encoder:
+    return Encoder(AutoTokenizer.from_pretrained(base), eos_ids(base), vocabulary=16, longest=12)
+
+
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    """Ten sums of one-digit numbers."""
+    rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(10)]
+    return write(tmp_path / "pairs.jsonl", *map(json.dumps, rows))
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def make(base, plan, *, resume=False, stop_after=None, **train) -> list[dict[str, float]]:
+    """Run the training. Returns the metrics of each step."""
+    config = Config.model_validate(
+        {"model": {"path": str(base), "dtype": "float32"}, "train": {"gpu": "cpu", **SETTINGS, **train}}
+    )
+    steps: list[dict[str, float]] = []
+    finished = sft(
+        config, plan, resume=resume, device="cpu", stop=lambda: len(steps) == stop_after, on_step=steps.append
+    )
+    assert finished == plan.out.exists()
+    return steps
+
+
+@pytest.mark.slow
+def test_the_model_learns_its_pairs_and_is_saved_as_a_model_directory(base, pairs, tmp_path):
+    plan = Plan([pairs], tmp_path / "out", held_out=pairs, epochs=60, batch_size=5)
+    steps = make(base, plan)
+    assert len(steps) == 120
+    assert steps[0]["held_out_loss_before"] > 2.0
+    assert steps[-1]["held_out_loss"] < 0.05
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(plan.out), AutoTokenizer.from_pretrained(plan.out)
+    prompt = tokenizer("7+1=", return_tensors="pt").input_ids
+    assert model.generate(prompt, max_new_tokens=4, do_sample=False)[0, 4:].tolist() == [*tokenizer.encode("8"), 1]
+    assert not plan.work.exists()
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_all_response_tokens(base, pairs, tmp_path):
+    (step,) = make(base, Plan([pairs], tmp_path / "out", steps=1, batch_size=10), micro_batch_tokens=16)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    losses = []
+    for row in map(json.loads, pairs.read_text().splitlines()):
+        prompt, answer = tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["response"]), 1]
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        losses += torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="none").tolist()
+    assert step["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("stops", [(1,), (3,), (2, 3)])
+def test_a_resumed_training_writes_the_same_weights_bit_for_bit(base, pairs, tmp_path, stops):
+    whole = Plan([pairs], tmp_path / "whole", held_out=pairs, epochs=2, batch_size=3)
+    broken = Plan([pairs], tmp_path / "broken", held_out=pairs, epochs=2, batch_size=3)
+    steps = make(base, whole)
+    parts = [make(base, broken, stop_after=stop, resume=index > 0) for index, stop in enumerate(stops)]
+    parts.append(make(base, broken, resume=True))
+    assert [row["loss"] for row in itertools.chain(*parts)] == [row["loss"] for row in steps]
+    assert sha256_of(broken.out / "model.safetensors") == sha256_of(whole.out / "model.safetensors")
+
+
+def test_every_epoch_has_every_row_once_in_its_own_order(base, pairs, tmp_path):
+    config = Config.model_validate({"model": {"path": str(base)}, "train": {"gpu": "cpu", **SETTINGS}})
+    plan = Plan([pairs], tmp_path / "out", epochs=2, batch_size=4)
+    job = Job(config, plan, resume=False, device=torch.device("cpu"), clock=SystemClock())
+    order = [row.id for step in range(job.steps) for row in job.rows_of(step)]
+    job.close()
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
+    assert order[:10] != order[10:]
+
+
+def test_a_step_that_runs_out_of_memory_gives_advice(base, pairs, tmp_path, monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Learner, "accumulate", run_out)
+    with pytest.raises(MemoryShort, match=r"lower train\.micro_batch_tokens.*--resume"):
+        make(base, Plan([pairs], tmp_path / "sft", steps=1, batch_size=4))
+
+
+def test_resuming_with_other_data_is_rejected(base, pairs, tmp_path):
+    plan = Plan([pairs], tmp_path / "out", epochs=2, batch_size=3)
+    make(base, plan, stop_after=2)
+    with pytest.raises(UsageError, match="pass --resume"):
+        make(base, plan)
+    write(pairs, '{"prompt": "1+1=", "response": "2"}')
+    with pytest.raises(UsageError, match="other data"):
+        make(base, plan, resume=True)
+
+
+def test_a_pair_ends_with_the_end_token(encoder, tmp_path):
+    file = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "answer": "2", "source": "me"}', "")
+    (row,) = read_rows([file], encoder)
+    assert row.prompt_ids.tolist() == encoder.tokenizer.encode("1+1=")
+    assert row.response_ids.tolist() == [*encoder.tokenizer.encode("2"), 1]
+
+
+def test_the_last_message_of_a_conversation_is_the_response_up_to_its_end_token(encoder, tmp_path):
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    file = write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))
+    encoder.tokenizer.chat_template = CHAT + "{% if not add_generation_prompt %}=={% endif %}"
+    (row,) = read_rows([file], encoder)
+    assert encoder.tokenizer.decode(row.prompt_ids) == "1+1="
+    assert encoder.tokenizer.decode(row.response_ids) == "2=<eos>"
+
+
+USER = {"role": "user", "content": "1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "Expecting"),
+        ("[1]", "JSON object"),
+        ('{"prompt": "1"}', "`response`"),
+        ('{"prompt": "1", "response": 2}', "strings"),
+        ('{"prompt": "1", "response": ""}', "empty"),
+        ('{"prompt": "", "response": "2"}', "no tokens"),
+        ('{"prompt": "1111111111", "response": "22"}', "13 tokens, of at most 12"),
+        ('{"messages": "hello"}', "list of objects"),
+        (json.dumps({"messages": [USER]}), "assistant"),
+        (json.dumps({"messages": [USER, {"role": "assistant", "content": ""}]}), "empty"),
+    ],
+)
+def test_an_invalid_row_is_reported_with_file_and_line(encoder, tmp_path, line, words):
+    file = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "response": "2"}', line)
+    with pytest.raises(TaskError, match=words) as raised:
+        read_rows([file], encoder)
+    assert str(raised.value).startswith(f"{file}:2: ")
+
+
+def test_a_chat_template_that_changes_or_rejects_the_prompt_is_reported(encoder, tmp_path):
+    messages = [USER, {"role": "assistant", "content": "2"}]
+    file = write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))
+    for template, words in (
+        ("{{ messages | length }}", "differently"),
+        ("{{ raise_exception('no system message') }}", "no system message"),
+        (None, "no chat template"),
+    ):
+        encoder.tokenizer.chat_template = template
+        with pytest.raises(TaskError, match=words):
+            read_rows([file], encoder)
+
+
+def test_a_tokenizer_of_another_model_is_reported(encoder, tmp_path):
+    file = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "response": "2"}')
+    smaller = Encoder(encoder.tokenizer, encoder.end_ids, vocabulary=4, longest=12)
+    with pytest.raises(TaskError, match="but the model has 4"):
+        read_rows([file], smaller)

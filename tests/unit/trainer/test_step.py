@@ -1,0 +1,285 @@
+"""One optimiser step of the real Learner on a tiny real model."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tba.common.config import TrainSection
+from tba.common.errors import TbaError
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.trainer import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
+from tba.trainer.metrics.stopwatch import Stopwatch
+from tba.trainer.model.scorer import Scorer, sequence_logprobs
+from tba.trainer.step.learner import Learner
+
+FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
+
+
+def make_learner(*, double: bool = False, seed: int = 0, name: str = "tb", **keys) -> Learner:
+    """Return a learner whose reference is another random model, so that the KL is not zero."""
+    policy, reference = tiny_model(seed=seed), tiny_model(seed=seed + 1)
+    if double:
+        policy, reference = policy.double(), reference.double()
+    return Learner(policy, reference, TrainSection.model_validate(FLAT | keys), objective(name), autocast=False)
+
+
+def naive_logprob(model, row) -> torch.Tensor:
+    """Sum log p over a response from the full logits of one sequence, without padding or chunks."""
+    tokens = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+    logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    first = len(row.prompt_ids)
+    return sum(logprobs[t - 1, tokens[t]] for t in range(first, len(tokens)) if row.loss_mask[t - first])
+
+
+def parameters(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in learner.policy.parameters()]).clone()
+
+
+def test_log_probabilities_equal_those_of_an_unpadded_forward_pass():
+    model = tiny_model().double()
+    rows = random_batch(3).rows
+    found = sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows)
+    expected = torch.stack([naive_logprob(model, row) for row in rows])
+    assert torch.allclose(found, expected, atol=1e-12, rtol=0)
+
+
+def test_masked_tokens_do_not_count_and_an_empty_response_has_log_probability_zero():
+    model = tiny_model().double()
+    masked = make_row(1, [1, 2], [3, 4, 5], loss_mask=np.array([1, 0, 1], np.uint8))
+    rows = [masked, make_row(2, [1, 2], [])]
+    found = sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows)
+    assert found[0].item() == pytest.approx(naive_logprob(model, masked).item(), abs=1e-12)
+    assert found[1].item() == 0
+
+
+def test_the_gradient_of_a_step_is_equation_7_on_the_model():
+    learner, batch = make_learner(double=True, max_grad_norm=1e9), random_batch(1)
+    policy = torch.stack([naive_logprob(learner.policy, row) for row in batch.rows]).view(3, 4)
+    reference = torch.stack([naive_logprob(tiny_model(seed=1).double(), row) for row in batch.rows]).view(3, 4)
+    kl = (policy - reference).detach()
+    reward = batch.reward_BK
+    advantage = reward - reward.mean(1, keepdim=True) - 0.3 * (kl - kl.mean(1, keepdim=True))
+    expected = torch.autograd.grad(-(advantage * policy).mean(), list(learner.policy.parameters()))
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected))
+    found = gradients_of_step(learner, batch)
+    assert all(torch.allclose(a, b, atol=1e-9 * norm, rtol=0) for a, b in zip(found, expected, strict=True))
+
+
+def gradients_of_step(learner: Learner, batch) -> list[torch.Tensor]:
+    """Return the gradients that the optimiser receives."""
+    seen: list[torch.Tensor] = []
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in learner.policy.parameters())
+    )
+    learner.step(batch)
+    return seen
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 60, 100])
+def test_gradients_do_not_depend_on_the_size_of_micro_batches(tokens):
+    batch = random_batch(2, prompts=5)
+    whole, parts = (make_learner(double=True, micro_batch_tokens=size) for size in (100_000, tokens))
+    expected, found = gradients_of_step(whole, batch), gradients_of_step(parts, batch)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
+    assert max(float(g.abs().max()) for g in expected) > 1e-3
+
+
+def test_gradients_do_not_depend_on_the_split_into_passes(monkeypatch):
+    batch = random_batch(2, prompts=5)
+    expected = gradients_of_step(make_learner(double=True), batch)
+    monkeypatch.setattr("tba.trainer.model.scorer._CPU_PASS_TOKENS", 0)
+    found = gradients_of_step(make_learner(double=True), batch)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    batch = random_batch(2)
+    normal, checkpointing = make_learner(double=True), make_learner(double=True, gradient_checkpointing=True)
+    assert checkpointing.policy.training
+    assert checkpointing.policy.is_gradient_checkpointing
+    expected, found = gradients_of_step(normal, batch), gradients_of_step(checkpointing, batch)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
+
+
+def test_stored_reference_values_are_used_and_missing_ones_computed_and_returned():
+    batch = random_batch(1)
+    result = make_learner().step(batch)
+    assert result.reference.keys() == {row.id for row in batch.rows}
+    expected = naive_logprob(tiny_model(seed=1), batch.rows[5]).item()
+    assert result.reference[batch.rows[5].id] == pytest.approx(expected, abs=1e-5)
+    stored = [[result.reference[row.id] for row in batch.rows[b * 4 : b * 4 + 4]] for b in range(3)]
+    stored[1][1] = math.nan
+    again = make_learner().step(make_batch(batch.rows, batch.reward_BK.tolist(), reference=stored))
+    assert again.reference.keys() == {batch.rows[5].id}
+    assert again.metrics["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
+
+
+def test_stored_reference_values_give_the_same_step_bit_for_bit():
+    batch = random_batch(1)
+    computing, reading = make_learner(), make_learner()
+    first = computing.step(batch)
+    stored = [[first.reference[row.id] for row in batch.rows[b * 4 : b * 4 + 4]] for b in range(3)]
+    second = reading.step(make_batch(batch.rows, batch.reward_BK.tolist(), reference=stored))
+    assert second.metrics | {"reference_computed": 12.0} == first.metrics
+    assert torch.equal(parameters(computing), parameters(reading))
+
+
+def test_the_reference_of_a_repeated_trajectory_is_computed_once():
+    rows = [make_row(1, [1], [2, 3]), make_row(1, [1], [2, 3]), make_row(2, [1], [4])]
+    result = make_learner().step(make_batch(rows, [[1.0, 1.0, 0.0]]))
+    assert result.reference.keys() == {1, 2}
+    assert result.metrics["reference_computed"] == 2
+
+
+def test_the_mismatch_is_measured_on_on_policy_tokens_only():
+    model = tiny_model()
+    row = make_row(1, [1, 2], [3], on_policy=True)
+    exact = naive_logprob(model, row).item()
+    fresh = make_row(1, [1, 2], [3], on_policy=True, sampling_logprobs=np.array([exact - 0.25], np.float32))
+    stale = make_row(2, [1, 2], [4], sampling_logprobs=np.array([-90], np.float32))
+    metrics = make_learner().step(make_batch([fresh, stale], [[0.0, 1.0]])).metrics
+    assert metrics["mismatch_mean"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["mismatch_max"] == pytest.approx(0.25, abs=1e-5)
+    assert "mismatch_mean" not in make_learner().step(random_batch(1)).metrics
+
+
+def test_all_metrics_are_finite_floats():
+    metrics = make_learner().step(random_batch(1)).metrics
+    assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
+
+
+def test_a_step_with_an_infinite_loss_counts_but_changes_neither_weights_nor_optimiser():
+    learner, batch = make_learner(), random_batch(1, step=7)
+    before = parameters(learner)
+    broken = make_batch(batch.rows, [[math.inf, 0, 0, 0], [0] * 4, [0] * 4], step=7)
+    result = learner.step(broken)
+    assert re.match("loss nan.*: trajectories 100$", result.skipped)
+    assert result.metrics["skipped"] == 1
+    assert "loss" not in result.metrics
+    assert torch.equal(parameters(learner), before)
+    assert not learner.optimizer.state
+    assert learner.steps_done == 1
+    assert result.reference.keys() == {row.id for row in batch.rows}
+    assert all(p.grad is None for p in learner.policy.parameters())
+    learner.step(batch)
+    assert not torch.equal(parameters(learner), before)
+
+
+def test_the_trajectory_whose_log_probability_is_nan_is_blamed():
+    learner = make_learner()
+    with torch.no_grad():
+        learner.policy.get_input_embeddings().weight[7] = math.nan
+    rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
+    result = learner.step(make_batch(rows, [[0.0, 1.0]]))
+    assert result.blamed == [32]
+    assert all(math.isfinite(value) for value in result.metrics.values())
+
+
+def test_a_reference_value_of_nan_skips_the_step_and_is_not_stored():
+    learner = make_learner()
+    with torch.no_grad():
+        learner.reference.scorer.model.get_input_embeddings().weight[7] = math.nan
+    rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
+    result = learner.step(make_batch(rows, [[0.0, 1.0]]))
+    assert result.skipped == "a reference log-probability is not finite: trajectories 32"
+    assert result.reference.keys() == {31}
+
+
+def test_the_time_of_a_step_is_attributed_to_its_phases():
+    learner, clock = make_learner(), ManualClock()
+    learner.watch = Stopwatch(clock)
+    for model, seconds in ((learner.reference.scorer.model, 1), (learner.policy, 10)):
+        model.base_model.register_forward_hook(lambda *_, seconds=seconds: clock.advance(seconds))
+    learner.optimizer.register_step_pre_hook(lambda *_: clock.advance(100))
+    learner.policy.lm_head.weight.register_hook(lambda _: clock.advance(1000))
+    learner.step(random_batch(1))
+    taken = {name: value for name, value in learner.watch.take().items() if value}
+    passes = taken["seconds_forward"] / 10
+    assert taken == {
+        "seconds_reference": taken["seconds_reference"],
+        "seconds_forward": 10 * passes,
+        "seconds_optimizer": 100,
+        "seconds_backward": 1000,
+        "seconds_step": taken["seconds_reference"] + 10 * passes + 1100,
+    }
+
+
+def test_the_entropy_is_the_mean_over_counted_tokens_and_changes_no_gradient():
+    batch = random_batch(1)
+    learners = [make_learner(double=True), make_learner(double=True)]
+    learners[1]._entropy = True
+    expected = torch.cat([_entropies(learners[0].policy, row) for row in batch.rows]).mean().item()
+    results = [learner.step(batch) for learner in learners]
+    assert results[1].metrics.pop("entropy") == pytest.approx(expected, abs=1e-10)
+    assert results[1].metrics == pytest.approx(results[0].metrics, abs=1e-12)
+    assert torch.allclose(parameters(learners[0]), parameters(learners[1]), atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def _entropies(model, row) -> torch.Tensor:
+    """Return the entropy of each distribution that predicts a response token, from the full logits."""
+    tokens = torch.tensor([[*row.prompt_ids.tolist(), *row.response_ids.tolist()]])
+    logprobs = model(input_ids=tokens).logits[0].log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def test_a_token_outside_the_vocabulary_is_reported_with_its_trajectory():
+    rows = [make_row(1, [1], [2]), make_row(5, [1], [VOCABULARY])]
+    with pytest.raises(TbaError, match="trajectory 5 has token ids outside"):
+        make_learner().step(make_batch(rows, [[0.0, 1.0]]))
+
+
+def test_gradients_are_clipped_to_the_configured_norm():
+    learner = make_learner(max_grad_norm=1e-3)
+    found = gradients_of_step(learner, random_batch(1))
+    assert math.sqrt(sum(float(g.square().sum()) for g in found)) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_scheduled_learning_rate_is_used_and_recorded():
+    learner = make_learner(warmup_steps=2, learning_rate=0.01)
+    weights, rates = [parameters(learner)], []
+    for seed in range(3):
+        rates.append(learner.step(random_batch(seed)).metrics["learning_rate"])
+        weights.append(parameters(learner))
+    assert rates == pytest.approx([0, 0.005, 0.01])
+    assert torch.equal(weights[0], weights[1])
+    # AdamW's first updates are about as large as the learning rate.
+    assert 0.002 < float((weights[2] - weights[1]).abs().max()) < 0.02
+
+
+def test_beta_is_annealed_over_the_steps():
+    learner = make_learner(beta=1.0, beta_final=0.5, beta_anneal_steps=2)
+    assert [learner.step(random_batch(seed)).metrics["beta"] for seed in range(3)] == [1.0, 0.75, 0.5]
+
+
+@pytest.mark.parametrize("name", ["tb_learned_z", "tba_prime", "grpo", "ppo_clip", "cispo", "online_dpo", "oapl"])
+def test_the_gradient_of_every_objective_does_not_depend_on_micro_batches(name):
+    learners = [
+        make_learner(double=True, name=name, micro_batch_tokens=size, max_grad_norm=1e9) for size in (1, 10_000)
+    ]
+    one, whole = (gradients_of_step(learner, random_batch(3)) for learner in learners)
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-9) for a, b in zip(one, whole, strict=True))
+    assert max(float(gradient.abs().max()) for gradient in whole) > 1e-4
+
+
+@pytest.mark.slow
+def test_a_learned_log_z_converges_to_the_vargrad_estimate_of_a_fixed_policy():
+    learner = make_learner(name="tb_learned_z", learning_rate=1e-12, max_grad_norm=1e9)
+    batch = random_batch(3)
+    learner.optimizer.param_groups[1]["lr"] = 0.1
+    metrics = [learner.step(batch).metrics for _ in range(500)]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    prompt_NH = Scorer(learner.policy, autocast=False).score(batch.rows, pooled=True).prompt_NH
+    assert not_none(learner.log_z)(not_none(prompt_NH)[::4]).mean().item() == pytest.approx(
+        metrics[-1]["log_z"], rel=0.02
+    )
+
+
+def test_no_reference_is_computed_if_the_objective_does_not_need_it():
+    result = make_learner(name="grpo").step(random_batch(0))
+    assert result.reference == {}
+    assert "kl" not in result.metrics

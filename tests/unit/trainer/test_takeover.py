@@ -1,0 +1,187 @@
+"""Takeover of a run by another trainer: the buffer refuses every request of the replaced one."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tba.buffer.server.writer import BufferServer
+from tba.buffer.service.service import BufferService
+from tba.common.config import Config
+from tba.common.errors import EXIT_CONFIG, Refused
+from tba.common.wire import messages
+from tba.common.wire.channels import ServerChannel
+from tba.tests.helpers.trainer import BufferThread, save_tiny_model
+from tba.trainer.buffer_link import connection
+from tba.trainer.buffer_link.connection import hello
+from tba.trainer.loop import Trainer
+
+HELLO = messages.Hello(host="node7", pid=1, software="x")
+HEARTBEAT = messages.Heartbeat(activity="training", reason="", weights_version=None, metrics={})
+WEIGHTS = messages.WeightsRef(version=1, step=2, path="/v1", manifest_sha256="0" * 64)
+REQUESTS = [
+    HEARTBEAT,
+    messages.SampleBatch(step=0, prompts=1, samples=2, reference="initial", wait_seconds=0.0),
+    messages.ReportStep(step=0, metrics={}, reference="initial", trajectory_ids=[], reference_logprobs=[]),
+    messages.AnnounceSnapshot(weights=WEIGHTS, bytes=1),
+    messages.FinishRun(step=3),
+    HELLO,
+]
+
+
+@pytest.fixture
+def replaced(harness):
+    """A buffer whose trainer t.1 fell silent and was replaced by t.2."""
+    buffer = harness()
+    buffer.announce(0, 0)
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.clock.advance(11)
+    buffer.ask(HELLO, role="trainer", sender="t.2")
+    return buffer
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda message: message.TYPE)
+def test_every_request_of_a_replaced_trainer_is_refused(replaced, request_):
+    with pytest.raises(Refused, match="a trainer on node7 took over run test") as refused:
+        replaced.ask(request_, role="trainer", sender="t.1")
+    assert refused.value.exit_code == EXIT_CONFIG
+    assert not replaced.service.state.for_replies().finished
+    assert replaced.service.state.for_replies().weights.version == 0
+
+
+def test_a_replaced_trainer_is_still_refused_when_its_entry_has_expired(replaced):
+    replaced.clock.advance(100_000)
+    replaced.service.expire_leases()
+    with pytest.raises(Refused, match="took over"):
+        replaced.ask(HEARTBEAT, role="trainer", sender="t.1")
+
+
+def test_a_trainer_is_refused_that_was_replaced_after_its_entry_had_expired(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.clock.advance(100_000)
+    buffer.service.expire_leases()
+    buffer.ask(HELLO, role="trainer", sender="t.2")
+    with pytest.raises(Refused, match="took over"):
+        buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+
+
+def test_a_restarted_buffer_knows_its_trainer(replaced):
+    replaced.service = BufferService(replaced.store, replaced.run, replaced.config, replaced.clock)
+    with pytest.raises(Refused, match="took over"):
+        replaced.ask(HEARTBEAT, role="trainer", sender="t.1")
+    replaced.ask(messages.AnnounceSnapshot(weights=WEIGHTS, bytes=1), role="publisher", sender="t.2")
+    replaced.ask(HEARTBEAT, role="trainer", sender="t.2")
+    assert replaced.service.status().clients[-1].role == "trainer", "not the publisher, which connected first"
+    with pytest.raises(Refused, match="is at work on run test"):
+        replaced.ask(HELLO, role="trainer", sender="t.3")
+
+
+def test_a_restarted_buffer_waits_for_its_trainer_before_it_accepts_another(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.service = BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+    with pytest.raises(Refused, match="a trainer on node7 is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+    buffer.clock.advance(6)
+    buffer.ask(HELLO, role="trainer", sender="t.2")
+
+
+def test_that_wait_begins_when_the_server_can_be_reached(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.service = BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+    # Loading a large index may take as long.
+    buffer.clock.advance(6)
+    channel = ServerChannel("tcp://127.0.0.1:*")
+    BufferServer(channel, buffer.service, queue_bytes=1 << 20).run(lambda: True)
+    channel.close()
+    with pytest.raises(Refused, match="a trainer on node7 is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+
+
+def test_a_trainer_that_waits_for_another_one_logs_it_once(harness, monkeypatch):
+    buffer, logged = harness(), []
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    monkeypatch.setattr(time, "sleep", lambda _: buffer.clock.advance(5))
+
+    class Direct:
+        """A client without a network."""
+
+        def call(self, message, expect, *, stop):
+            return buffer.ask(message, role="trainer", sender="t.2").message, []
+
+    monkeypatch.setattr(connection.log, "info", lambda event, **_: logged.append(event))
+    direct: Any = Direct()
+    hello(direct, lambda: False, buffer.clock)
+    assert logged == ["waiting, in case the earlier trainer has died"]
+
+
+def test_requests_of_a_replaced_trainer_do_not_keep_others_from_taking_over(replaced):
+    replaced.clock.advance(11)
+    with pytest.raises(Refused, match="took over"):
+        replaced.ask(HEARTBEAT, role="trainer", sender="t.1")
+    replaced.ask(HELLO, role="trainer", sender="t.3")
+
+
+def test_a_trainer_that_was_refused_has_not_taken_over(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    with pytest.raises(Refused, match="is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Create trainers of one run, each with its own directory, and their buffer."""
+    model = save_tiny_model(tmp_path / "model")
+    keys = {"model": {"path": str(model), "dtype": "float32"}, "train": {"prompts_per_step": 1}}
+    run = {"dir": str(tmp_path / "buffer"), "name": "test"}
+    buffer = BufferThread(Config.model_validate({**keys, "run": run}))
+    trainers = []
+
+    def make(name: str) -> Trainer:
+        sections = {**keys, "run": run | {"dir": str(tmp_path / name)}, "buffer": {"address": buffer.address}}
+        trainers.append(Trainer(Config.model_validate(sections), None, torch.device("cpu"), lambda: False))
+        trainers[-1].connect()
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.close()
+    buffer.stop()
+
+
+def test_the_publisher_of_a_replaced_trainer_is_refused_and_its_versions_are_free(make_trainer, monkeypatch):
+    cut_off = make_trainer("a")
+    cut_off.publish()
+    assert cut_off._publisher.flush(20)
+    # The first trainer counts as silent for long enough.
+    monkeypatch.setattr("tba.buffer.service.clients._TRAINER_SECONDS", 0.0)
+    successor = make_trainer("b")
+    cut_off.publish()
+    with pytest.raises(Refused, match="took over run test"):
+        cut_off._publisher.flush(20)
+    with pytest.raises(Refused, match="took over run test"):
+        cut_off.sample()
+    successor.publish()
+    assert successor._publisher.flush(20)
+    assert successor._heartbeat.weights_version == 1
+
+
+def test_a_late_heartbeat_does_not_reconnect_a_trainer_that_left_and_a_hello_does(harness):
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+    buffer.ask(messages.Goodbye(), role="trainer", sender="t.1")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+    assert [client.activity for client in buffer.service.status().clients] == ["gone"]
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    assert [client.activity for client in buffer.service.status().clients] == ["connected"]
+    with pytest.raises(Refused, match="is at work"):
+        buffer.ask(HELLO, role="trainer", sender="t.2")
+    buffer.ask(messages.Goodbye(), role="trainer", sender="t.1")
+    buffer.ask(HEARTBEAT, role="trainer", sender="t.1")
+    buffer.ask(HELLO, role="trainer", sender="t.2")

@@ -1,0 +1,150 @@
+"""An engine proves at its start how it loads weights: by what zeroed weights are afterwards, not by names of layers."""
+
+import numpy as np
+import pytest
+import torch
+
+from tba.common.errors import ConfigError, EngineFaulty
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+class WithHead:
+    """A tied model whose files keep a copy of the head, as tools for fine-tuning write them."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def save_pretrained(self, directory):
+        from safetensors.torch import load_file, save_file
+
+        self.model.save_pretrained(directory)
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def dense_mla(seed):
+    """Multi-head latent attention in dense layers, of the one size that vLLM's CPU kernel has: 512 + 64.
+
+    Without rotary positions in the queries, for which vLLM 0.32.0 on a CPU and transformers differ.
+    """
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(seed)
+    special = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 512}
+    dimensions = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 2}
+    config = DeepseekV2Config(
+        **shape, **heads, **dimensions, **special, max_position_embeddings=512, initializer_range=0.1
+    )
+    model = DeepseekV2ForCausalLM(config).float().eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.view(2, 32 + 64, 64)[:, 32:] = 0
+    return model
+
+
+def addresses(engine):
+    """Of all parameters and buffers: what CUDA graphs depend on."""
+    model = engine._running._llm.model_executor.driver_worker.worker.get_model()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.data_ptr() for name, tensor in tensors}
+
+
+def assert_serves(lab, engine, model, *, tolerance=1e-4):
+    """Log-probabilities and greedy tokens are those of transformers."""
+    ids, prompt = lab.tokens(3, 40), lab.tokens(2, 12)
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=tolerance)
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 12:]
+    assert lab.generate(engine, prompt).response_ids.tolist() == expected.tolist()
+
+
+CASES = {
+    "untied": (lambda lab, seed: lab.model(seed), None, False, "in place"),
+    "tied": (lambda lab, seed: lab.model(seed, tied=True), None, False, "in place"),
+    "tied, with a copy of the head": (lambda lab, seed: lab.model(seed, tied=True), WithHead, False, "in place"),
+    # vLLM registers parts of kv_b_proj as parameters: they are views of it, and follow it.
+    "dense MLA": (lambda lab, seed: dense_mla(seed), None, False, "in place"),
+    # Here they are copies.
+    "dense MLA, packed": (lambda lab, seed: dense_mla(seed), None, True, "reload"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_way_follows_from_the_proof_and_serves_the_new_weights_at_the_same_addresses(lab, case):
+    make, saved_as, packed, way = CASES[case]
+    models = [make(lab, seed) for seed in (1, 2)]
+    old, new = [(model, saved_as(model) if saved_as else model) for model in models]
+    engine = lab.engine(old[1], pack_weights=packed)
+    before = addresses(engine)
+    assert_serves(lab, engine, old[0])
+    for model, saved in (new, old, new):
+        report = engine.load_weights(lab.snapshot(model, saved=saved))
+        assert report.way == way
+        assert addresses(engine) == before
+        assert_serves(lab, engine, model)
+    engine.close()
+
+
+def keep_copies(monkeypatch, keep, find, *, once=False):
+    """Make vLLM's linear layers compute with a copy of their weight, made after loading, as packing layers do.
+
+    `keep` stores it in the layer, `find` gets it. With `once` it is not made again.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    def process(self, layer):
+        if not once or find(layer) is None:
+            keep(layer, layer.weight.detach().clone())
+
+    def apply(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, find(layer), bias)
+
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process)
+    monkeypatch.setattr(UnquantizedLinearMethod, "apply", apply)
+
+
+PLACES = {
+    "an attribute": (lambda layer, one: setattr(layer, "copy", one), lambda layer: getattr(layer, "copy", None)),
+    "a buffer": (
+        lambda layer, one: layer.register_buffer("copy", one, persistent=False),
+        lambda layer: getattr(layer, "copy", None),
+    ),
+    "a closure": (lambda layer, one: setattr(layer, "call", lambda: one), lambda layer: layer.call()),
+}
+
+
+@pytest.mark.parametrize("place", ["an attribute", "a closure"])
+def test_a_layer_that_computes_with_a_copy_of_its_weight_is_not_swapped_in_place(lab, monkeypatch, place):
+    keep_copies(monkeypatch, *PLACES[place])
+    old, new = (lab.model(seed, tied=True) for seed in (1, 2))
+    engine = lab.engine(old)
+    for model in (new, old):
+        assert engine.load_weights(lab.snapshot(model)).way == "reload"
+        assert_serves(lab, engine, model)
+    engine.close()
+
+
+@pytest.mark.parametrize(("place", "once"), [("an attribute", True), ("a buffer", True), ("a buffer", False)])
+def test_an_engine_refuses_to_start_if_no_way_restores_the_weights(lab, monkeypatch, place, once):
+    """vLLM's reload makes a buffer again that is in no checkpoint, but then puts the old one back."""
+    keep_copies(monkeypatch, *PLACES[place], once=once)
+    with pytest.raises(
+        ConfigError, match=r"not in place: .* tensors are not restored, .* model\..*; not reload: .* are not restored"
+    ):
+        lab.engine(lab.model(1))
+
+
+def test_a_reload_that_does_nothing_is_caught_though_no_sample_can_be_read_back(lab, monkeypatch):
+    """In bfloat16 the canary would accept the weights of one step before."""
+    model = lab.rounded(lab.model(1))
+    near = lab.rounded(lab.step(model, 1, changed=0.1))
+    engine = lab.engine(model, dtype="bfloat16", canary_tolerance=0.5, pack_weights=True)
+    assert engine._hot_reload.way == "reload"
+    worker = engine._running._llm.model_executor.driver_worker.worker
+    monkeypatch.setattr(type(worker), "reload_weights", lambda self, weights_iterator: None)
+    with pytest.raises(EngineFaulty, match="left out by vLLM's reload"):
+        engine.load_weights(lab.snapshot(near, saved=lab.as_bfloat16(near)))
+    engine.close()

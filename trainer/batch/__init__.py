@@ -1,0 +1,1 @@
+"""Rows of a batch and the micro-batches they are split into."""

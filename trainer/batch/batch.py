@@ -1,0 +1,165 @@
+"""A batch of the buffer as the trainer uses it: rows, rewards, reference log-probabilities.
+
+Shape suffixes: B prompts, K samples of each, N rows of a forward pass, T tokens of the longest of them,
+R response tokens of all of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.common.errors import ConfigError, WireError
+from tba.common.wire.messages import Batch
+from tba.common.wire.trajectory import ARRAY_KINDS, Float32, Int32, UInt8, unpack_arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trajectory: its tokens, and the log-probabilities with which the engine sampled them.
+
+    `sampling_logprobs` and `loss_mask` have one entry per response token; a token with mask 0 does not count.
+    `on_policy` means: sampled at temperature 1 and top-p 1 from the weights that are being trained.
+    """
+
+    id: int
+    prompt_ids: Int32
+    response_ids: Int32
+    sampling_logprobs: Float32
+    loss_mask: UInt8
+    on_policy: bool
+
+    @property
+    def tokens(self) -> int:
+        """Length of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """B x K trajectories; row i belongs to prompt i // K.
+
+    `reward_BK`, `reference_BK` and `staleness_BK` are float64: the reward, the reference log-probability of the whole
+    response (NaN where the buffer has none) and the staleness in optimiser steps. `reward_parts` is one dict per row,
+    or empty. `recency_window` is in optimiser steps; `recency_missed` is the fraction of the prompts drawn by recency
+    that have no data within it, NaN if none was.
+    """
+
+    step: int
+    rows: list[Row]
+    reward_BK: Tensor
+    reference_BK: Tensor
+    staleness_BK: Tensor
+    reward_parts: list[dict[str, float]] = field(default_factory=list)
+    recency_window: int = 0
+    recency_missed: float = math.nan
+
+    @property
+    def prompts(self) -> int:
+        """B, the number of prompts."""
+        return self.reward_BK.shape[0]
+
+    @property
+    def samples(self) -> int:
+        """K, the number of samples of each prompt."""
+        return self.reward_BK.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows as the input of a model: padded to the same length, or packed into one (`tba.trainer.model.packing`).
+
+    Positions index the flattened `tokens_NT`: row n starts at `starts[n]`, and response token r is predicted at
+    `source_R[r]`. `lengths` are the response tokens of each row and sum to R. `model_kwargs` are further arguments of
+    the model's forward.
+    """
+
+    tokens_NT: Tensor
+    source_R: Tensor
+    starts: list[int]
+    prompt_lengths: list[int]
+    lengths: list[int]
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples: int) -> TrainBatch:
+    """Decode the buffer's reply into a batch of `prompts` x `samples` rows.
+
+    Raises ConfigError if it has another shape, WireError if a group mixes prompts or a prompt is empty.
+    """
+    if len(batch.trajectory_ids) != prompts * samples:
+        raise ConfigError(
+            f"step {batch.step} is recorded with {len(batch.trajectory_ids)} trajectories, the configuration asks "
+            f"for {prompts} x {samples}: train.prompts_per_step and samples_per_prompt cannot change within a run"
+        )
+    _check_groups(batch, samples)
+    reference = [float("nan") if value is None else value for value in batch.reference_logprobs]
+    return TrainBatch(
+        step=batch.step,
+        rows=_rows(batch, frames),
+        reward_BK=torch.tensor(batch.reward, dtype=torch.float64).view(prompts, samples),
+        reference_BK=torch.tensor(reference, dtype=torch.float64).view(prompts, samples),
+        staleness_BK=torch.tensor(batch.staleness, dtype=torch.float64).view(prompts, samples),
+        reward_parts=batch.reward_parts,
+        recency_window=batch.recency_window,
+        recency_missed=batch.recency_missed / batch.recency_groups if batch.recency_groups else math.nan,
+    )
+
+
+def _check_groups(batch: Batch, samples: int) -> None:
+    """Check that each run of `samples` rows has one prompt: log Z, a mean over them, would mix prompts silently."""
+    for start in range(0, len(batch.prompt_key), samples):
+        if len(set(batch.prompt_key[start : start + samples])) != 1:
+            raise WireError(f"slots {start} to {start + samples - 1} of step {batch.step} are of several prompts")
+
+
+def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
+    columns = batch.model_dump(include={f"{kind.name}_count" for kind in ARRAY_KINDS})
+    arrays = unpack_arrays(columns, frames)
+    rows = []
+    for i, id_ in enumerate(batch.trajectory_ids):
+        response = arrays["response_ids"][i]
+        mask = arrays["loss_mask"][i]
+        if len(arrays["prompt_ids"][i]) == 0:
+            raise WireError(f"trajectory {id_} has an empty prompt: nothing predicts its first response token")
+        rows.append(
+            Row(
+                id=id_,
+                prompt_ids=arrays["prompt_ids"][i],
+                response_ids=response,
+                sampling_logprobs=arrays["logprobs"][i],
+                loss_mask=mask if len(mask) else np.ones(len(response), np.uint8),
+                on_policy=batch.staleness[i] == 0 and batch.plain_sampling[i],
+            )
+        )
+    return rows
+
+
+def pad(rows: Sequence[Row], device: torch.device) -> Layout:
+    """Pad rows on the right with token 0.
+
+    No attention mask is needed: attention is causal, and padding comes after every token that counts.
+    """
+    width = max(row.tokens for row in rows)
+    tokens = np.zeros((len(rows), width), np.int64)
+    sources = []
+    for n, row in enumerate(rows):
+        tokens[n, : row.tokens] = np.concatenate([row.prompt_ids, row.response_ids])
+        first = n * width + len(row.prompt_ids) - 1
+        sources.append(np.arange(first, first + len(row.response_ids)))
+    return Layout(
+        tokens_NT=torch.from_numpy(tokens).to(device),
+        source_R=torch.from_numpy(np.concatenate(sources)).to(device),
+        starts=list(range(0, len(rows) * width, width)),
+        prompt_lengths=[len(row.prompt_ids) for row in rows],
+        lengths=[len(row.response_ids) for row in rows],
+    )
+
+
+def counted(rows: Sequence[Row]) -> Tensor:
+    """Return which response tokens of the rows count: [R], bool."""
+    return torch.from_numpy(np.concatenate([row.loss_mask for row in rows]) != 0)

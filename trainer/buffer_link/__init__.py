@@ -1,0 +1,1 @@
+"""The trainer's connection to the buffer: requests, the next batch, heartbeats."""

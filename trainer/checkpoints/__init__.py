@@ -1,0 +1,1 @@
+"""Checkpoints of a trainer and the thread that writes them."""

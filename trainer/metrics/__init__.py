@@ -1,0 +1,1 @@
+"""Metrics of a step: the log file, the sinks, FLOPs."""

@@ -1,0 +1,5 @@
+"""Sinks: where the metrics of a step go in addition to metrics.jsonl.
+
+background.py    a thread and a queue for each sink: if it fails or hangs, training continues
+trackers.py      the sinks, and which of them the configuration names
+"""

@@ -1,0 +1,1 @@
+"""The policy: log-probabilities, packing, adapters, log Z, and the reference model."""

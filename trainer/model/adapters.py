@@ -1,0 +1,112 @@
+"""LoRA (Hu et al. 2021) through PEFT: low-rank adapters on frozen linear layers.
+
+The frozen base is also the reference policy: the model without its adapters, bit for bit and without a second copy.
+Merged weights, W + alpha / rank x B A, are published like any other weights; or base and adapters are published
+separately (tba.trainer.publishing.adapter_writer), and the engine applies the adapters.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tba.common.config import LoraSection
+from tba.common.errors import ConfigError, MissingExtra
+from tba.trainer.distributed.sharding import full_tensor
+from tba.trainer.model.scorer import weights_of
+
+# The kinds of tensors that `gathered` returns.
+MERGED, BASE, FACTORS = "merged", "base", "factors"
+# FACTORS are named A or B, a slash, and the name of the weight.
+A, B = "a", "b"
+
+_NAME = "default"
+_BASE = ".base_layer."
+_HASH_CHUNK_BYTES = 4 << 20
+
+
+def add_adapters(model: PreTrainedModel, config: LoraSection) -> None:
+    """Freeze a model and put adapters into it; B starts at zero, so nothing changes yet.
+
+    Raises MissingExtra without PEFT, ConfigError if a target does not exist or is not a plain linear layer.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise MissingExtra("peft", "lora") from error
+    targets = "all-linear" if config.targets == "all" else list(config.targets)
+    settings = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+    model.requires_grad_(False)
+    try:
+        inject_adapter_in_model(settings, model, adapter_name=_NAME)
+    except ValueError as error:
+        raise ConfigError(f"lora.targets = {config.targets} does not fit the model: {error}") from error
+    # `token_logprobs` uses the head's weight directly, and merging supports linear layers only.
+    for name, layer in _adapted(model):
+        if type(layer.base_layer) is not nn.Linear or layer is model.get_output_embeddings():
+            raise ConfigError(f"lora.targets names {name}, which cannot have an adapter: only inner linear layers can")
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether the model has adapters."""
+    return any(True for _ in _adapted(model))
+
+
+@contextlib.contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Disable the adapters while the block runs. Does nothing to a model without adapters."""
+    layers = [layer for _, layer in _adapted(model)]
+    # PEFT's own switch also changes `requires_grad` of the adapters. The forward pass depends on this flag alone.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def gathered(model: PreTrainedModel, what: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a model one by one, each gathered from all ranks. Every rank must iterate over all of them.
+
+    MERGED: all weights, with any adapters merged in. BASE: all weights without adapters. FACTORS: the adapters in their
+    own dtype, A [rank, in] as a/NAME and B [out, rank] as b/NAME of the weight that they change. Names are those that
+    the model has without adapters.
+    """
+    layers = dict(_adapted(model))
+    if what == FACTORS:
+        for name, layer in layers.items():
+            yield f"{A}/{name}.weight", full_tensor(layer.lora_A[_NAME].weight)
+            yield f"{B}/{name}.weight", full_tensor(layer.lora_B[_NAME].weight)
+        return
+    for name, tensor in weights_of(model).items():
+        if ".lora_" in name:
+            continue
+        owner, _, leaf = name.partition(_BASE)
+        layer = layers.get(owner) if what == MERGED and leaf == "weight" else None
+        yield name.replace(_BASE, "."), full_tensor(tensor) if layer is None else _merge(layer)
+
+
+def _merge(layer: Any) -> Tensor:
+    a, b = full_tensor(layer.lora_A[_NAME].weight), full_tensor(layer.lora_B[_NAME].weight)
+    sum_: Tensor = full_tensor(layer.base_layer.weight) + layer.scaling[_NAME] * (b @ a)
+    return sum_
+
+
+def fingerprint(directory: Path) -> str:
+    """Hash the weight files of a model directory: adapters belong to one base."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))

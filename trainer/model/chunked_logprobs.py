@@ -1,0 +1,148 @@
+"""Log-probabilities of given tokens from hidden states, without a tensor of [tokens x vocabulary].
+
+The head is applied to chunks of positions. The logits of a chunk are dropped after use and computed again in the
+backward pass, where they become the gradient in place. This second product is a quarter of the head's work; in return
+memory does not grow with R x V.
+
+Shape suffixes: R positions, C positions of a chunk, H hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The number of logits that exist at the same time. A CPU is faster with chunks that stay near its caches.
+_CPU_LOGITS = 1 << 24
+_GPU_LOGITS = 1 << 27
+
+
+def token_logprobs(
+    head: nn.Linear, hidden_RH: Tensor, target_R: Tensor, *, entropy: bool = False, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return log softmax(head(hidden))[target]: [R] in float32, or float64 for a float64 model.
+
+    The second result is the `entropy` of each whole distribution, [R] in nats, without gradient, or empty: it reuses
+    the exponentials that the normaliser needs anyway. Under autocast the matrix products are computed in its type, as
+    `head(hidden)` would be. The logits are rounded to it too, unless they are to be `exact`: sums in float32 of
+    products of rounded factors.
+    """
+    pair: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, head.weight, head.bias, target_R, entropy, exact
+    )
+    return pair
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_R: Tensor,
+        with_entropy: bool,
+        exact: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.dtype, ctx.exact = compute_dtype(hidden_RH, weight_VH), exact
+        weight = weight_VH.to(ctx.dtype)
+        normaliser, logprob, entropy = [], [], [hidden_RH.new_zeros(0)]
+        for hidden_CH, target_C in _chunks(weight.shape[0], hidden_RH, target_R):
+            logits_CV = _logits(hidden_CH, weight, bias_V, exact)
+            chosen_C = logits_CV.gather(1, target_C[:, None])[:, 0]
+            if with_entropy:
+                normaliser_C, entropy_C = _normaliser_and_entropy(logits_CV)
+                entropy.append(entropy_C)
+            else:
+                normaliser_C = logits_CV.logsumexp(dim=1)
+            normaliser.append(normaliser_C)
+            logprob.append(chosen_C - normaliser_C)
+        # Of a chunk only the normaliser is kept, from which the backward pass recovers the softmax.
+        ctx.save_for_backward(hidden_RH, weight_VH, bias_V, target_R, torch.cat(normaliser))
+        entropy_R = torch.cat(entropy)
+        ctx.mark_non_differentiable(entropy_R)
+        return torch.cat(logprob), entropy_R
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient_R: Tensor, _: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        hidden_RH, weight_VH, bias_V, target_R, normaliser_R = ctx.saved_tensors
+        weight = weight_VH.to(ctx.dtype)
+        to_hidden = torch.empty_like(hidden_RH)
+        # Added up over the chunks in float32, also where FSDP has gathered the head in bfloat16.
+        to_weight = torch.zeros_like(weight_VH, dtype=_at_least_float32(weight_VH)) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        done = 0
+        for hidden_CH, target_C, normaliser_C, gradient_C in _chunks(
+            weight.shape[0], hidden_RH, target_R, normaliser_R, gradient_R
+        ):
+            # d logp[target] / d logits = onehot(target) - softmax(logits), computed in the memory of the logits.
+            delta_CV = _logits(hidden_CH, weight, bias_V, ctx.exact).sub_(normaliser_C[:, None]).exp_()
+            delta_CV.mul_(-gradient_C[:, None])
+            delta_CV.scatter_add_(1, target_C[:, None], gradient_C[:, None])
+            if to_bias is not None:
+                to_bias += delta_CV.sum(dim=0)
+            delta_CV = delta_CV.to(ctx.dtype)
+            to_hidden[done : done + len(target_C)] = delta_CV @ weight
+            done += len(target_C)
+            if to_weight is not None:
+                _add_product(to_weight, delta_CV, hidden_CH.to(ctx.dtype))
+        if to_weight is not None:
+            to_weight = to_weight.to(weight_VH.dtype)
+        return to_hidden, to_weight, to_bias, None, None, None
+
+
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the type of a product with `weight`: that of autocast if it is on."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _chunks(vocabulary: int, *values_R: Tensor) -> Any:
+    """Split several tensors into the same chunks, so long that the logits of a chunk have a fixed size."""
+    limit = _CPU_LOGITS if values_R[0].device.type == "cpu" else _GPU_LOGITS
+    size = max(limit // vocabulary, 1)
+    return zip(*(torch.split(value_R, size) for value_R in values_R), strict=True)
+
+
+def _logits(hidden_CH: Tensor, weight: Tensor, bias_V: Tensor | None, exact: bool) -> Tensor:
+    """Return the logits: [C, V] in at least float32, rounded to the type of the weight first unless `exact`."""
+    factor_CH = hidden_CH.to(weight.dtype)
+    if not exact or weight.dtype in (torch.float32, torch.float64):
+        logits_CV = factor_CH @ weight.T
+    elif weight.is_cuda:
+        # The type in which the product is summed anyway; vLLM computes its logits by the same call.
+        logits_CV = torch.mm(factor_CH, weight.T, out_dtype=torch.float32)
+    else:
+        with torch.autocast(weight.device.type, enabled=False):
+            logits_CV = factor_CH.float() @ weight.T.float()
+    if bias_V is not None:
+        logits_CV += bias_V.to(logits_CV.dtype)
+    return logits_CV.to(_at_least_float32(logits_CV))
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _normaliser_and_entropy(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exp and entropy, both [C]. Overwrites the logits.
+
+    With d = logits - max and p = softmax(d): H = log sum e^d - sum p d.
+    """
+    largest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    shifted_CV = logits_CV.sub_(largest_C1)
+    weight_CV = shifted_CV.exp()
+    total_C = weight_CV.sum(dim=1)
+    mean_C = torch.linalg.vecdot(weight_CV, shifted_CV) / total_C
+    log_total_C = total_C.log()
+    return largest_C1[:, 0] + log_total_C, log_total_C - mean_C
+
+
+def _add_product(sum_VH: Tensor, delta_CV: Tensor, hidden_CH: Tensor) -> None:
+    """Add delta^T hidden to the sum, in the type of the sum."""
+    if sum_VH.dtype == delta_CV.dtype:
+        sum_VH.addmm_(delta_CV.T, hidden_CH)
+    else:
+        sum_VH += delta_CV.T @ hidden_CH

@@ -1,0 +1,110 @@
+"""Copies of a model's tensors on the host, in buffers that are reused.
+
+On a GPU the copies are queued on a stream of their own and go into pinned memory, so the training thread does not wait
+for them; the next update does, on the device. On a CPU a copy is one pass over memory: a reused buffer causes no page
+faults, which are more than half of the cost of a first copy.
+"""
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+_MAX_UNREAD_BYTES = 1 << 30
+
+
+class HostCopy:
+    """A copy in progress. Its owner hands it to `HostBuffers.release` when it is no longer needed."""
+
+    def __init__(self, tensors: Tensors, done: torch.cuda.Event | None) -> None:
+        self.tensors = tensors
+        self.done = done
+
+    def wait(self) -> Tensors:
+        """Wait until the copy is complete. Returns the tensors."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tensors
+
+
+class HostBuffers:
+    """Copies tensors of one device to the host. There are as many sets of buffers as copies in use at the same time.
+
+    `gathered` means that the source tensors are temporary, gathered from all ranks or merged with adapters.
+    """
+
+    def __init__(self, device: torch.device, *, gathered: bool = False) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # When it has passed, the newest copy has read its sources.
+        self._read: torch.cuda.Event | None = None
+        self._gathered = gathered
+        # Bytes of gathered tensors that the stream may not have read yet.
+        self._unread = 0
+        self._free: list[Tensors] = []
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def copy(
+        self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None, *, into: Tensors | None = None
+    ) -> HostCopy:
+        """Copy the tensors as they are now, floating-point ones as `dtype` if it is given.
+
+        `into` are the caller's buffers, which are not for `release`: one for each tensor, of its shape.
+
+        The iterable is consumed one tensor at a time, so it may compute them. On a GPU the caller must call
+        `before_update` before it writes to the sources.
+        """
+        used: Tensors = {}
+        if into is None:
+            with self._lock:
+                used = self._free.pop() if self._free else used
+        buffers: Tensors = {}
+        for name, tensor in tensors:
+            target = _target_dtype(tensor, dtype)
+            buffers[name] = self._buffer(used.get(name), tensor, target) if into is None else into[name]
+            self._copy_one(buffers[name], tensor, target)
+        if self._stream is not None:
+            self._read = self._stream.record_event()
+        return HostCopy(buffers, self._read)
+
+    def _copy_one(self, buffer: Tensor, tensor: Tensor, dtype: torch.dtype) -> None:
+        if self._stream is None or tensor.device.type != "cuda":
+            buffer.copy_(tensor)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            # Rounded on the device, so that half of the bytes cross the bus. The rounded tensor belongs to this
+            # stream: torch's allocator does not reuse its memory before the stream has read it.
+            buffer.copy_(tensor.to(dtype), non_blocking=True)
+        if self._gathered:
+            # A temporary source belongs to another stream. The allocator must know that this one reads it too.
+            tensor.record_stream(self._stream)
+            self._unread += tensor.nbytes
+            # Gathering is faster than the bus. Without a limit the whole model would end up on the device.
+            if self._unread > _MAX_UNREAD_BYTES:
+                self._stream.synchronize()
+                self._unread = 0
+
+    def before_update(self) -> None:
+        """Make work that is queued on the device from now on wait until all copies have read their sources."""
+        if self._stream is not None and self._read is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._read)
+
+    def release(self, copy: HostCopy) -> None:
+        """Allow the next copy to reuse the buffers of this one. Thread-safe."""
+        copy.wait()
+        with self._lock:
+            self._free.append(copy.tensors)
+
+    def _buffer(self, used: Tensor | None, source: Tensor, dtype: torch.dtype) -> Tensor:
+        if used is not None and used.shape == source.shape and used.dtype == dtype:
+            return used
+        return torch.empty(source.shape, dtype=dtype, pin_memory=self._stream is not None)
+
+
+def _target_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -1,0 +1,213 @@
+"""Loading the policy, and log-probabilities of responses under it.
+
+Shape suffixes: N rows, T tokens of the longest, P tokens of a pass including padding, R response tokens of all rows,
+H hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tba.common.errors import ConfigError
+from tba.common.quantity import quantity
+from tba.common.system.load_errors import loading
+from tba.trainer.batch.batch import Layout, Row, counted, pad
+from tba.trainer.batch.micro_batches import forward_passes
+from tba.trainer.model.chunked_logprobs import token_logprobs
+from tba.trainer.model.packing import ATTENTION, pack
+from tba.trainer.objectives.responses import row_sums
+
+# The row of an empty pass: one token, and no response.
+_EMPTY_ROW = Row(
+    id=-1,
+    prompt_ids=np.zeros(1, np.int32),
+    response_ids=np.zeros(0, np.int32),
+    sampling_logprobs=np.zeros(0, np.float32),
+    loss_mask=np.zeros(0, np.uint8),
+    on_policy=False,
+)
+
+# What one more forward pass costs, in tokens: below it, padding is cheaper than another pass. A GPU needs large passes
+# to be busy.
+_CPU_PASS_TOKENS = 64
+_GPU_PASS_TOKENS = 4096
+
+
+def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model with float32 weights and without dropout. Raises ConfigError, MemoryShort."""
+    with loading(f"the model in {directory}", device):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        if missing := info["missing_keys"]:
+            # transformers would initialise them at random.
+            lacking = quantity(len(missing), "weight")
+            raise ConfigError(f"the files in {directory} lack {lacking} of the model, {min(missing)} for one")
+        model.to(device).eval()
+    _remove_dropout(model)
+    _check_head(model)
+    return model
+
+
+def halve(model: PreTrainedModel, *, frozen_only: bool = True) -> None:
+    """Round weights to bfloat16, in place, for computation under autocast.
+
+    With `frozen_only` these are the frozen weights of linear layers, embeddings and experts: autocast would round each
+    of them before its product, so that only memory is saved. Otherwise all weights.
+    """
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    for parameter in model.parameters():
+        # Experts are matrices in one tensor of three dimensions.
+        if not frozen_only or (not parameter.requires_grad and (id(parameter) in matrices or parameter.dim() == 3)):
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _float32_output(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return output.float()
+
+
+def structure_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model without its weights, on the CPU. To run it, call it with weights in their place."""
+    without_weights = {id(parameter): nn.Parameter(parameter.to("meta"), False) for parameter in model.parameters()}
+    copied: PreTrainedModel = copy.deepcopy(model, without_weights)
+    for buffer in copied.buffers():
+        buffer.data = buffer.data.cpu()
+    return copied
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    """Set dropout to zero: log pi must be deterministic, even in training mode, which gradient checkpointing needs."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel) -> None:
+    """Reject models that scale or cap the logits of their linear head: `Scorer` applies the head alone."""
+    tokens_NT = torch.arange(min(8, model.config.vocab_size), device=model.device)[None]
+    logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
+    hidden_NTH = model.base_model(input_ids=tokens_NT, use_cache=False).last_hidden_state
+    if not torch.allclose(model.get_output_embeddings()(hidden_NTH), logits_NTV, atol=1e-3, rtol=1e-3):
+        raise ConfigError(f"{type(model).__name__} scales or caps its logits: this release cannot train it")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of some rows, in their order.
+
+    `logprob_R` has every response token, masked ones included. On request there are `prompt_NH`, the mean of each
+    prompt's last hidden states, and `entropy_R`, the entropy in nats of the distribution at each response token.
+    """
+
+    logprob_R: Tensor
+    prompt_NH: Tensor | None = None
+    entropy_R: Tensor | None = None
+
+
+class Scorer(nn.Module):
+    """Log-probabilities at temperature 1 of response tokens under one model.
+
+    `autocast` computes in bfloat16 on float32 weights; `exact_logits` are then not rounded to bfloat16. `packed` puts
+    all rows of a call into one pass without padding; otherwise rows of similar lengths share a pass. The class is a
+    module so that FSDP can shard it: everything that uses weights happens inside `forward`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, autocast: bool, packed: bool = False, exact_logits: bool = False
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._autocast = autocast
+        self._packed = packed
+        self._exact_logits = exact_logits
+        if autocast:
+            # Hidden states are float32 between the layers, also where the embeddings are in bfloat16.
+            model.get_input_embeddings().register_forward_hook(_float32_output)
+        if packed:
+            model.set_attn_implementation(ATTENTION)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the computation. It is read at each call because FSDP moves the model."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def pass_overhead(self) -> int | None:
+        """What one more forward pass costs, in tokens; None where all rows are packed into one pass."""
+        if self._packed:
+            return None
+        return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
+
+    def score(
+        self,
+        rows: Sequence[Row],
+        passes: Sequence[Sequence[int]] | None = None,
+        *,
+        pooled: bool = False,
+        entropy: bool = False,
+    ) -> Scores:
+        """Score rows, in their order. `pooled` and `entropy` ask for the optional fields of `Scores`.
+
+        `passes` are the forward passes as indices into `rows`, by default those of `forward_passes`. All of them are
+        parts of one graph, so a loss on all rows is exact. An empty pass runs over a single token and yields nothing:
+        FSDP's collectives need it where other ranks have more passes.
+        """
+        if passes is None:
+            passes = forward_passes([row.tokens for row in rows], self.pass_overhead)
+        filled, all_rows = [], list(rows)
+        for part in passes:
+            filled.append(part or [len(all_rows)])
+            if not part:
+                all_rows.append(_EMPTY_ROW)
+        logprob_R, prompt_NH, entropy_R = self(all_rows, filled, pooled, entropy)
+        return Scores(logprob_R, prompt_NH[: len(rows)] if pooled else None, entropy_R if entropy else None)
+
+    def forward(
+        self, rows: Sequence[Row], passes: Sequence[Sequence[int]], pooled: bool, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the fields of `Scores`; those not asked for are empty."""
+        hidden: list[Tensor] = []
+        pools: list[Tensor] = []
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            for part in passes:
+                layout = (pack if self._packed else pad)([rows[n] for n in part], self.device)
+                output = self.model.base_model(input_ids=layout.tokens_NT, use_cache=False, **layout.model_kwargs)
+                hidden_PH = output.last_hidden_state.flatten(0, 1)
+                hidden += torch.split(hidden_PH.index_select(0, layout.source_R), layout.lengths)
+                if pooled:
+                    pools.append(_mean_of_prompts(hidden_PH, layout))
+            order = np.argsort(np.concatenate(passes)).tolist()
+            targets_R = torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64))
+            head, hidden_RH = self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order])
+            logprob_R, entropy_R = token_logprobs(
+                head, hidden_RH, targets_R.to(self.device), entropy=entropy, exact=self._exact_logits
+            )
+        return logprob_R, torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0), entropy_R
+
+
+def _mean_of_prompts(hidden_PH: Tensor, layout: Layout) -> Tensor:
+    prompts = zip(layout.starts, layout.prompt_lengths, strict=True)
+    return torch.stack([hidden_PH[start : start + length].mean(dim=0) for start, length in prompts])
+
+
+def sequence_logprobs(logprob_R: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return the log-probability of each whole response: [N] in float64, the sum over its counted tokens."""
+    return row_sums(logprob_R, counted(rows).to(logprob_R.device), [len(row.response_ids) for row in rows])
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict with each tied tensor once, under the name by which transformers saves it."""
+    tied = set(model.all_tied_weights_keys)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -1,0 +1,100 @@
+"""Metrics of a batch that are defined for every objective: how far data and optimum are from the policy.
+
+Shape suffixes: B prompts of the batch, K responses to each.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tba.trainer.objectives.balance import vargrad_log_z, vargrad_residual
+from tba.trainer.objectives.policy_gradient import LARGEST_LOG_RATIO
+
+
+@torch.no_grad()
+def balance_metrics(policy_BK: Tensor, reference_BK: Tensor, reward_BK: Tensor, beta: float) -> dict[str, float]:
+    """Return how far the policy is from the optimum of KL-regularised RL, or {} without a reference.
+
+    `kl` estimates KL(policy || reference), on fresh data only. The mean residual of a prompt is zero by construction,
+    so the distance from the optimum is the spread of the residuals. The advantage of Bartoldson et al. 2025, Eq. 7, is
+    -beta times the residual.
+    """
+    if reference_BK.isnan().any():
+        return {}
+    spread = float(vargrad_residual(policy_BK, reference_BK, reward_BK, beta).std(correction=0))
+    log_z = vargrad_log_z(policy_BK, reference_BK, reward_BK, beta)
+    return {
+        "log_z": float(log_z.mean()),
+        "log_z_std": float(log_z.std(correction=0)),
+        "residual_std": spread,
+        "advantage_std": beta * spread,
+        "kl": float((policy_BK - reference_BK).mean()),
+    }
+
+
+@torch.no_grad()
+def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float]:
+    """Return how far the data is from the policy, on whole responses; rho = pi / mu.
+
+    `effective_sample_ratio` is (sum rho)^2 / (BK sum rho^2) (Kish 1965): 1 if every response has the same weight,
+    1/(BK) if one outweighs all others. `sampler_kl` is the k3 estimate of KL(sampler || policy), the mean of
+    rho - 1 - log rho.
+    """
+    log_ratio = (policy_BK - sampled_BK).flatten()
+    normalised = (log_ratio - log_ratio.max()).exp()
+    return {
+        "log_ratio_mean": float(log_ratio.mean()),
+        "log_ratio_std": float(log_ratio.std(correction=0)),
+        "log_ratio_min": float(log_ratio.min()),
+        "log_ratio_max": float(log_ratio.max()),
+        "effective_sample_ratio": float(normalised.sum().square() / (normalised.square().sum() * len(log_ratio))),
+        "sampler_kl": float((log_ratio.clamp(max=LARGEST_LOG_RATIO).exp() - 1 - log_ratio).mean()),
+    }
+
+
+# Names and upper ends of the bins of the staleness histogram. One more bin has no upper end.
+_STALENESS_BINS = (("0", 0), ("1", 1), ("2_3", 3), ("4_7", 7), ("8_15", 15), ("16_31", 31), ("32_63", 63))
+
+
+def staleness_metrics(staleness_BK: Tensor) -> dict[str, float]:
+    """Return mean, maximum and histogram of the staleness in optimiser steps; the fractions of the bins sum to 1."""
+    metrics = {"staleness_mean": float(staleness_BK.mean()), "staleness_max": float(staleness_BK.max())}
+    below = 0.0
+    for name, last in _STALENESS_BINS:
+        up_to = float((staleness_BK <= last).double().mean())
+        metrics[f"staleness_share_{name}"] = up_to - below
+        below = up_to
+    return metrics | {"staleness_share_64_up": 1.0 - below}
+
+
+def truncated_fraction(log_ratio: Tensor, bounds: tuple[float, float] | None) -> dict[str, float]:
+    """Return the fraction of ratios pi / mu outside `bounds`, or {} for an objective without bounds."""
+    if bounds is None or not log_ratio.numel():
+        return {}
+    ratio = log_ratio.double().clamp(max=LARGEST_LOG_RATIO).exp()
+    return {"truncated_fraction": float(((ratio < bounds[0]) | (ratio > bounds[1])).double().mean())}
+
+
+def mismatch_metrics(differences: Sequence[Tensor]) -> dict[str, float]:
+    """Return how far the trainer's log-probabilities are from the engine's, or {} if no token is on-policy.
+
+    `differences` are trainer minus engine, of tokens sampled from the current weights. `mismatch_kl` is the k3
+    estimate of KL(engine || trainer) per token.
+    """
+    flat = torch.cat(list(differences)) if differences else torch.zeros(0)
+    if not len(flat):
+        return {}
+    k3 = flat.double().clamp(max=LARGEST_LOG_RATIO).exp() - 1 - flat.double()
+    return {
+        "mismatch_mean": float(flat.abs().mean()),
+        "mismatch_max": float(flat.abs().max()),
+        "mismatch_kl": float(k3.mean()),
+    }
+
+
+def reward_part_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each reward part, over the responses that have it."""
+    names = sorted({name for part in parts for name in part})
+    found = {name: [part[name] for part in parts if name in part] for name in names}
+    return {f"reward_part_{name}": sum(values) / len(values) for name, values in found.items()}

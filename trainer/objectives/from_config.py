@@ -1,0 +1,87 @@
+"""Make the objective that the configuration names: one function of the responses and of the step's beta."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from tba.common.config import ObjectiveSection
+from tba.trainer.objectives import policy_gradient as pg
+from tba.trainer.objectives.advantages import centred, leave_one_out, regularised, standardised
+from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
+from tba.trainer.objectives.preference import online_dpo
+from tba.trainer.objectives.responses import Responses
+
+Loss = Callable[..., Tensor]
+Advantage = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss, and what it needs. `loss(responses, beta)` is a micro-batch's part of the loss, a float64 scalar.
+
+    `ratio_bounds` are the bounds to which it clips pi / mu: of tokens, or with `ratio_of_response` of responses.
+    """
+
+    name: str
+    loss: Callable[[Responses, float], Tensor]
+    needs_reference: bool
+    learns_log_z: bool = False
+    log_z_learning_rate: float = 0.0
+    ratio_bounds: tuple[float, float] | None = None
+    ratio_of_response: bool = False
+
+
+def make_objective(config: ObjectiveSection, *, longest_response: int) -> Objective:
+    """Return the objective that the configuration names. `longest_response` is in tokens."""
+    if config.name == "tb":
+        return Objective(config.name, trajectory_balance, True)
+    if config.name == "tb_learned_z":
+        rate = config.log_z_learning_rate
+        return Objective(config.name, trajectory_balance_learned_z, True, learns_log_z=True, log_z_learning_rate=rate)
+    if config.name == "online_dpo":
+        return Objective(config.name, online_dpo, True)
+    if config.name == "oapl":
+        return Objective(config.name, partial(_optimal_advantage, config), False)
+    loss, advantage, ratio_bounds = _policy_gradient(config, longest_response)
+    kl = config.anchor
+    return Objective(
+        config.name,
+        partial(_with_advantage, loss, advantage, kl, config.ema_decay),
+        needs_reference=kl == "reference",
+        ratio_bounds=ratio_bounds,
+        ratio_of_response=config.name == "proximal_rloo",
+    )
+
+
+def _policy_gradient(
+    config: ObjectiveSection, longest_response: int
+) -> tuple[Loss, Advantage, tuple[float, float] | None]:
+    """Return the loss of an advantage, the advantage, and the bounds of the ratio."""
+    low, high = config.clip_low, config.clip_high
+    bounds = 1 - low, 1 + high
+    cap = None if config.truncation == "off" else config.truncation
+    choices: dict[str, tuple[Loss, Advantage, tuple[float, float] | None]] = {
+        "reinforce": (pg.reinforce, lambda reward_bK: reward_bK, None),
+        "rloo": (pg.reinforce, leave_one_out, None),
+        "tba_prime": (partial(pg.truncated_importance, cap=cap), centred, None if cap is None else (0.0, cap)),
+        "grpo": (partial(pg.grpo, low=low, high=high), standardised, bounds),
+        "dr_grpo": (partial(pg.dr_grpo, low=low, high=high, length=longest_response), centred, bounds),
+        "ppo_clip": (partial(pg.ppo_clip, low=low, high=high), leave_one_out, bounds),
+        "proximal_rloo": (partial(pg.proximal_rloo, low=low, high=high), leave_one_out, bounds),
+        "cispo": (partial(pg.cispo, cap=config.cispo_cap), standardised, (0.0, config.cispo_cap)),
+    }
+    return choices[config.name]
+
+
+def _with_advantage(
+    loss: Loss, advantage: Advantage, kl: str, ema_decay: float, responses: Responses, beta: float
+) -> Tensor:
+    return loss(responses, advantage(regularised(responses.reward_bK, responses, beta, kl, ema_decay)))
+
+
+def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Tensor:
+    return optimal_advantage(
+        responses, beta=beta, value_beta=beta if config.value_beta == "beta" else config.value_beta
+    )

@@ -1,0 +1,1 @@
+"""Weight snapshots: written, verified by a canary, announced, served, and collected."""

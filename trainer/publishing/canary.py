@@ -1,0 +1,146 @@
+"""The canary of a snapshot: fixed token sequences with their log-probabilities under its weights.
+
+The weights are those in the file, in their own type; each layer widens its own while it computes, so that there is
+never a second, wider model.
+
+Shape suffixes: N sequences, T tokens of the longest, R all their tokens, H features, V vocabulary or outputs.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tba.common.weights.snapshot import Canary
+from tba.common.weights.tokenizer import load_tokenizer
+from tba.trainer.model.scorer import structure_of
+
+_TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "Question: What is 12 + 30?\nAnswer: 12 + 30 = 42",
+    "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5",
+    "Der schnelle braune Fuchs springt über den faulen Hund. 1, 2, 3, 4, 5, 6, 7",
+)
+_TOKENS = 16
+# Fewer distinct tokens would leave most of the embedding untested.
+_DISTINCT = 8
+_RANDOM_TOKENS = 16
+_SEED = 20250319
+# Elements of a linear layer that are widened at a time. Blocks that fit a core's cache would take fewer passes over
+# memory, but torch's threads wait for each other after every block, which takes long on cores that others use, too.
+_BLOCK = 1 << 24
+_CPU = torch.device("cpu")
+
+
+def canary_sequences(directory: Path, vocabulary: int) -> list[list[int]]:
+    """A few short texts in the model's tokens, replaced by seeded random ids where the tokenizer does not suit them.
+
+    Text is the better canary: bfloat16 rounding differs more on unlikely tokens. But a tokenizer of a few characters
+    turns every text into unknown tokens.
+    """
+    texts = [ids for ids in _tokenized(directory) if len(set(ids)) >= _DISTINCT and max(ids) < vocabulary]
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = (len(_TEXTS) - len(texts), _RANDOM_TOKENS)
+    seeded: list[list[int]] = torch.randint(vocabulary, shape, generator=generator).tolist()
+    return texts + seeded
+
+
+def _tokenized(directory: Path) -> list[list[int]]:
+    if not any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        return []
+    tokenizer = load_tokenizer(directory)
+    return [[int(id_) for id_ in tokenizer.encode(text)[:_TOKENS]] for text in _TEXTS]
+
+
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """The modules of a model without its weights, so that another thread can run them during training."""
+    made = structure_of(model).eval()
+    # Right padding needs a causal mask and no more, which every model has with this implementation.
+    made.set_attn_implementation("sdpa")
+    return made
+
+
+@torch.no_grad()
+def make_canary(
+    modules: PreTrainedModel, weights: dict[str, Tensor], sequences: list[list[int]], device: torch.device = _CPU
+) -> Canary:
+    """Compute the log-probabilities [T - 1] of each sequence under `weights`, in float32 on `device`.
+
+    `modules` is the model's skeleton, which one thread uses at a time. All sequences are in one batch: causal attention
+    does not see the padding after them. Of the weights, at most those of one layer are on the device, and in float32.
+    """
+    tokens_NT = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int64)
+    for row, sequence in zip(tokens_NT, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    tokens_NT = tokens_NT.to(device)
+    with _stream_of(device), _weights_by_layer(modules, weights, device):
+        hidden_NTH = modules(input_ids=tokens_NT, use_cache=False).logits
+        logprob_NTV = hidden_NTH[:, :-1].float().log_softmax(dim=2)
+        logprob_NT = logprob_NTV.gather(2, tokens_NT[:, 1:, None])[..., 0].cpu()
+    rows = zip(logprob_NT.tolist(), sequences, strict=True)
+    return Canary(sequences, [row[: len(sequence) - 1] for row, sequence in rows])
+
+
+def _stream_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A stream of its own on a GPU, so that training's kernels are not waited for."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
+
+
+@contextlib.contextmanager
+def _weights_by_layer(modules: PreTrainedModel, weights: dict[str, Tensor], device: torch.device) -> Iterator[None]:
+    """Give each layer its weights in float32 while it computes, and take them away afterwards."""
+    # By identity, so that a tied head finds the weights of the embedding.
+    names = {id(one): name for name, one in modules.named_parameters(remove_duplicate=False) if name in weights}
+    buffers = dict(modules.named_buffers())
+    for name, buffer in buffers.items():
+        buffer.data = weights[name].to(device) if name in weights else buffer.data.to(device)
+    with contextlib.ExitStack() as undo:
+        for module in modules.modules():
+            own = {leaf: weights[names[id(one)]] for leaf, one in module.named_parameters(recurse=False)}
+            if type(module) is nn.Linear:
+                undo.callback(module.__dict__.pop, "forward")
+                module.forward = partial(_linear, own["weight"], own.get("bias"))  # type: ignore[method-assign]
+            elif type(module) is nn.Embedding:
+                undo.callback(module.__dict__.pop, "forward")
+                module.forward = partial(_embedding, own["weight"])  # type: ignore[method-assign]
+            elif own:
+                empty = dict(module.named_parameters(recurse=False))
+                undo.callback(module.register_forward_pre_hook(partial(_fill, own, device)).remove)
+                undo.callback(module.register_forward_hook(partial(_empty, empty)).remove)
+        yield
+
+
+def _linear(weight: Tensor, bias: Tensor | None, input_NTH: Tensor) -> Tensor:
+    """A linear layer, widened some rows at a time: a head may be larger than all layers together."""
+    block = max(1, _BLOCK // weight.shape[1])
+    flat_RH = input_NTH.reshape(-1, weight.shape[1])
+    output_RV = flat_RH.new_empty(len(flat_RH), len(weight))
+    for first in range(0, len(weight), block):
+        part_VH = weight[first : first + block].to(flat_RH.device).float()
+        output_RV[:, first : first + block] = flat_RH @ part_VH.T
+    if bias is not None:
+        output_RV += bias.to(flat_RH.device).float()
+    return output_RV.view(*input_NTH.shape[:-1], len(weight))
+
+
+def _embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """The rows of the tokens alone are widened."""
+    return weight[ids.to(weight.device)].to(ids.device).float()
+
+
+def _fill(own: dict[str, Tensor], device: torch.device, module: nn.Module, _inputs: Any) -> None:
+    for leaf, weight in own.items():
+        wide = weight.to(device)
+        module._parameters[leaf] = nn.Parameter(wide.float() if wide.is_floating_point() else wide, False)
+
+
+def _empty(empty: dict[str, nn.Parameter], module: nn.Module, _inputs: Any, _output: Any) -> None:
+    module._parameters.update(empty)

@@ -1,0 +1,268 @@
+"""The weights files of snapshots between kept ones: mapped, in memory if there is room, and written again and again.
+
+    free       WEIGHTS/.v00000000-….part/    under an exclusive lock; being filled or waiting for it
+    published  WEIGHTS/v00000042-….../       under a shared lock, so that searchers do not delete it
+
+A published directory that is not the newest, and that no searcher holds, becomes free again: its name changes before
+its content does. A file that is written again causes no page faults, and stays registered as pinned memory.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tba.common.log import get_logger
+from tba.common.weights.hashing import blake3_of_bytes
+from tba.common.weights.node_store import (
+    DELETED,
+    SNAPSHOT,
+    delete,
+    is_named,
+    make_directory,
+    modified_at,
+    record_proof,
+    try_lock,
+)
+from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
+from tba.common.weights.tensor_file import Layout, Tensor
+from tba.trainer.model.host_buffers import Tensors
+from tba.trainer.publishing.snapshot_writer import DTYPES, WEIGHTS
+
+log = get_logger(__name__)
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Slot:
+    """A directory with a weights file of `layout` that this process has mapped: `tensors` are its content.
+
+    Raises OSError if there is no space, and leaves nothing then.
+    """
+
+    def __init__(self, path: Path, layout: Layout, *, pinned: bool) -> None:
+        self.path = path
+        # Its snapshot must still be written to disk.
+        self.kept = False
+        path.mkdir(mode=0o755)
+        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._directory, fcntl.LOCK_EX)
+            self.content, self._inode = _map(path / WEIGHTS, layout)
+        except BaseException:
+            self.delete()
+            raise
+        # Copies from a GPU are asynchronous only into registered memory.
+        self._pinned = pinned and _cuda("cudaHostRegister", self.content.ctypes.data, self.content.nbytes, 0)
+        self.bits: dict[str, Tensor] = layout.view(self.content)
+        flat = torch.from_numpy(self.content)
+        self.tensors: Tensors = {
+            name: flat[span.start : span.end].view(_TORCH[span.dtype]).view(span.shape)
+            for name, span in layout.spans.items()
+        }
+
+    def describe(self) -> FileEntry:
+        """Size and hash of the weights file."""
+        return FileEntry(self.content.nbytes, blake3_of_bytes(self.content.data))
+
+    def publish(self, final: Path) -> None:
+        """Give the directory its final name. From now on it never changes, until `take`."""
+        os.rename(self.path, final)
+        self.path = final
+        fcntl.flock(self._directory, fcntl.LOCK_SH)
+
+    def take(self, part: Path) -> bool:
+        """Make a published directory free. False if it is in use. Raises FileNotFoundError if it is lost."""
+        if not try_lock(self._directory):
+            # The attempt has released the shared lock: flock(2).
+            fcntl.flock(self._directory, fcntl.LOCK_SH)
+            return False
+        if not is_named(self._directory, self.path):
+            raise FileNotFoundError(self.path)
+        os.rename(self.path, part)
+        self.path = part
+        weights = (part / WEIGHTS).stat()
+        # A hard link elsewhere is a snapshot of its own.
+        if weights.st_ino != self._inode or weights.st_nlink > 1:
+            raise FileNotFoundError(f"{part / WEIGHTS} is linked elsewhere")
+        # Its proof first of all.
+        self.clear()
+        return True
+
+    def clear(self) -> None:
+        """Delete the files besides the weights, which are of an older version or of an attempt that failed."""
+        for path in self.path.iterdir():
+            if path.name != WEIGHTS:
+                path.unlink()
+
+    def close(self) -> None:
+        """Release the directory and the memory. The files stay."""
+        if getattr(self, "_pinned", False):
+            # A copy that no thread waits for may be in progress.
+            torch.cuda.synchronize()
+            _cuda("cudaHostUnregister", self.content.ctypes.data)
+        self.tensors, self.bits = {}, {}
+        os.close(self._directory)
+
+    def delete(self) -> None:
+        """Release the directory and the memory, and delete the files."""
+        # Else a searcher has made another directory of this name.
+        if is_named(self._directory, self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+
+class Slots:
+    """The slots of one trainer. The training thread acquires them, the publisher's thread does the rest.
+
+    There are as many as are in use at the same time: the newest, the one being written, the one being filled, and those
+    that searchers hold. `floor` is the space in bytes that must stay free.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, device: torch.device, floor: int) -> None:
+        self.directory = directory
+        # Why there is no slot, for people.
+        self.shortage = ""
+        self._layout = layout
+        self._pinned = device.type == "cuda"
+        self._floor = floor
+        self._lock = threading.Lock()
+        self._free: list[Slot] = []
+        # Acquired and not sealed.
+        self._taken: list[Slot] = []
+        # Oldest first.
+        self._published: list[Slot] = []
+        # Of them, those that are older than the one announced last.
+        self._old = 0
+        make_directory(directory)
+        # Before the first slot: after a crash there may be no room for it. The newest is what searchers may ask for.
+        self._delete_leftovers(keep=1)
+
+    def acquire(self) -> Slot | None:
+        """A slot to fill; None if there is no room for one more, with the reason in `shortage`."""
+        with self._lock:
+            if not self._free:
+                self._reclaim()
+            if not self._free:
+                self._make()
+            if not self._free:
+                return None
+            self._taken.append(self._free.pop())
+            return self._taken[-1]
+
+    def give_back(self, slot: Slot) -> None:
+        """The content of a slot is not published after all."""
+        with self._lock:
+            self._taken.remove(slot)
+            self._free.append(slot)
+
+    def seal(self, slot: Slot, manifest: Manifest) -> str:
+        """Publish a filled slot. Returns the sha256 of the manifest."""
+        digest = write_manifest(slot.path, manifest)
+        record_proof(slot.path, digest)
+        slot.publish(self.directory / SnapshotKey(manifest.version, digest).name)
+        with self._lock:
+            self._taken.remove(slot)
+            self._published.append(slot)
+        return digest
+
+    def announced(self) -> None:
+        """The newest slot is announced: older ones may be used again. One spare slot is made, more are deleted."""
+        with self._lock:
+            self._old = len(self._published) - 1
+            self._reclaim()
+            self._delete_leftovers()
+            if not self._free:
+                self._make()
+            while len(self._free) > 1:
+                self._free.pop().delete()
+
+    def close(self) -> None:
+        """Delete what no searcher uses, except the announced one: searchers that start later may ask for it."""
+        with self._lock:
+            self._reclaim()
+            for slot in (*self._free, *self._taken):
+                slot.delete()
+            for slot in self._published:
+                slot.close()
+            self._free, self._taken, self._published = [], [], []
+            self._old = 0
+
+    def _delete_leftovers(self, *, keep: int = 0) -> None:
+        """Delete what earlier processes left and no one uses, except the newest `keep` snapshots."""
+        own = {slot.path for slot in self._published}
+        left = sorted((path for path in self.directory.glob(SNAPSHOT) if path not in own), key=modified_at)
+        for path in [*left[: len(left) - keep], *self.directory.glob(f".{SNAPSHOT}.part")]:
+            delete(path)
+        # Of a process that was killed while it deleted one.
+        for rest in self.directory.glob(DELETED):
+            shutil.rmtree(rest, ignore_errors=True)
+
+    def _reclaim(self) -> None:
+        for slot in self._published[: self._old]:
+            if slot.kept:
+                continue
+            try:
+                if not slot.take(self._part()):
+                    continue
+                self._free.append(slot)
+            except FileNotFoundError as error:
+                log.info("snapshot file not used again", reason=str(error))
+                slot.delete()
+            self._published.remove(slot)
+            self._old -= 1
+
+    def _make(self) -> None:
+        needed, free = self._layout.bytes, shutil.disk_usage(self.directory).free
+        self.shortage = ""
+        if self._floor and free - needed < self._floor:
+            self.shortage = (
+                f"{self.directory} has {free >> 20} MiB free, a snapshot of {needed >> 20} MiB must leave "
+                f"train.min_free_mib = {self._floor >> 20}"
+            )
+            return
+        try:
+            self._free.append(Slot(self._part(), self._layout, pinned=self._pinned))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.shortage = f"{self.directory}: {error.strerror}"
+
+    def _part(self) -> Path:
+        return self.directory / f".v00000000-{secrets.token_hex(8)}.part"
+
+
+def _map(path: Path, layout: Layout) -> tuple["np.ndarray[tuple[int], np.dtype[np.uint8]]", int]:
+    """Create a file with the header of a layout and map it. Returns its bytes, and the number of its inode."""
+    with path.open("x+b") as file:
+        # With all its blocks: writing to a mapped hole of a full file system would kill the process.
+        os.posix_fallocate(file.fileno(), 0, layout.bytes)
+        file.write(layout.prefix)
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), layout.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return np.frombuffer(mapped, np.uint8), os.fstat(file.fileno()).st_ino
+
+
+def _cuda(function: str, *arguments: int) -> bool:
+    """Call a function of the CUDA runtime. False if it failed: copies are correct all the same, and slower."""
+    status = int(getattr(torch.cuda.cudart(), function)(*arguments))  # type: ignore[no-untyped-call]
+    if status:
+        # Take CUDA's error: else the next kernel that this thread launches would report it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+        log.warning("snapshot file is not pinned memory", function=function, status=status)
+    return not status
+
+
+def same_layout(weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a model's files hold its tensors as they are in memory: the same ones, under the same names."""
+    return weights.keys() == saved.keys() and all(saved[name] is weights[name] for name in weights)

@@ -1,0 +1,1 @@
+"""One optimiser step: gradient accumulation, clipping, schedule, metrics."""

@@ -1,0 +1,170 @@
+"""The gradient of a batch: forward and backward passes, micro-batch by micro-batch.
+
+The groups of a prompt stay whole, and every micro-batch adds its part of the batch's loss. The parts add up to the
+same loss and gradient however the batch is cut, and however it is divided over ranks.
+
+A group whose activations exceed `train.micro_batch_tokens` is computed in chunks. Its loss needs the
+log-probabilities of the whole group, but the weights need only the gradient of the loss at each of them. So all
+chunks are scored without a graph, the loss gives its gradient at each token, and a second forward pass over each
+chunk carries that gradient to the weights: the chain rule, exact for every objective, at the cost of one more forward
+pass. (GradCache, Gao et al. 2021, arXiv 2101.06983, does this for contrastive losses.)
+
+Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-batch, R response tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.trainer.batch.batch import Row, TrainBatch, counted
+from tba.trainer.batch.micro_batches import Chunk, MicroBatch
+from tba.trainer.distributed.ranks import Ranks
+from tba.trainer.distributed.sharding import keep_gathered
+from tba.trainer.metrics.stopwatch import Stopwatch
+from tba.trainer.model.log_z import LogZHead
+from tba.trainer.model.scorer import Scorer, Scores
+from tba.trainer.objectives.from_config import Objective
+from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.step.step_metrics import on_policy_differences
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """Adds the gradient of one batch to the parameters, and adds up what the metrics need.
+
+    `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
+    `policy_BK` and `sampled_BK` are log-probabilities of whole responses under the policy and as they were sampled.
+    The lists hold one tensor per micro-batch: trainer minus engine of on-policy tokens, log pi - log mu and the
+    entropy of counted tokens.
+    """
+
+    scorer: Scorer
+    objective: Objective
+    log_z: LogZHead | None
+    ranks: Ranks
+    watch: Stopwatch
+    batch: TrainBatch
+    reference_BK: Tensor
+    beta: float
+    entropy: bool
+    retain_gathered: bool
+    policy_BK: Tensor = field(init=False)
+    sampled_BK: Tensor = field(init=False)
+    loss: float = 0.0
+    differences: list[Tensor] = field(default_factory=list)
+    log_ratios: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
+
+    def run(self, plan: Sequence[MicroBatch]) -> None:
+        """Process all micro-batches. The results are then sums over all ranks, on every rank."""
+        self.policy_BK, self.sampled_BK = (torch.zeros_like(self.batch.reward_BK) for _ in range(2))
+        for micro_batch in plan:
+            last = micro_batch is plan[-1]
+            if len(micro_batch.chunks) == 1:
+                self._in_one_graph(micro_batch, last=last)
+            else:
+                self._in_chunks(micro_batch, last=last)
+        if self.ranks.size > 1:
+            self._sum_over_ranks()
+
+    def _in_one_graph(self, micro_batch: MicroBatch, *, last: bool) -> None:
+        self._set_gathering(last=last)
+        rows = self._rows(micro_batch)
+        with self.watch.phase("forward"):
+            scores = self._score(rows, micro_batch.chunks[0])
+        if rows:
+            self._backward_of_loss(micro_batch, rows, scores)
+        else:
+            # It adds zero; the other ranks wait for this rank's part in the collectives of the backward pass.
+            torch.autograd.backward(scores.logprob_R.sum())
+
+    def _in_chunks(self, micro_batch: MicroBatch, *, last: bool) -> None:
+        """Two passes over a micro-batch that exceeds the token limit, on some rank at least."""
+        self._set_gathering(last=False)
+        rows, chunks = self._rows(micro_batch), micro_batch.chunks
+        with self.watch.phase("forward"), torch.no_grad():
+            scores = _joined([self._score(rows[chunk.rows], chunk) for chunk in chunks])
+        logprob_R = scores.logprob_R.requires_grad_()
+        if rows:
+            self._backward_of_loss(micro_batch, rows, scores)
+        gradient_R = torch.zeros_like(logprob_R) if logprob_R.grad is None else logprob_R.grad
+        tokens = 0
+        for chunk in chunks:
+            self._set_gathering(last=last and chunk is chunks[-1])
+            with self.watch.phase("backward"):
+                logprob_C = self.scorer.score(rows[chunk.rows], chunk.passes).logprob_R
+                torch.autograd.backward(logprob_C, gradient_R[tokens : tokens + len(logprob_C)])
+            tokens += len(logprob_C)
+
+    def _score(self, rows: Sequence[Row], chunk: Chunk) -> Scores:
+        return self.scorer.score(rows, chunk.passes, pooled=self.objective.learns_log_z, entropy=self.entropy)
+
+    def _rows(self, micro_batch: MicroBatch) -> list[Row]:
+        return [self.batch.rows[row] for row in micro_batch.rows]
+
+    def _set_gathering(self, *, last: bool) -> None:
+        if self.retain_gathered:
+            keep_gathered(self.scorer, last=last)
+
+    def _backward_of_loss(self, micro_batch: MicroBatch, rows: list[Row], scores: Scores) -> None:
+        """Backward pass from the loss of some groups to wherever the graph of their scores begins."""
+        with self.watch.phase("forward"):
+            responses = self._responses(micro_batch.groups, rows, scores)
+            loss = self.objective.loss(responses, self.beta)
+        with self.watch.phase("backward"):
+            torch.autograd.backward(loss)
+        self.loss += loss.item()
+        logprob_R, mask_R = responses.logprob_R.detach(), responses.mask_R
+        self.log_ratios.append((logprob_R - responses.sampled_logprob_R)[mask_R])
+        if scores.entropy_R is not None:
+            self.entropies.append(scores.entropy_R.cpu()[mask_R])
+        self.policy_BK[micro_batch.groups] = responses.policy_bK.detach()
+        self.sampled_BK[micro_batch.groups] = responses.sampled_bK
+        self.differences += on_policy_differences(rows, logprob_R)
+
+    def _responses(self, groups: list[int], rows: list[Row], scores: Scores) -> Responses:
+        """Return some groups of the batch as the objective takes them."""
+        batch, log_z_b = self.batch, None
+        if self.log_z is not None and scores.prompt_NH is not None:
+            # The rows of a group have the same prompt, and no prompt token attends to the response after it.
+            log_z_b = self.log_z(scores.prompt_NH[:: batch.samples])
+        return Responses(
+            logprob_R=scores.logprob_R.cpu(),
+            sampled_logprob_R=torch.from_numpy(np.concatenate([row.sampling_logprobs for row in rows])),
+            mask_R=counted(rows),
+            lengths=[len(row.response_ids) for row in rows],
+            reward_bK=batch.reward_BK[groups],
+            reference_bK=self.reference_BK[groups],
+            staleness_bK=batch.staleness_BK[groups],
+            totals=Totals(batch.prompts, len(batch.rows), int(counted(batch.rows).sum())),
+            log_z_b=log_z_b,
+        )
+
+    def _sum_over_ranks(self) -> None:
+        """FSDP has summed the policy's gradients; those of a learned log Z are summed here."""
+        ranks = self.ranks
+        if self.log_z is not None:
+            for parameter in self.log_z.parameters():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = ranks.sum(gradient)
+        self.policy_BK, self.sampled_BK = ranks.sum(self.policy_BK), ranks.sum(self.sampled_BK)
+        self.loss = float(ranks.sum(torch.tensor(self.loss, dtype=torch.float64)))
+        self.differences, self.log_ratios = self._concat(self.differences), self._concat(self.log_ratios)
+        if self.entropy:
+            self.entropies = self._concat(self.entropies)
+
+    def _concat(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [self.ranks.concat(torch.cat([torch.zeros(0, dtype=torch.float64), *values]))]
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    pooled = [part.prompt_NH for part in parts if part.prompt_NH is not None]
+    entropies = [part.entropy_R for part in parts if part.entropy_R is not None]
+    return Scores(
+        torch.cat([part.logprob_R for part in parts]),
+        torch.cat(pooled) if pooled else None,
+        torch.cat(entropies) if entropies else None,
+    )

@@ -1,0 +1,76 @@
+"""Build a learner from the configuration, the same on every rank."""
+
+from pathlib import Path
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from tba.common.config import Config
+from tba.trainer.distributed.ranks import Ranks
+from tba.trainer.model.adapters import add_adapters, fingerprint
+from tba.trainer.model.scorer import halve, load_model, structure_of
+from tba.trainer.objectives.from_config import make_objective
+from tba.trainer.preflight.check import Report
+from tba.trainer.step.host_optimizer import take_masters
+from tba.trainer.step.learner import Learner
+
+
+def build(
+    config: Config, files: Path, device: torch.device, ranks: Ranks, report: Report | None = None
+) -> tuple[Learner, PreTrainedModel]:
+    """Return a learner at step 0, and its model unwrapped: without adapters and not sharded, as the files have it.
+
+    The unwrapped model is the policy itself, or a copy of its structure without weights if the policy has adapters, is
+    sharded or has its optimiser on the host. `report` is the preflight's. Raises ConfigError, MemoryShort.
+    """
+    # FSDP moves each layer's shard to the GPU; the whole model is never there.
+    home = device if ranks.size == 1 else torch.device("cpu")
+    half = device.type == "cuda" and config.model.dtype == "bfloat16"
+    offload = config.train.offload == "optimizer"
+    policy = load_model(files, torch.device("cpu") if offload else home)
+    unwrapped, reference, adapter, masters = policy, None, None, None
+    if config.lora.rank or ranks.size > 1 or offload:
+        unwrapped = structure_of(policy)
+    if config.lora.rank:
+        add_adapters(policy, config.lora)
+        if half:
+            halve(policy)
+        # `publish` may change between starts: it does not affect the adapters.
+        adapter = {**config.lora.model_dump(mode="json", exclude={"publish"}), "base": fingerprint(files)}
+    elif config.objective.uses_reference:
+        reference = _load_reference(config, files, home, half=half)
+    if offload:
+        masters = take_masters(policy, home, half=half)
+    objective = make_objective(config.objective, longest_response=config.search.max_tokens)
+    # The settings that determine the weights of each step.
+    lineage = config.model_dump_json(
+        include={"model", "train", "objective", "reference"}, exclude={"train": {"check_memory"}}
+    )
+    learner = Learner(
+        policy,
+        reference,
+        config.train,
+        objective,
+        autocast=half,
+        ranks=ranks,
+        reference_config=config.reference,
+        entropy=config.metrics.entropy,
+        exact_logits=config.model.head_dtype == "float32",
+        lineage=xxhash.xxh32_hexdigest(lineage.encode()),
+        masters=masters,
+        fits_gathered=report is None or report.setup.gathered,
+    )
+    learner.adapter = adapter
+    learner.states_fill = report is not None and report.states_fill
+    return learner, unwrapped
+
+
+def _load_reference(config: Config, files: Path, device: torch.device, *, half: bool) -> PreTrainedModel:
+    """Load the reference, with matrices in bfloat16 if `half`, so that only these ever are on the device."""
+    # A moving average of bfloat16 weights would lose small changes.
+    narrow = half and config.reference.kind != "ema"
+    reference = load_model(files, torch.device("cpu") if narrow else device).requires_grad_(False)
+    if narrow:
+        halve(reference)
+    return reference.to(device)

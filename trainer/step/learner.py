@@ -1,0 +1,343 @@
+"""One optimiser step: a batch in, metrics out.
+
+Every rank makes every step; what it returns or raises is the same on all of them.
+
+Shape suffixes: B prompts of the batch, K samples of each, N rows.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tba.common.clock import SystemClock
+from tba.common.config import ReferenceSection, TrainSection
+from tba.common.errors import MemoryShort, TbaError, first_line
+from tba.common.system.load_errors import out_of_memory
+from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
+from tba.trainer.distributed.ranks import ALONE, Ranks
+from tba.trainer.distributed.sharding import full_tensor, shard
+from tba.trainer.metrics.stopwatch import Stopwatch
+from tba.trainer.model.adapters import has_adapters
+from tba.trainer.model.log_z import LogZHead
+from tba.trainer.model.packing import packs
+from tba.trainer.model.reference import Reference
+from tba.trainer.model.scorer import Scorer, sequence_logprobs
+from tba.trainer.objectives.diagnostics import (
+    balance_metrics,
+    mismatch_metrics,
+    off_policy_metrics,
+    truncated_fraction,
+)
+from tba.trainer.objectives.from_config import Objective
+from tba.trainer.step.accumulate import Accumulator
+from tba.trainer.step.host_optimizer import HostAdamW
+from tba.trainer.step.schedule import beta_at, learning_rate_schedule
+from tba.trainer.step.step_metrics import batch_metrics, only_finite
+
+# How many trajectory ids an error message lists.
+_NAMED_IDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did.
+
+    `reference` are the reference log-probabilities that the buffer did not have, by trajectory id. `skipped` is the
+    reason why no update was made, `blamed` the trajectories that caused it; both are empty after an update.
+    """
+
+    metrics: dict[str, float]
+    reference: dict[int, float]
+    skipped: str = ""
+    blamed: list[int] = field(default_factory=list)
+
+
+class Learner:
+    """The policy, its reference, the objective and the optimiser.
+
+    The argument `reference` may be None if the policy has adapters, whose reference is the policy without them, or if
+    the objective needs no reference.
+
+    `steps_done` counts updates, skipped ones included. `scorer` scores with the policy, `watch` measures the time of
+    each phase. `before_writing` is called before weights change. `adapter` identifies the adapters: a checkpoint must
+    agree with it. `trained` are the parameters in the order of the optimiser. `masters` are the results of
+    `take_masters`, if the optimiser is on the host. `fits_gathered` is whether a GPU has memory for all gathered
+    weights and gradients, for `train.sharding = "auto"`. `states_fill` is whether states, not activations, fill it.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        config: TrainSection,
+        objective: Objective,
+        *,
+        autocast: bool,
+        ranks: Ranks = ALONE,
+        reference_config: ReferenceSection | None = None,
+        lineage: str = "",
+        entropy: bool = False,
+        exact_logits: bool = False,
+        masters: Mapping[str, Tensor] | None = None,
+        fits_gathered: bool = True,
+    ) -> None:
+        assert reference is not None or has_adapters(policy) or not objective.needs_reference
+        self.policy = policy
+        self.watch = Stopwatch(SystemClock())
+        self.before_writing: Callable[[], None] = lambda: None
+        self.steps_done = 0
+        self.adapter: dict[str, Any] | None = None
+        self.states_fill = False
+        self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
+        self._config = config
+        self._objective = objective
+        self._ranks = ranks
+        self._entropy = entropy
+        device = policy.device.type if ranks.mesh is None else ranks.mesh.device_type
+        packed = packs(config.packing, policy, device, half=autocast)
+        self.scorer = scorer = Scorer(policy, autocast=autocast, packed=packed, exact_logits=exact_logits)
+        if reference is not None:
+            reference.requires_grad_(False)
+            scorer = Scorer(reference, autocast=autocast, packed=packed, exact_logits=exact_logits)
+        self.reference = Reference(scorer, reference_config or ReferenceSection(), lineage)
+        # Of the previous step: the name of the reference, and the log-probabilities under it by trajectory id.
+        self._just_computed: tuple[str, dict[int, float]] = ("", {})
+        self._learning_rate = learning_rate_schedule(config)
+        if config.gradient_checkpointing:
+            policy.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.train()
+        if ranks.size > 1:
+            for scorer in dict.fromkeys((self.scorer, self.reference.scorer)):
+                shard(scorer, scorer.model._no_split_modules or (), ranks, autocast=autocast)
+        keeps = config.sharding == "optimizer" or (config.sharding == "auto" and fits_gathered)
+        self._retain_gathered = ranks.size > 1 and keeps
+        trained = [pair for pair in policy.named_parameters() if pair[1].requires_grad]
+        self._names, self.trained = [name for name, _ in trained], [parameter for _, parameter in trained]
+        self.optimizer = self._make_optimizer(masters)
+
+    def _make_optimizer(self, masters: Mapping[str, Tensor] | None) -> torch.optim.AdamW:
+        config, policy = self._config, self.policy
+        settings: dict[str, Any] = {
+            "lr": config.learning_rate,
+            "betas": config.adam_betas,
+            "weight_decay": config.weight_decay,
+        }
+        if masters is None:
+            fused = policy.device.type == "cuda"
+            optimizer = torch.optim.AdamW(self.trained, fused=fused, **settings)
+        else:
+            values = [masters[name] for name in self._names]
+            optimizer = HostAdamW(self.trained, values, self._ranks, **settings)
+        if self.log_z is not None:
+            # The head starts at zero and has large gradients at first. It has its own learning rate and is clipped
+            # separately, so that it does not scale down the policy's gradient.
+            rate = self._objective.log_z_learning_rate
+            head = list(self.log_z.to(policy.device).parameters())
+            optimizer.add_param_group({"params": head, "lr": rate, "weight_decay": 0.0})
+            self.trained += head
+        return optimizer
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the float32 weights on the host by name, or this rank's shards of them; {} without `train.offload`."""
+        if not isinstance(self.optimizer, HostAdamW):
+            return {}
+        return dict(zip(self._names, (master.detach() for master in self.optimizer.masters), strict=True))
+
+    def step(self, batch: TrainBatch) -> StepResult:
+        """Make one update.
+
+        If the loss, the gradient or a reference log-probability is not finite, the step is skipped: it counts, but
+        weights and optimiser do not change. Raises TbaError for token ids outside the vocabulary.
+        """
+        self._check_tokens(batch)
+        with self.watch.phase("reference"):
+            reference_BK, computed = self._complete_reference(batch)
+        finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
+        if len(finite) < len(computed):
+            blamed = sorted(computed.keys() - finite.keys())
+            return self._skip(batch, finite, "a reference log-probability is not finite", blamed)
+        beta = beta_at(self._config, self.steps_done)
+        sums = self.accumulate(batch, reference_BK, beta)
+        with self.watch.phase("optimizer"):
+            norms = self._clip_gradients()
+            if not all(map(math.isfinite, (sums.loss, *norms))):
+                reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
+                return self._skip(batch, finite, reason, _not_finite(batch, sums))
+            learning_rate = self._update()
+        metrics = {
+            "loss": sums.loss,
+            **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
+            **self._policy_metrics(sums),
+            **batch_metrics(batch),
+            "grad_norm": norms[0],
+            "grad_clipped": float(norms[0] > self._config.max_grad_norm),
+            "learning_rate": learning_rate,
+            "beta": beta,
+            "reference_computed": float(len(computed)),
+            "skipped": 0.0,
+        }
+        return StepResult(only_finite(metrics), computed)
+
+    def step_in_memory(self, batch: TrainBatch) -> StepResult:
+        """Make one update, like `step`, but raise MemoryShort with advice if memory runs out.
+
+        A restart that repeats the step would run out of the same memory, so the error says what to change.
+        """
+        try:
+            return self.step(batch)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            raise MemoryShort(
+                f"out of memory in step {batch.step} ({first_line(error)}): {self._memory_advice(batch)}; then pass "
+                "--resume"
+            ) from error
+
+    def _memory_advice(self, batch: TrainBatch) -> str:
+        if self.states_fill:
+            return (
+                "weights, gradients and optimiser states fill the memory, so smaller micro-batches are of little use: "
+                'train on more GPUs (train.gpu), set train.offload = "optimizer", or train adapters (lora.rank, not in '
+                "tba sft)"
+            )
+        longest = max(row.tokens for row in batch.rows)
+        return (
+            f"lower train.micro_batch_tokens, which is {self._config.micro_batch_tokens} (less than the {longest} "
+            "tokens of the longest trajectory here is of no use), or set train.gradient_checkpointing = true"
+        )
+
+    def _clip_gradients(self) -> list[float]:
+        """Clip gradients. Returns their norms before it: of the policy, and of a learned log Z if there is one."""
+        modules: list[nn.Module] = [self.policy] if self.log_z is None else [self.policy, self.log_z]
+        limit, norms = self._config.max_grad_norm, []
+        if isinstance(self.optimizer, HostAdamW):
+            self.optimizer.collect()
+            norms.append(self.optimizer.clip(limit))
+            modules.remove(self.policy)
+        return norms + [float(full_tensor(nn.utils.clip_grad_norm_(module.parameters(), limit))) for module in modules]
+
+    def _update(self) -> float:
+        """Apply the gradients. Returns the learning rate."""
+        learning_rate = self._learning_rate(self.steps_done)
+        self.before_writing()
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        self.reference.update(self.policy, self.steps_done)
+        return learning_rate
+
+    def _skip(self, batch: TrainBatch, reference: dict[int, float], reason: str, blamed: list[int]) -> StepResult:
+        """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
+        self.before_writing()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        self.reference.update(self.policy, self.steps_done)
+        metrics = {**batch_metrics(batch), "reference_computed": float(len(reference)), "skipped": 1.0}
+        return StepResult(only_finite(metrics), reference, f"{reason}: {_ids(blamed)}", blamed)
+
+    def _policy_metrics(self, sums: Accumulator) -> dict[str, float]:
+        """Return metrics of the policy's log-probabilities against those of sampling."""
+        of_response = self._objective.ratio_of_response
+        ratios = sums.policy_BK - sums.sampled_BK if of_response else torch.cat(sums.log_ratios)
+        entropy = torch.cat(sums.entropies) if sums.entropies else torch.zeros(0)
+        return {
+            **off_policy_metrics(sums.policy_BK, sums.sampled_BK),
+            **truncated_fraction(ratios, self._objective.ratio_bounds),
+            **mismatch_metrics(sums.differences),
+            **({"entropy": float(entropy.mean())} if len(entropy) else {}),
+        }
+
+    def accumulate(self, batch: TrainBatch, reference_BK: Tensor, beta: float) -> Accumulator:
+        """Add the gradient of the whole batch to the parameters."""
+        accumulator = Accumulator(
+            scorer=self.scorer,
+            objective=self._objective,
+            log_z=self.log_z,
+            ranks=self._ranks,
+            watch=self.watch,
+            batch=batch,
+            reference_BK=reference_BK,
+            beta=beta,
+            entropy=self._entropy,
+            retain_gathered=self._retain_gathered,
+        )
+        accumulator.run(self.plan(batch.rows, batch.samples))
+        return accumulator
+
+    def plan(self, rows: Sequence[Row], group_size: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of some rows, of which `group_size` after one another form a group."""
+        return micro_batches(
+            [row.tokens for row in rows],
+            group_size,
+            limit=self._config.micro_batch_tokens,
+            pass_overhead=self.scorer.pass_overhead,
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+        )
+
+    @torch.no_grad()
+    def _complete_reference(self, batch: TrainBatch) -> tuple[Tensor, dict[int, float]]:
+        """Return the reference log-probabilities of the batch, and by trajectory id those computed for it.
+
+        If the objective does not use them, none are computed and those that are not stored stay NaN.
+        """
+        # A resumed run must train on the same values as an uninterrupted one, bit for bit, and after a resume the
+        # stored values are used. Two computations of one value may differ in the last bit, as they depend on the
+        # other rows of the pass. So a trajectory that is in the batch twice is computed once, and values that the
+        # previous step computed are reused: this batch may have been requested before they were stored.
+        name, earlier = self._just_computed
+        own = self.reference.name_at(self.steps_done)
+        earlier = earlier if name == own else {}
+        known = {
+            row.id: earlier.get(row.id, stored) if math.isnan(stored) else stored
+            for row, stored in zip(batch.rows, batch.reference_BK.flatten().tolist(), strict=True)
+        }
+        needed = batch.rows if self._objective.needs_reference else []
+        missing = {row.id: row for row in needed if math.isnan(known[row.id])}
+        unknown = list(missing.values())
+        sequence_N = torch.zeros(len(unknown), dtype=torch.float64)
+        for micro_batch in self.plan(unknown, 1):
+            rows = [unknown[index] for index in micro_batch.rows]
+            # Groups of one row are never split.
+            (chunk,) = micro_batch.chunks
+            logprob_R = self.reference.score(rows, chunk.passes).logprob_R
+            if rows:
+                sequence_N[micro_batch.rows] = sequence_logprobs(logprob_R, rows).cpu()
+        computed = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
+        known |= computed
+        self._just_computed = (own, {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)})
+        reference = torch.tensor([known[row.id] for row in batch.rows], dtype=torch.float64)
+        return reference.view_as(batch.reward_BK), computed
+
+    def _check_tokens(self, batch: TrainBatch) -> None:
+        """Check token ids: one outside the vocabulary would be an obscure device error, or silently another token."""
+        for row in batch.rows:
+            for tokens in (row.prompt_ids, row.response_ids):
+                if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.scorer.vocabulary):
+                    raise TbaError(
+                        f"trajectory {row.id} has token ids outside the model's vocabulary of "
+                        f"{self.scorer.vocabulary}: searchers and trainer must use the same model"
+                    )
+
+
+def _ids(ids: Sequence[int]) -> str:
+    more = f" and {len(ids) - _NAMED_IDS} more" if len(ids) > _NAMED_IDS else ""
+    return f"trajectories {', '.join(map(str, ids[:_NAMED_IDS]))}{more}"
+
+
+def _not_finite(batch: TrainBatch, sums: Accumulator) -> list[int]:
+    """Return the trajectories whose log-probability or reward is not finite, or all if only a sum is not."""
+    finite = (sums.policy_BK.isfinite() & batch.reward_BK.isfinite()).flatten().tolist()
+    broken = [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
+    return broken or [row.id for row in batch.rows]
+
+
+def _worst(norm: float) -> float:
+    return norm if math.isfinite(norm) else math.inf

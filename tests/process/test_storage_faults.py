@@ -128,6 +128,9 @@ def test_a_server_stopped_while_the_disk_is_full_exits_cleanly_and_loses_no_row(
         wait_until(lambda: all(producer.troubles for producer in producers), 30, "the disk is full")
         process.terminate()
         assert process.wait(30) == 0
+        # Rows posted after the disk is relieved would fill it again.
+        for producer in producers:
+            producer.stop_posting()
         small_disk.relieve()
         again = ["--set", f"buffer.database={small_disk.database}", "--set", "buffer.min_free_mib=0"]
         start_tba("buffer", "serve", "--config", config.file, *again)

@@ -31,7 +31,7 @@ class Announcer:
             content[-1000] ^= 1
             (final / "model.safetensors").write_bytes(content)
         ref = messages.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=digest)
-        self.client.call(messages.AnnounceSnapshot(weights=ref, bytes=1), messages.Done, deadline_seconds=10)
+        self.client.call(messages.AnnounceSnapshot(weights=ref, bytes=1), messages.Done, deadline_seconds=60)
 
     def _canary(self, error: float) -> Canary:
         import torch
@@ -45,7 +45,7 @@ class Announcer:
         return Canary(sequence.tolist(), [chosen.tolist()])
 
     def searcher(self) -> ClientStatus | None:
-        status, _ = self.client.call(GetStatus(), Status, deadline_seconds=10)
+        status, _ = self.client.call(GetStatus(), Status, deadline_seconds=60)
         return next((client for client in status.clients if client.role == "searcher"), None)
 
     def wait_for(self, condition, seconds: float = 90) -> ClientStatus:

@@ -62,7 +62,7 @@ class Producer:
     def give_up(self) -> None:
         """End without waiting for replies."""
         self._given_up.set()
-        self.wait_until_all_is_answered(10)
+        self.wait_until_all_is_answered(60)
 
     def _run(self) -> None:
         with connected(self.address, "searcher", f"s{self.number}") as client:

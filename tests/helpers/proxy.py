@@ -52,7 +52,7 @@ class Proxy:
         with suppress(OSError):
             socket.create_connection(self._listener.getsockname()).close()
         for thread in list(self._threads):
-            thread.join(10)
+            thread.join(60)
         for end in (*self._used, self._listener):
             end.close()
 

@@ -114,12 +114,12 @@ class BufferThread:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
 
     def stop(self) -> None:
         """Stop serving and close the database."""
         self._stopped.set()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _serve(self) -> None:
@@ -166,14 +166,14 @@ class FakeSearcher:
         self.client.call(
             messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=self.keys),
             messages.Registered,
-            deadline_seconds=10,
+            deadline_seconds=60,
         )
 
     def wait_for_weights(self, seconds: float = 10.0) -> messages.WeightsRef:
         """Wait for the first snapshot, and return the newest one."""
         heartbeat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
         for _ in range(int(seconds / 0.05)):
-            self.client.call(heartbeat, messages.Done, deadline_seconds=10)
+            self.client.call(heartbeat, messages.Done, deadline_seconds=60)
             assert self.client.state is not None
             if self.client.state.weights is not None:
                 return self.client.state.weights

@@ -136,7 +136,7 @@ def trainer(run_config):
     yield trainer
     trainer.stopping.set()
     if trainer.is_alive():
-        trainer.join(10)
+        trainer.join(60)
 
 
 def wait_until_it_serves(address: str) -> Status:
@@ -170,7 +170,7 @@ def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_conf
         server = start_tba("buffer", "serve", "--config", run_config.file)
     assert load.drain(60) == [0, 0, 0], "a producer received an unexpected reply"
     trainer.stopping.set()
-    trainer.join(10)
+    trainer.join(60)
     assert trainer.failure is None
     status = wait_until_it_serves(run_config.address)
     server.terminate()

@@ -122,7 +122,7 @@ def wait_for_acknowledged(producers, puts: int) -> None:
 
 
 def assert_ends_with_a_sentence(server, folder) -> None:
-    assert server.wait(30) == 1
+    assert server.wait(60) == 1
     output = (folder / "tba0.log").read_text()
     assert re.search(r"error: the disk of \S+ failed to write data \(.+\): nothing more is ack", output)
     assert "Traceback" not in output
@@ -232,7 +232,7 @@ def test_a_program_that_closes_the_database_last_deletes_no_needed_log(serve, di
         acknowledged = [set(producer.acknowledged) for producer in producers]
         send_line(program)
         send_line(program)
-        assert program.wait(30) == 0
+        assert program.wait(60) == 0
         assert not os.path.exists(disk.log)
         disk.cut_power()
         assert_stored(disk, producers, acknowledged)

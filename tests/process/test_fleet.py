@@ -91,7 +91,7 @@ def test_sigterm_drains_all_searchers_and_exits_with_0(fleet_config, start_fleet
         assert cores[0].isdisjoint(cores[1])
     children = descendants(fleet)
     fleet.terminate()
-    assert fleet.wait(30) == 0
+    assert fleet.wait(60) == 0
     assert_gone(children)
     assert len(re.findall(r"^cpu[01] \| .* left ", output(tmp_path), re.MULTILINE)) == 2
     assert all(re.match(r"cpu[01] \| |\d\d:\d\d:\d\d search ", line) for line in output(tmp_path).splitlines())
@@ -189,7 +189,7 @@ def test_systemd_is_notified_of_readiness_and_lines_are_json(fleet_config, start
     systemd.close()
     assert "READY=1" in notified
     fleet.terminate()
-    assert fleet.wait(30) == 0
+    assert fleet.wait(60) == 0
     lines = [json.loads(line) for line in output(tmp_path).splitlines()]
     assert {line["gpu"] for line in lines if line["event"] == "joined"} == {"cpu0", "cpu1"}
     assert {line["gpu"] for line in lines if line.get("line") == "not ours"} == {"cpu0", "cpu1"}

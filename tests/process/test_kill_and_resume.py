@@ -49,7 +49,7 @@ class KillableRun:
         self.config, self.buffer = run_with_buffer(root, train={"steps": STEPS}, buffer=buffer, **sections)
         searcher = FakeSearcher(self.buffer.address, prompts=PROMPTS)
         weights = messages.WeightsRef(version=0, step=0, path="/the/first", manifest_sha256="0" * 64)
-        searcher.client.call(messages.AnnounceSnapshot(weights=weights, bytes=1), messages.Done, deadline_seconds=10)
+        searcher.client.call(messages.AnnounceSnapshot(weights=weights, bytes=1), messages.Done, deadline_seconds=60)
         searcher.put_groups(SAMPLES)
         searcher.close()
 
@@ -80,7 +80,7 @@ class KillableRun:
         while process.is_alive() and len(self.lines()) < step:
             process.join(0.005)
         os.kill(process.pid, how)
-        process.join(20)
+        process.join(60)
         assert process.exitcode == (0 if how == signal.SIGTERM else -signal.SIGKILL)
 
     def weights(self) -> dict[str, torch.Tensor]:

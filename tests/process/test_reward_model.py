@@ -192,7 +192,7 @@ def test_a_searcher_can_be_stopped_while_its_reward_model_loads(
         assert time.monotonic() < deadline, "it did not begin to load the model"
         time.sleep(0.05)
     searcher.terminate()
-    assert searcher.wait(30) == 0
+    assert searcher.wait(60) == 0
     # Also checked here: idle OpenMP threads of a searcher do not spin, which would starve the busy ones.
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (tmp_path / "tba0.log").read_text())
     assert set(spins) == {"0"}

@@ -30,7 +30,7 @@ def put_of(trajectory, count: int, first: int):
 
 def status_of(run_config) -> Status:
     with connect(run_config) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=10)[0]
+        return client.call(GetStatus(), Status, deadline_seconds=60)[0]
 
 
 def test_a_client_without_a_server_gives_up_at_its_deadline(run_config):

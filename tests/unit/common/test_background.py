@@ -42,7 +42,7 @@ def test_check_raises_what_ended_the_thread():
 
     thread = Background("fails", fail)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.running
     with pytest.raises(ValueError, match="no disk"):
         thread.check()
@@ -52,7 +52,7 @@ def test_stop_says_that_a_thread_did_not_end_in_time():
     release = threading.Event()
 
     def hang() -> None:
-        release.wait(10)
+        release.wait(60)
 
     thread = Background("stuck", hang)
     thread.start()

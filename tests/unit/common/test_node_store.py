@@ -33,7 +33,7 @@ def test_a_pin_does_not_wait_for_a_directory_that_its_owner_takes_back(snapshot,
     waiting.start()
     # The trainer keeps its lock while it writes the next snapshot.
     snapshot.rename(tmp_path / ".v00000000-part")
-    waiting.join(20)
+    waiting.join(60)
     assert found == [None]
     os.close(descriptor)
 
@@ -43,7 +43,7 @@ def test_a_pin_waits_for_a_lock_that_ends(snapshot, tmp_path):
     waiting = threading.Thread(target=lambda: found.append(pin(tmp_path, KEY)))
     waiting.start()
     os.close(descriptor)
-    waiting.join(20)
+    waiting.join(60)
     assert not_none(found[0]).path == snapshot
     not_none(found[0]).release()
 

@@ -164,12 +164,12 @@ def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
 
     server._chunk = chunk
     preparation.want(trainer.full(), refresh=False)
-    assert reached.wait(20)
+    assert reached.wait(60)
     server.close()
     assert not preparation.wait(1.0)
     assert "waiting for the trainer" in preparation.progress.waits_for
     back = CountingServer(server.address, tmp_path / "snapshots")
-    assert preparation.wait(20)
+    assert preparation.wait(60)
     assert preparation.take().snapshot.weight_files[0].read_bytes() == trainer.truth[0]
     assert preparation.progress.waits_for == ""
     assert back.served[WEIGHTS] < len(trainer.truth[0]) - 900_000
@@ -182,7 +182,7 @@ def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, prep
     assert not preparation.wait(0.5)
     newer = trainer.full()
     preparation.want(newer, refresh=False)
-    assert preparation.wait(20)
+    assert preparation.wait(60)
     assert preparation.take().ref == newer
 
 

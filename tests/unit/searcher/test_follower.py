@@ -44,7 +44,7 @@ class Follower:
         refusals = self.weights.refusals
         self.weights.update(newest)
         while self.weights.current != newest and self.weights.refusals == refusals:
-            self.preparation.wait(20)
+            self.preparation.wait(60)
             self.weights.update(newest)
         return self.weights.current == newest
 
@@ -117,7 +117,7 @@ def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follow
 def test_a_snapshot_that_became_ready_between_take_and_want_is_not_prepared_again(lab, follower):
     newest = lab.publish(0)
     follower.weights.update(newest)
-    assert follower.preparation.wait(20)
+    assert follower.preparation.wait(60)
     follower.preparation.want(newest, refresh=False)
     assert follower.preparation._wanted is None
     assert follower.settle(newest)
@@ -127,7 +127,7 @@ def test_a_snapshot_that_became_ready_between_take_and_want_is_not_prepared_agai
 def test_a_snapshot_that_is_ready_is_loaded_before_a_newer_one_is_prepared(lab, follower):
     first, second = lab.publish(0), lab.publish(1)
     follower.weights.update(first)
-    assert follower.preparation.wait(20)
+    assert follower.preparation.wait(60)
     flip_a_byte(lab.config.snapshots / "v00000001" / WEIGHTS)
     follower.preparation.want(second, refresh=False)
     assert follower.weights.update(second)
@@ -186,7 +186,7 @@ def test_a_snapshot_assembled_during_close_is_not_passed_to_the_engine(lab, foll
     follower.preparation._make_ready = prepared.append
     first, second = lab.publish(0), lab.publish(1)
     follower.weights.update(first)
-    assert follower.preparation.wait(20)
+    assert follower.preparation.wait(60)
     follower.preparation.want(second, refresh=False)
     follower.weights.close()
     assert not follower.preparation._thread.running

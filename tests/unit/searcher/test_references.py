@@ -107,7 +107,7 @@ def test_when_the_reference_fails_rows_pass_without_one_and_the_error_is_counted
 
     references = ReferenceScorer(broken)
     references.submit(group_of(trajectory()))
-    assert entered.wait(30)
+    assert entered.wait(60)
     (group,) = references.close()
     assert [row.reference_logprob for row in group.done] == [None]
     assert (references.waiting, references.errors) == (0, 1)
@@ -118,12 +118,12 @@ def test_groups_that_wait_when_the_scorer_is_closed_pass_without_a_reference(tra
 
     def slow(rows):
         entered.set()
-        assert proceed.wait(30)
+        assert proceed.wait(60)
         return [-1.0] * len(rows)
 
     references = ReferenceScorer(slow)
     references.submit(group_of(trajectory()))
-    assert entered.wait(30)
+    assert entered.wait(60)
     references.submit(group_of(trajectory(), trajectory()))
     assert (references.done(), references.waiting) == ([], 3)
     # `close` sets this before it waits for the current batch.

@@ -41,7 +41,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(60)
 
 
 def test_a_checkpoint_has_the_learner_at_the_time_of_the_call(tmp_path):
@@ -66,7 +66,7 @@ def test_a_checkpoint_due_during_another_is_skipped_but_the_last_one_is_saved(tm
     writer = make_writer(tmp_path, gate)
     train(learner)
     writer.begin(learner)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     train(learner)
     writer.begin(learner)
     train(learner)
@@ -74,7 +74,7 @@ def test_a_checkpoint_due_during_another_is_skipped_but_the_last_one_is_saved(tm
     last.start()
     assert steps(tmp_path) == []
     gate.opened.set()
-    last.join(20)
+    last.join(60)
     assert steps(tmp_path) == [1, 3]
 
 

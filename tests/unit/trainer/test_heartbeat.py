@@ -53,7 +53,7 @@ def test_an_unexpected_error_does_not_end_the_heartbeat_and_is_logged_once_per_k
     heartbeats.start()
     monitor = BufferClient(buffer.address, role="monitor", name="m")
     for _ in range(100):
-        status, _ = monitor.call(GetStatus(), Status, deadline_seconds=10)
+        status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
         reasons = [client.reason for client in status.clients if client.role == "trainer"]
         if reasons == ["a long step"]:
             break

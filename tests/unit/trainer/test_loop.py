@@ -138,7 +138,7 @@ def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypat
 
     def wait_for_the_report(_step: int) -> int:
         for _ in range(100):
-            status, _ = monitor.call(GetStatus(), Status, deadline_seconds=10)
+            status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
             reported[:] = [(client.activity, client.reason) for client in status.clients if client.role == "trainer"]
             if reported == [("publishing", "no space")]:
                 break
@@ -339,7 +339,7 @@ def test_a_trainer_without_data_reports_what_it_waits_for_and_can_be_stopped(mak
     trainer.start()
     monitor = BufferClient(run.buffer.address, role="monitor", name="m")
     for _ in range(100):
-        status, _ = monitor.call(GetStatus(), Status, deadline_seconds=10)
+        status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
         waiting = [client for client in status.clients if client.activity == "waiting"]
         if waiting:
             break
@@ -347,7 +347,7 @@ def test_a_trainer_without_data_reports_what_it_waits_for_and_can_be_stopped(mak
     assert [client.role for client in waiting] == ["trainer"]
     assert "0 of 2 prompts have trajectories" in waiting[0].reason
     stop.set()
-    trainer.join(20)
+    trainer.join(60)
     monitor.close()
     assert not trainer.is_alive()
     assert not list(run.config.checkpoints.glob("*"))

@@ -34,9 +34,9 @@
     └── TaskError            exit 78  a task's data is missing or malformed
 
 Exit codes follow sysexits.h where one fits. The systemd units prevent a restart after 2 and 78, and after 70 for the
-trainer. A searcher whose engine hangs exits with 75, without an exception (`tba.common.system.watchdog`). A run that
-Ctrl-C stops before its end exits with 130, the convention of shells, so that chained commands do not run; the roles
-drain and exit with 0.
+trainer. A searcher whose engine hangs exits with 75, without an exception (`tba.common.system.watchdog`), or with 1
+if the hanging call holds the interpreter's lock. A run that Ctrl-C stops before its end exits with 130, the convention
+of shells, so that chained commands do not run; the roles drain and exit with 0.
 """
 
 from typing import TYPE_CHECKING

@@ -61,8 +61,9 @@ class SearchSection(Section):
     """vLLM on a CPU: size of the KV cache in GiB."""
     step_seconds: NonNegativeFloat = 300.0
     """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds writes the stacks of
-    its threads to its log and exits with code 75, so that it is restarted. Until its first response is complete it has
-    four times as long, for compilation. 0 is no limit."""
+    its threads to its log and exits with code 75, so that it is restarted; with code 1 if a call into C holds the
+    interpreter's lock. Until its first response is complete it has four times as long, for compilation. 0 is no
+    limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -2,8 +2,12 @@
 
     loop      beat ──► WATCHDOG=1 to systemd, at most once a second
     thread    no beat for too long ──► stacks of all threads to standard error, exit code 75
+    timer     the thread has not run for as long ──► the same stacks, exit code 1
 
 The loop itself must call `beat`. A thread of its own would go on reporting while the loop hangs.
+
+A call into C that does not return and holds the interpreter's lock stops the thread too. The timer is faulthandler's,
+which needs no lock; it always exits with 1.
 """
 
 import faulthandler
@@ -28,7 +32,7 @@ WARMUP_TIMES = 4
 class Watchdog:
     """Reports the rounds of one loop to systemd, and ends the process when there is none for `limit_seconds`.
 
-    With a limit of 0 it only reports.
+    With a limit of 0 it only reports. A process has one timer, so only one of its watchdogs may have a limit.
     """
 
     def __init__(self, *, limit_seconds: float = 0.0, setting: str = "") -> None:
@@ -60,13 +64,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(self._limit / _POLLS_PER_LIMIT, _POLL_SECONDS)
-        # Counted in polls of this thread, so that a process that was suspended is not ended when it continues.
+        # Counted in polls of this thread, so that the time for which a machine slept does not count.
         seen, polls = self._beats, 0
         while not self._thread.stopping.wait(interval):
             seen, polls = self._beats, polls + 1 if self._beats == seen else 0
             limit = self._limit if self._warm else self._limit * WARMUP_TIMES
             if polls * interval >= limit:
                 self._exit(polls * interval)
+            # Standard error by its number: the object may have been replaced by one without a file.
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)
+        faulthandler.cancel_dump_traceback_later()
 
     def _exit(self, seconds: float) -> NoReturn:
         log.error(

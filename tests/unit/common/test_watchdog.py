@@ -36,6 +36,24 @@ a_step_that_hangs()
     assert "in a_step_that_hangs" in result.stderr
 
 
+def test_a_call_that_never_gives_back_the_interpreters_lock_ends_the_process_with_its_stacks():
+    result = run_program("""
+import ctypes, time
+watchdog = Watchdog(limit_seconds=0.5, setting="search.step_seconds")
+watchdog.start()
+until = time.monotonic() + 1.5
+while time.monotonic() < until:
+    watchdog.beat()
+def a_step_that_holds_the_lock():
+    # PyDLL, unlike CDLL, keeps the lock during the call.
+    ctypes.PyDLL(None).sleep(600)
+a_step_that_holds_the_lock()
+""")
+    assert result.returncode == 1
+    assert "Timeout (0:00:00.500000)!" in result.stderr
+    assert "in a_step_that_holds_the_lock" in result.stderr
+
+
 def test_a_loop_that_comes_round_a_cold_start_and_no_limit_are_left_alone():
     result = run_program("""
 import time

@@ -44,11 +44,14 @@ def draw(directory: Path, *, title: str) -> Path:
     evaluations = read_json_lines(directory / EVALUATIONS_FILE)
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
     steps = [row["step"] for row in metrics]
-    upper.plot(steps, [row["reward_mean"] for row in metrics], label="mean reward of the batch", alpha=0.6)
+    rewards = [row["reward_mean"] for row in metrics]
+    upper.plot(steps, rewards, label="mean reward of the batch", alpha=0.6)
     if evaluations:
         points = sorted((row["step"], row["accuracy"]) for row in evaluations)
         upper.plot(*zip(*points, strict=True), marker="o", label="held-out greedy accuracy")
-    upper.set_ylim(0, 1)
+    # The same axis for all runs whose rewards are fractions.
+    if all(0 <= reward <= 1 for reward in rewards):
+        upper.set_ylim(0, 1)
     upper.legend(loc="lower right")
     upper.set_title(title)
     lower.plot(steps, [row["staleness_mean"] for row in metrics], label="mean", color="tab:green")

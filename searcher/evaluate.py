@@ -15,7 +15,7 @@ from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import PinnedSnapshot, weights_directory
 from tba.common.weights.snapshot import MANIFEST, Snapshot, choose_snapshots, read
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.tokenizer import encode_prompt, load_tokenizer
 from tba.common.wire.messages import WeightsRef
 from tba.common.wire.trajectory import STOP_EOS
 from tba.searcher.engines.engine import Engine, GenerationRequest, SamplingSettings
@@ -77,7 +77,7 @@ def _evaluate(
     engine.load_weights(snapshot)
     prompts = task.held_out()
     for id_, prompt in enumerate(prompts):
-        ids = np.asarray(tokenizer.encode(prompt.text), np.int32)
+        ids = np.asarray(encode_prompt(tokenizer, prompt.text), np.int32)
         try:
             engine.submit(GenerationRequest(id_, ids, settings))
         # It counts as a wrong answer.

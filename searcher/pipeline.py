@@ -17,6 +17,7 @@ import numpy as np
 
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
+from tba.common.weights.tokenizer import PromptTokenizer, encode_prompt
 from tba.common.wire.messages import NO_VISIT, Visit
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Trajectory
 from tba.searcher.delivery.delivery import Delivery
@@ -36,10 +37,8 @@ _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
-class Tokenizer(Protocol):
+class Tokenizer(PromptTokenizer, Protocol):
     """The part of a Hugging Face tokenizer that a searcher uses."""
-
-    def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -65,7 +64,7 @@ class GenerationStage:
         self._samples = samples
         self._prompts = prompts = {prompt.key: prompt for prompt in task.prompts()}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
-        self._prompt_ids = cache(lambda key: np.asarray(tokenizer.encode(prompts[key].text), np.int32))
+        self._prompt_ids = cache(lambda key: np.asarray(encode_prompt(tokenizer, prompts[key].text), np.int32))
         self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
         self._failed: list[Response] = []
         self._next_id = 0

@@ -12,7 +12,7 @@ from tba.common.log import get_logger
 from tba.common.system.process import StopSignal
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import clear, make_directory, weights_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.tokenizer import encode_prompt, load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.searcher.engines.engine import Engine
 from tba.searcher.exploration import Exploration
@@ -99,7 +99,7 @@ def _clear_weights(config: Config, client: BufferClient) -> None:
 def _prompt_tokens(task: Task, tokenizer: Tokenizer) -> int:
     """Return the mean length of the first prompts of a task, in tokens."""
     first = task.prompts()[:_MEASURED_PROMPTS]
-    return round(np.mean([len(tokenizer.encode(prompt.text)) for prompt in first])) if first else 0
+    return round(np.mean([len(encode_prompt(tokenizer, prompt.text)) for prompt in first])) if first else 0
 
 
 def make_engine(config: Config, *, device: str, name: str, prompt_tokens: int = 0) -> Engine:

@@ -26,7 +26,7 @@ from tba.common.config import Config
 from tba.common.errors import CheckpointError, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.system.durable import exclusive_lock, publish_directory, temporary_directory
-from tba.common.weights.model_files import eos_ids, model_directory, share_weights
+from tba.common.weights.model_files import eos_ids, model_directory
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.sft_data import Encoder, read_rows
@@ -41,6 +41,7 @@ from tba.trainer.model.scorer import load_model, structure_of
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.likelihood import negative_log_likelihood
 from tba.trainer.preflight.check import Report
+from tba.trainer.publishing.snapshot_writer import as_saved, write_model
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner
 
@@ -125,15 +126,15 @@ class Job:
         ranks: Ranks = ALONE,
         report: Report | None = None,
     ) -> None:
-        files = model_directory(config.model.path)
+        self._files = files = model_directory(config.model.path)
         self._plan, self._clock, self._ranks = plan, clock, ranks
-        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
+        tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
         offload = config.train.offload == "optimizer"
         # FSDP moves each layer's shard to the GPU, HostAdamW the rounded weights.
         home = device if ranks.size == 1 else torch.device("cpu")
         policy = load_model(files, torch.device("cpu") if offload else home)
         self._unwrapped = structure_of(policy)
-        encoder = _encoder(files, self._tokenizer, policy)
+        encoder = _encoder(files, tokenizer, policy)
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
         self._name = _fingerprint(self._rows, config.run.seed, plan.batch_size)
@@ -199,16 +200,16 @@ class Job:
             return
         temporary = temporary_directory(self._plan.out)
         try:
-            self._unwrapped.to(self._dtype).save_pretrained(temporary, state_dict=weights)
-            self._tokenizer.save_pretrained(temporary)
-            share_weights(temporary)
+            write_model(temporary, as_saved(self._unwrapped, weights), self._files, self._unwrapped, self._dtype)
             shutil.copyfile(self._plan.work / _METRICS, temporary / f"sft_{_METRICS}")
             publish_directory(temporary, self._plan.out)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"{self._plan.out} cannot be written: {error}; --resume continues from the last checkpoint"
             ) from error
+        finally:
+            # After a success it has its final name.
+            shutil.rmtree(temporary, ignore_errors=True)
         log.info("model saved", path=self._plan.out)
 
     def _step(self) -> dict[str, float]:

@@ -47,7 +47,7 @@ class TrainSection(Section):
     decay_steps: NonNegative | Literal["auto"] = "auto"
     """wsd: steps of decay at the end; auto is 500, but at most half of the run."""
     weight_decay: NonNegativeFloat = 0.01
-    """AdamW weight decay."""
+    """AdamW weight decay, of all trained weights but a learned log Z."""
     adam_betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay rates of AdamW's two moments."""
     max_grad_norm: PositiveFloat = 1.0

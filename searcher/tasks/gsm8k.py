@@ -1,8 +1,8 @@
 """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): grade-school word problems; the answer is the last number.
 
-Prompt format and reward follow the TBA paper (section B.1): the reward is 1 if the last number of the response is the
-gold answer. The data is a JSON-lines file with `question` and `answer` (final answer after `#### `), or a data set on
-the Hugging Face hub.
+Prompt format and reward follow the TBA paper (section B.1): the reward is 1 if the response is finished and its last
+number is the gold answer. The data is a JSON-lines file with `question` and `answer` (final answer after `#### `), or a
+data set on the Hugging Face hub.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ from tba.common import jsonl
 from tba.common.errors import MissingExtra, TaskError
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
-_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+# A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
+_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+")
 _HUB_CONFIG = "main"
 
 
@@ -36,7 +37,8 @@ class Gsm8kTask:
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         found = last_number(response)
-        correct = float(found is not None and found == last_number(prompt.answer))
+        # The last number of an unfinished response may be an intermediate result, or half of a number.
+        correct = float(finished and found is not None and found == last_number(prompt.answer))
         return Reward(total=correct, parts={CORRECT: correct, "has_number": float(found is not None)})
 
 

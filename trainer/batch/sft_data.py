@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.common import jsonl
 from tba.common.errors import TaskError
+from tba.common.weights.tokenizer import encode_prompt
 from tba.trainer.batch.batch import Row
 
 
@@ -67,7 +68,7 @@ def _tokens(value: Any, encoder: Encoder) -> tuple[list[int], list[int]]:
     if not response:
         raise ValueError("the response is empty")
     tokenizer = encoder.tokenizer
-    return tokenizer.encode(prompt), _ended(tokenizer.encode(response, add_special_tokens=False), encoder)
+    return encode_prompt(tokenizer, prompt), _ended(tokenizer.encode(response, add_special_tokens=False), encoder)
 
 
 def _chat_tokens(messages: Any, encoder: Encoder) -> tuple[list[int], list[int]]:
@@ -94,12 +95,12 @@ def _rendered(messages: list[dict[str, str]], encoder: Encoder, *, add_generatio
     if encoder.tokenizer.chat_template is None:
         raise ValueError("the model's tokenizer has no chat template: write `prompt` and `response`")
     try:
-        ids = encoder.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+        text = encoder.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
-    return [int(id_) for id_ in ids]
+    return encode_prompt(encoder.tokenizer, text)
 
 
 def _ended(response: list[int], encoder: Encoder) -> list[int]:

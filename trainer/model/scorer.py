@@ -38,6 +38,8 @@ _EMPTY_ROW = Row(
 # to be busy.
 _CPU_PASS_TOKENS = 64
 _GPU_PASS_TOKENS = 4096
+# Enough that dropout or noise of any rate changes one of their logits.
+_PROBE_TOKENS = 64
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
@@ -83,12 +85,36 @@ def structure_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
-    """Set dropout to zero: log pi must be deterministic, even in training mode, which gradient checkpointing needs."""
+    """Set dropout and noise of routers to zero: log pi must be deterministic, also in training mode.
+
+    Layers read the rates from modules, from attributes of their own, or from the configuration in memory.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    for owner in (*model.modules(), model.config, model.config.get_text_config()):
+        for name, value in vars(owner).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(owner, name, 0.0)
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel, *, autocast: bool) -> None:
+    """Recompute activations in the backward pass, which layers do only in training mode.
+
+    Raises ConfigError if the model computes other log-probabilities in that mode.
+    """
+    tokens_NT = torch.arange(min(_PROBE_TOKENS, model.config.get_text_config().vocab_size), device=model.device)[None]
+    with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        expected = model.eval()(input_ids=tokens_NT, use_cache=False).logits
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        found = model.train()(input_ids=tokens_NT, use_cache=False).logits
+    # Kernels of a GPU may add in another order. Dropout changes logits by far more.
+    near = 1e-2 if autocast else 1e-4
+    if not torch.allclose(found, expected, atol=near, rtol=near):
+        raise ConfigError(
+            f"{type(model).__name__} computes other log-probabilities in training mode, which gradient checkpointing "
+            "needs (by dropout or noise): set train.gradient_checkpointing = false"
+        )
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 Shape suffixes: B prompts of the batch, K responses to each.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from tba.trainer.objectives.balance import vargrad_log_z, vargrad_residual
 from tba.trainer.objectives.policy_gradient import LARGEST_LOG_RATIO
+
+_LARGEST_KL_LOG_RATIO = math.log(10.0)
 
 
 @torch.no_grad()
@@ -39,17 +42,18 @@ def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float
 
     `effective_sample_ratio` is (sum rho)^2 / (BK sum rho^2) (Kish 1965): 1 if every response has the same weight,
     1/(BK) if one outweighs all others. `sampler_kl` is the k3 estimate of KL(sampler || policy), the mean of
-    rho - 1 - log rho.
+    rho - 1 - log rho with rho limited to 10, or a single response that has become likely would be all of it.
     """
     log_ratio = (policy_BK - sampled_BK).flatten()
     normalised = (log_ratio - log_ratio.max()).exp()
+    limited = log_ratio.clamp(max=_LARGEST_KL_LOG_RATIO)
     return {
         "log_ratio_mean": float(log_ratio.mean()),
         "log_ratio_std": float(log_ratio.std(correction=0)),
         "log_ratio_min": float(log_ratio.min()),
         "log_ratio_max": float(log_ratio.max()),
         "effective_sample_ratio": float(normalised.sum().square() / (normalised.square().sum() * len(log_ratio))),
-        "sampler_kl": float((log_ratio.clamp(max=LARGEST_LOG_RATIO).exp() - 1 - log_ratio).mean()),
+        "sampler_kl": float((limited.exp() - 1 - limited).mean()),
     }
 
 

@@ -89,6 +89,35 @@ def is_full_disk(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def as_saved(unwrapped: PreTrainedModel, weights: Tensors) -> Tensors:
+    """Rename and reshape tensors as in the model's own files, which may differ from those in memory."""
+    reverted = revert_weight_conversion(unwrapped, weights)
+    return {name: tensor.contiguous() for name, tensor in reverted.items()}
+
+
+def write_model(directory: Path, saved: Tensors, source: Path, unwrapped: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Write a complete model directory: weights from `as_saved`, of one dtype, and the settings of `source`."""
+    copy_settings(source, directory, unwrapped, dtype)
+    save_file(saved, directory / WEIGHTS, metadata={"format": "pt"})
+    share_weights(directory)
+
+
+def copy_settings(source: Path, directory: Path, unwrapped: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Copy tokenizer and settings of a model as they are; write config.json with the dtype of the new weights.
+
+    transformers' `save_pretrained` would refuse generation settings that it accepts when it loads them.
+    """
+    for path in source.iterdir():
+        skipped = path.name in ("config.json", snapshot.MANIFEST) or path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not skipped:
+            shutil.copyfile(path, directory / path.name)
+    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    fields.setdefault("architectures", [type(unwrapped).__name__])
+    for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
+        fields[name] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_bytes(json_text(fields).encode())
+
+
 class SnapshotWriter(ABC):
     """Turns the policy `model` into snapshots.
 
@@ -199,9 +228,7 @@ class SnapshotWriter(ABC):
         return step >= self._config.train.steps
 
     def _as_saved(self, weights: Tensors) -> Tensors:
-        """Rename and reshape tensors as in the model's own files, which may differ from those in memory."""
-        reverted = revert_weight_conversion(self._unwrapped, weights)
-        return {name: tensor.contiguous() for name, tensor in reverted.items()}
+        return as_saved(self._unwrapped, weights)
 
     def _publish(self, version: int, build: Callable[[Path], Manifest]) -> Written:
         """Let `build` fill an empty directory, then rename it. After an error no file is left."""
@@ -219,9 +246,7 @@ class SnapshotWriter(ABC):
         self, directory: Path, version: int, step: int, canary: Canary, saved: Tensors, *, only_base: bool = False
     ) -> Manifest:
         """Write a complete model directory with weights from `_as_saved`."""
-        self._write_other_files(directory)
-        save_file(saved, directory / WEIGHTS, metadata={"format": "pt"})
-        share_weights(directory)
+        write_model(directory, saved, self._model_files, self._unwrapped, self._dtype)
         files = snapshot.describe_files(directory)
         return replace(self._manifest(version, step, canary, files), only_base=only_base)
 
@@ -232,16 +257,7 @@ class SnapshotWriter(ABC):
         )
 
     def _write_other_files(self, directory: Path) -> None:
-        """Copy tokenizer and settings; write config.json with the dtype of the published weights."""
-        for path in self._model_files.iterdir():
-            skipped = path.name in ("config.json", snapshot.MANIFEST) or path.name.endswith(".index.json")
-            if path.is_file() and path.suffix in _COPIED_SUFFIXES and not skipped:
-                shutil.copyfile(path, directory / path.name)
-        fields = json.loads((self._model_files / "config.json").read_text(encoding="utf-8"))
-        fields.setdefault("architectures", [type(self._unwrapped).__name__])
-        for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
-            fields[name] = self._config.model.dtype
-        (directory / "config.json").write_bytes(json_text(fields).encode())
+        copy_settings(self._model_files, directory, self._unwrapped, self._dtype)
 
     def _based_on(
         self, base: Written, publication: Publication, canary: Canary, files: dict[str, FileEntry]

@@ -7,6 +7,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from tba.common.config import Config
+from tba.common.weights.model_files import eos_ids
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.model.adapters import add_adapters, fingerprint
 from tba.trainer.model.scorer import halve, load_model, structure_of
@@ -14,6 +15,14 @@ from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.preflight.check import Report
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner
+
+# Keys of [train] that change a weight by rounding at most, given the batches, which are recorded.
+_NOT_DETERMINING = {
+    "gpu", "processes", "sharding", "offload", "threads", "check_memory",
+    "micro_batch_tokens", "packing", "gradient_checkpointing", "prefetch", "max_skipped_steps",
+    "publish_every", "snapshots_in", "keep_snapshots", "keep_snapshot_every", "serve_snapshots",
+    "checkpoint_every", "keep_checkpoints", "min_free_mib",
+}  # fmt: skip
 
 
 def build(
@@ -43,10 +52,6 @@ def build(
     if offload:
         masters = take_masters(policy, home, half=half)
     objective = make_objective(config.objective, longest_response=config.search.max_tokens)
-    # The settings that determine the weights of each step.
-    lineage = config.model_dump_json(
-        include={"model", "train", "objective", "reference"}, exclude={"train": {"check_memory"}}
-    )
     learner = Learner(
         policy,
         reference,
@@ -57,13 +62,22 @@ def build(
         reference_config=config.reference,
         entropy=config.metrics.entropy,
         exact_logits=config.model.head_dtype == "float32",
-        lineage=xxhash.xxh32_hexdigest(lineage.encode()),
+        lineage=lineage_of(config),
         masters=masters,
         fits_gathered=report is None or report.setup.gathered,
     )
     learner.adapter = adapter
+    learner.end_ids = frozenset(eos_ids(files))
     learner.states_fill = report is not None and report.states_fill
     return learner, unwrapped
+
+
+def lineage_of(config: Config) -> str:
+    """Return a hash of the settings that determine the weights of each step, given its batch."""
+    determining = config.model_dump_json(
+        include={"model", "train", "objective", "reference"}, exclude={"train": _NOT_DETERMINING}
+    )
+    return xxhash.xxh32_hexdigest(determining.encode())
 
 
 def _load_reference(config: Config, files: Path, device: torch.device, *, half: bool) -> PreTrainedModel:

@@ -27,7 +27,7 @@ from tba.trainer.model.adapters import has_adapters
 from tba.trainer.model.log_z import LogZHead
 from tba.trainer.model.packing import packs
 from tba.trainer.model.reference import Reference
-from tba.trainer.model.scorer import Scorer, sequence_logprobs
+from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, sequence_logprobs
 from tba.trainer.objectives.diagnostics import (
     balance_metrics,
     mismatch_metrics,
@@ -66,9 +66,10 @@ class Learner:
 
     `steps_done` counts updates, skipped ones included. `scorer` scores with the policy, `watch` measures the time of
     each phase. `before_writing` is called before weights change. `adapter` identifies the adapters: a checkpoint must
-    agree with it. `trained` are the parameters in the order of the optimiser. `masters` are the results of
-    `take_masters`, if the optimiser is on the host. `fits_gathered` is whether a GPU has memory for all gathered
-    weights and gradients, for `train.sharding = "auto"`. `states_fill` is whether states, not activations, fill it.
+    agree with it. `end_ids` are the tokens that end a response. `trained` are the parameters in the order of the
+    optimiser. `masters` are the results of `take_masters`, if the optimiser is on the host. `fits_gathered` is whether
+    a GPU has memory for all gathered weights and gradients, for `train.sharding = "auto"`. `states_fill` is whether
+    states, not activations, fill it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Learner:
         self.before_writing: Callable[[], None] = lambda: None
         self.steps_done = 0
         self.adapter: dict[str, Any] | None = None
+        self.end_ids: frozenset[int] = frozenset()
         self.states_fill = False
         self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         self._config = config
@@ -100,6 +102,8 @@ class Learner:
         self._ranks = ranks
         self._entropy = entropy
         device = policy.device.type if ranks.mesh is None else ranks.mesh.device_type
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(policy, autocast=autocast)
         packed = packs(config.packing, policy, device, half=autocast)
         self.scorer = scorer = Scorer(policy, autocast=autocast, packed=packed, exact_logits=exact_logits)
         if reference is not None:
@@ -109,9 +113,6 @@ class Learner:
         # Of the previous step: the name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})
         self._learning_rate = learning_rate_schedule(config)
-        if config.gradient_checkpointing:
-            policy.gradient_checkpointing_enable({"use_reentrant": False})
-            policy.train()
         if ranks.size > 1:
             for scorer in dict.fromkeys((self.scorer, self.reference.scorer)):
                 shard(scorer, scorer.model._no_split_modules or (), ranks, autocast=autocast)
@@ -174,7 +175,7 @@ class Learner:
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **self._policy_metrics(sums),
-            **batch_metrics(batch),
+            **batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),
             "learning_rate": learning_rate,
@@ -239,7 +240,7 @@ class Learner:
         self.optimizer.zero_grad()
         self.steps_done += 1
         self.reference.update(self.policy, self.steps_done)
-        metrics = {**batch_metrics(batch), "reference_computed": float(len(reference)), "skipped": 1.0}
+        metrics = {**batch_metrics(batch, self.end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
         return StepResult(only_finite(metrics), reference, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, sums: Accumulator) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Metrics of a step that do not depend on the objective: of the batch, and the trainer's difference to the engine."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ def only_finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of the batch itself: rewards, staleness, tokens."""
+def batch_metrics(batch: TrainBatch, end_ids: Collection[int] = ()) -> dict[str, float]:
+    """Return metrics of the batch itself: rewards, staleness, tokens. Any of `end_ids` ends a response."""
     lengths = [len(row.response_ids) for row in batch.rows]
     return {
         "reward_mean": float(batch.reward_BK.mean()),
@@ -27,7 +27,14 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         "recency_missed": batch.recency_missed,
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
+        **({"truncated_share": truncated_share(batch.rows, end_ids)} if end_ids else {}),
     }
+
+
+def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
+    """Return the fraction of responses without an end token: they were cut off at the length limit."""
+    finished = sum(len(row.response_ids) > 0 and int(row.response_ids[-1]) in end_ids for row in rows)
+    return 1.0 - finished / len(rows)
 
 
 def on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:

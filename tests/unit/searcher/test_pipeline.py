@@ -44,6 +44,8 @@ class FakeEngine:
 
 
 class FakeTokenizer:
+    bos_token_id = None
+
     def __init__(self, *, broken: bool = False) -> None:
         self._broken = broken
 

@@ -31,6 +31,10 @@ def gsm8k(tmp_path):
         ("none", None),
         ("5-7", 7),
         ("3,4", 4),
+        ("it costs $.5", 0.5),
+        ("-.25", -0.25),
+        ("wait...5", 5),
+        ("the end.5", 5),
     ],
 )
 def test_the_last_number_of_a_text(text, number):
@@ -39,7 +43,8 @@ def test_the_last_number_of_a_text(text, number):
 
 def test_gsm8k_scores_the_last_number(gsm8k):
     prompt = gsm8k.prompts()[1]
-    assert gsm8k.score(prompt, "It is 1, no, 2", finished=False).parts == {"correct": 1.0, "has_number": 1.0}
+    assert gsm8k.score(prompt, "It is 1, no, 2", finished=True).parts == {"correct": 1.0, "has_number": 1.0}
+    assert gsm8k.score(prompt, "It is 1, no, 2", finished=False).total == 0.0
     assert gsm8k.score(prompt, "It is 2, no, 1", finished=True).total == 0.0
     assert gsm8k.score(prompt, "I do not know", finished=True).parts["has_number"] == 0.0
 

@@ -3,11 +3,23 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BioGptConfig,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    OPTConfig,
+    XGLMConfig,
+)
 
 from tba.common.errors import ConfigError, MemoryShort
-from tba.tests.helpers.trainer import make_row, save_tiny_model
-from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs
+from tba.tests.helpers.trainer import make_row, save_tiny_model, tiny_model
+from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, load_model, sequence_logprobs
 
 CPU = torch.device("cpu")
 
@@ -84,3 +96,34 @@ def test_autocast_computes_in_bfloat16_and_sums_in_float64(tmp_path):
     assert exact.dtype == rounded.dtype == torch.float32
     assert 0 < float((exact - rounded).detach().abs().max()) < 0.1
     assert sequence_logprobs(rounded, rows).dtype == torch.float64
+
+
+SHAPE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": 1}
+RANDOM_LAYERS = [
+    OPTConfig(**SHAPE, ffn_dim=32, word_embed_proj_dim=16, dropout=0.3, layerdrop=0.5),
+    FalconConfig(**SHAPE, hidden_dropout=0.3),
+    BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.3),
+    BioGptConfig(**SHAPE, intermediate_size=32, hidden_dropout_prob=0.3, layerdrop=0.5),
+    XGLMConfig(vocab_size=32, d_model=16, num_layers=2, attention_heads=2, ffn_dim=32, dropout=0.3, layerdrop=0.5),
+    MixtralConfig(**SHAPE, intermediate_size=32, num_key_value_heads=1, num_local_experts=4, router_jitter_noise=0.3),
+]
+
+
+@pytest.mark.parametrize("config", RANDOM_LAYERS, ids=lambda config: config.model_type)
+def test_gradient_checkpointing_turns_no_dropout_and_no_router_noise_on(tmp_path, config):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, CPU)
+    rows = [make_row(1, [1, 2, 3], list(range(4, 20)))]
+    expected = Scorer(model, autocast=False).score(rows).logprob_R
+    enable_gradient_checkpointing(model, autocast=False)
+    assert model.training
+    assert torch.allclose(Scorer(model, autocast=False).score(rows).logprob_R, expected, atol=1e-5)
+
+
+def test_a_model_that_is_random_in_training_mode_is_refused_for_gradient_checkpointing():
+    model = tiny_model()
+    model.model.norm.register_forward_hook(
+        lambda module, _, output: output + torch.randn_like(output) if module.training else output
+    )
+    with pytest.raises(ConfigError, match=r"training mode.*set train\.gradient_checkpointing = false"):
+        enable_gradient_checkpointing(model, autocast=False)

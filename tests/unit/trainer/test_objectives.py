@@ -384,3 +384,8 @@ def test_off_policy_metrics_of_a_hand_computed_case():
     assert found["effective_sample_ratio"] == pytest.approx((2 + 1) ** 2 / (2 * (4 + 1)))
     assert found["sampler_kl"] == pytest.approx((2 - 1 - math.log(2.0)) / 2)
     assert [found["log_ratio_min"], found["log_ratio_max"]] == pytest.approx([0.0, math.log(2.0)])
+
+
+def test_one_response_that_became_likely_does_not_make_the_whole_kl_to_the_sampler():
+    found = off_policy_metrics(torch.tensor([[50.0] + 63 * [0.0]]), torch.zeros(1, 64))
+    assert 0 < found["sampler_kl"] < 0.2

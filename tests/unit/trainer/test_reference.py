@@ -12,6 +12,7 @@ from tba.tests.helpers.trainer import make_batch, make_row, objective, random_ba
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import Scorer, weights_of
+from tba.trainer.step.build import lineage_of
 from tba.trainer.step.learner import Learner
 
 
@@ -107,3 +108,23 @@ def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
     with pytest.raises(ValueError, match='objective.name = "grpo" uses no reference'):
         Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo"}})
     Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo", "kl": "reference"}})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "determines"),
+    [
+        ("train", "keep_checkpoints", 7, False),
+        ("train", "threads", 3, False),
+        ("train", "gpu", "cpu", False),
+        ("train", "checkpoint_every", 9, False),
+        ("train", "serve_snapshots", "tcp://*:7000", False),
+        ("run", "dir", "elsewhere", False),
+        ("train", "learning_rate", 3e-6, True),
+        ("train", "steps", 9, True),
+        ("objective", "name", "tba_prime", True),
+        ("model", "dtype", "float32", True),
+    ],
+)
+def test_only_settings_that_determine_the_weights_give_references_of_another_name(section, key, value, determines):
+    plain, changed = Config(), Config.model_validate({section: {key: value}})
+    assert (lineage_of(plain) != lineage_of(changed)) == determines

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.common.clock import SystemClock
@@ -13,6 +14,7 @@ from tba.common.config import Config
 from tba.common.errors import MemoryShort, TaskError, UsageError
 from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import eos_ids
+from tba.common.weights.tokenizer import encode_prompt
 from tba.tests.helpers.trainer import tiny_model
 from tba.trainer.batch.sft_data import Encoder, read_rows
 from tba.trainer.sft import Job, Plan, sft
@@ -89,6 +91,22 @@ def test_the_loss_is_the_mean_cross_entropy_of_all_response_tokens(base, pairs, 
     assert step["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
+def test_a_model_whose_generation_settings_transformers_would_not_save_is_saved(base, pairs, tmp_path):
+    settings = base / "generation_config.json"
+    settings.write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}')
+    plan = Plan([pairs], tmp_path / "out", steps=1)
+    make(base, plan)
+    assert (plan.out / "generation_config.json").read_bytes() == settings.read_bytes()
+    AutoModelForCausalLM.from_pretrained(plan.out)
+
+
+def test_a_model_that_cannot_be_written_leaves_its_checkpoint_and_nothing_else(base, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.trainer.sft.write_model", lambda *_: json.loads("{"))
+    with pytest.raises(json.JSONDecodeError):
+        make(base, Plan([pairs], tmp_path / "out", steps=1))
+    assert {path.name for path in tmp_path.glob("*out*")} == {"out.work"}
+
+
 @pytest.mark.parametrize("stops", [(1,), (3,), (2, 3)])
 def test_a_resumed_training_writes_the_same_weights_bit_for_bit(base, pairs, tmp_path, stops):
     whole = Plan([pairs], tmp_path / "whole", held_out=pairs, epochs=2, batch_size=3)
@@ -143,6 +161,18 @@ def test_the_last_message_of_a_conversation_is_the_response_up_to_its_end_token(
     (row,) = read_rows([file], encoder)
     assert encoder.tokenizer.decode(row.prompt_ids) == "1+1="
     assert encoder.tokenizer.decode(row.response_ids) == "2=<eos>"
+
+
+def test_a_rendered_prompt_begins_with_one_begin_token_in_a_demonstration_and_in_a_searcher(encoder, tmp_path):
+    tokenizer = encoder.tokenizer
+    begin = tokenizer.bos_token = "<eos>"
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 1)])
+    tokenizer.chat_template = "{{ bos_token }}" + CHAT
+    messages = [USER, {"role": "assistant", "content": "2"}]
+    (row,) = read_rows([write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))], encoder)
+    assert row.prompt_ids.tolist() == [1, *tokenizer.encode("1=", add_special_tokens=False)]
+    rendered = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
+    assert encode_prompt(tokenizer, rendered) == encode_prompt(tokenizer, "1=") == row.prompt_ids.tolist()
 
 
 USER = {"role": "user", "content": "1"}

@@ -152,6 +152,14 @@ def test_all_metrics_are_finite_floats():
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
 
 
+def test_the_truncated_share_counts_responses_without_an_end_token():
+    rows = [make_row(1, [1], [3, 2]), make_row(2, [1], [2, 3]), make_row(3, [1], []), make_row(4, [1], [5])]
+    learner, batch = make_learner(), make_batch(rows, [[0.0, 1.0, 0.0, 1.0]])
+    assert "truncated_share" not in learner.step(batch).metrics
+    learner.end_ids = frozenset({2, 5})
+    assert learner.step(batch).metrics["truncated_share"] == 0.5
+
+
 def test_a_step_with_an_infinite_loss_counts_but_changes_neither_weights_nor_optimiser():
     learner, batch = make_learner(), random_batch(1, step=7)
     before = parameters(learner)

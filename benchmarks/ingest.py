@@ -127,7 +127,7 @@ def bare_rows(row_bytes: int, producers: int, count: int) -> tuple[list[tuple[An
             "id": n + 1,
             "run": 1,
             "prompt": 1 + n // GROUP % PROMPTS,
-            "visit": 0,
+            "visit": None,
             "sender": 1 + n // GROUP % producers,
             "sequence": n // GROUP // producers * GROUP + n % GROUP,
             "policy_version": 0,

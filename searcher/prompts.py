@@ -10,20 +10,40 @@ from tba.common.wire.client import BufferClient
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 
 _REGISTER_CHUNK = 10_000
+# Characters of the texts in one message, which must fit a header also if each takes four bytes.
+_REGISTER_CHARACTERS = 1 << 20
 
 
 def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool]) -> None:
-    """Send the prompt keys to the buffer, unless it has them. Raises Refused if it has others."""
+    """Send the prompts' keys and texts to the buffer, unless it has them. Raises Refused if it has others."""
     prompts = task.prompts()
     digest = fingerprint(prompts)
-    for offset in range(0, len(prompts), _REGISTER_CHUNK):
-        keys = [prompt.key for prompt in prompts[offset : offset + _REGISTER_CHUNK]]
+    offset = 0
+    for chunk in _chunks(prompts):
         message = messages.RegisterPrompts(
-            task=task.name, fingerprint=digest, total=len(prompts), offset=offset, keys=keys
+            task=task.name,
+            fingerprint=digest,
+            total=len(prompts),
+            offset=offset,
+            keys=[prompt.key for prompt in chunk],
+            texts=[prompt.text[: messages.MAX_PROMPT_TEXT] for prompt in chunk],
         )
         registered, _ = client.call(message, messages.Registered, stop=stop)
         if registered.complete:
             return
+        offset += len(chunk)
+
+
+def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    start, characters = 0, 0
+    for position, prompt in enumerate(prompts):
+        size = min(len(prompt.text), messages.MAX_PROMPT_TEXT)
+        if position - start == _REGISTER_CHUNK or (characters and characters + size > _REGISTER_CHARACTERS):
+            yield prompts[start:position]
+            start, characters = position, 0
+        characters += size
+    if start < len(prompts):
+        yield prompts[start:]
 
 
 def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> Iterator[messages.Visit]:

@@ -33,8 +33,9 @@ class RecordedRun:
 
 _LOSSES = "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL"
 _COMPACTED_STEPS = """
-SELECT DISTINCT c.step FROM trajectory_rows t JOIN consumption_rows c ON c.trajectory = t.id
-WHERE t.run = ? AND t.compacted_at IS NOT NULL AND c.run = t.run AND c.step < ? ORDER BY c.step
+SELECT DISTINCT b.step FROM trajectory_rows t JOIN consumption_rows c ON c.trajectory = t.id
+JOIN batches b ON b.id = c.batch
+WHERE t.run = ? AND t.compacted_at IS NOT NULL AND b.run = t.run AND b.step < ? ORDER BY b.step
 """
 _COMPACTED = """
 SELECT COUNT(*) FROM trajectory_rows WHERE run = ? AND id <= ? AND error IS NULL AND compacted_at IS NOT NULL

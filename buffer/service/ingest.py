@@ -34,7 +34,13 @@ class Ingest:
             rows = [sequence - put.first_sequence for sequence in missing]
             now = state.clock.wall()
             columns = database_columns(
-                put, run=state.run.id, sender=sender_id, received_at=now, prompts=prompts, versions=versions
+                put,
+                run=state.run.id,
+                sender=sender_id,
+                received_at=now,
+                prompts=prompts,
+                visits=self._known_visits(put),
+                versions=versions,
             )
             self._add(put, columns, rows)
             received.add(put.first_sequence, len(put))
@@ -105,6 +111,11 @@ class Ingest:
             raise Refused(
                 "unknown_prompt", f"prompt {error.args[0]!r} is not registered in run {state.run.name}"
             ) from error
+
+    def _known_visits(self, put: PutColumns) -> list[int | None]:
+        """Return the visit of each row; None without one, or if this database, an older copy, does not have it."""
+        newest = self._state.store.visits.newest() if any(put.visit) else 0
+        return [visit if messages.NO_VISIT < visit <= newest else None for visit in put.visit]
 
     def _oldest(self, versions: tuple[int, ...]) -> int:
         """Return the version of the earliest step. After a resume that need not be the smallest version."""

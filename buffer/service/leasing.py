@@ -39,7 +39,7 @@ class Leasing:
                 f"({quantity(message.total, 'prompt')} of {message.task}): use the same files on every node",
             )
         if len(state.prompt_ids) < total and message.keys:
-            state.add_prompts(message.offset, message.keys)
+            state.add_prompts(message.offset, message.keys, message.texts)
         known = len(state.prompt_ids)
         return ReplyBody(messages.Registered(known=known, complete=known == total))
 
@@ -76,7 +76,7 @@ class Leasing:
         return ReplyBody(messages.Leases(visits=granted, reason=reason))
 
     def _lease_again(self, visit: OpenVisit, sender: str) -> None:
-        self._state.store.visits.lease_again(visit.id, sender, self._state.clock.wall())
+        self._state.store.visits.lease_again(visit.id, self._state.sender_id(sender), self._state.clock.wall())
         visit.sender = sender
 
     def _room(self, message: messages.LeasePrompts, sender: str) -> tuple[int, str]:
@@ -124,7 +124,8 @@ class Leasing:
     def _open_visit(self, sender: str) -> OpenVisit:
         state = self._state
         epoch, position, prompt = state.leases.next_position()
-        id_ = state.store.visits.add(state.run, epoch, position, prompt, sender, state.clock.wall())
+        sender_id = state.sender_id(sender)
+        id_ = state.store.visits.add(state.run, epoch, position, prompt, sender_id, state.clock.wall())
         visit = OpenVisit(id_, epoch, prompt, sender)
         state.leases.open[id_] = visit
         return visit

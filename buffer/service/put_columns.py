@@ -112,14 +112,21 @@ def _metadata_json(metadata: dict[str, Any]) -> str:
 
 
 def database_columns(
-    put: PutColumns, *, run: int, sender: int, received_at: float, prompts: Sequence[int], versions: Sequence[int]
+    put: PutColumns,
+    *,
+    run: int,
+    sender: int,
+    received_at: float,
+    prompts: Sequence[int],
+    visits: Sequence[int | None],
+    versions: Sequence[int],
 ) -> dict[str, Sequence[Any]]:
     """Return every column of `tables.trajectories.TRAJECTORY_COLUMNS` except the id."""
     count = len(put)
     return {
         "run": [run] * count,
         "prompt": prompts,
-        "visit": put.visit,
+        "visit": visits,
         "sender": [sender] * count,
         "sequence": range(put.first_sequence, put.first_sequence + count),
         "policy_version": versions,

@@ -100,9 +100,9 @@ class RunState:
             self.index.extend(Block(prompt, ids, [steps_of.get(version, 0) for version in versions], *columns))
         self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
 
-    def add_prompts(self, offset: int, keys: list[str]) -> None:
-        """Add prompts of the task, at positions from `offset` on."""
-        self.store.prompts.add(self.run, offset, keys)
+    def add_prompts(self, offset: int, keys: list[str], texts: list[str | None]) -> None:
+        """Add prompts of the task, at positions from `offset` on; `texts` may be empty."""
+        self.store.prompts.add(self.run, offset, keys, texts)
         self._read_prompts()
         self.leases.prompts = list(self.prompt_keys)
 

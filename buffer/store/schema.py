@@ -9,7 +9,7 @@ import sqlite3
 from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
-from tba.buffer.store.views import VIEWS
+from tba.buffer.store.references_migration import declare_references
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
@@ -60,8 +60,13 @@ CREATE TABLE reference_logprobs (trajectory INTEGER, reference TEXT, logprob REA
 @migrations(name="0001_initial")
 def _initial(db: Database) -> None:
     # Not `executescript`, which would commit the migration before its record.
-    for statement in (*_TABLES.strip().removesuffix(";").split(";"), *VIEWS):
+    for statement in _TABLES.strip().removesuffix(";").split(";"):
         db.execute(statement)
+
+
+@migrations(name="0002_references")
+def _references(db: Database) -> None:
+    declare_references(db)
 
 
 def migrate(db: Database) -> None:

@@ -1,18 +1,19 @@
 """The views of the database, for people who query it. `docs/database.md` describes them column by column.
 
-Views are part of migration 0001. A released view is never edited: a later migration drops and recreates it.
+Views are part of migration 0002. A released view is never edited: a later migration drops and recreates it.
 
 A view must stay usable on a million rows. Therefore no join multiplies rows, and each count or average is a correlated
 subquery over an index: `LIMIT 10` computes it for ten rows, a filter by id for one row, and an unselected column costs
 nothing. Times are Unix seconds; `..._text` columns are the same times in UTC.
 """
 
-_TRAINED = """FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step
+_TRAINED = """FROM consumption_rows c JOIN batches b ON b.id = c.batch
         WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL"""
 
 TRAJECTORIES = f"""
 CREATE VIEW trajectories AS
-SELECT t.id, r.name AS run, p.key AS prompt, v.epoch AS epoch, s.sender AS searcher, s.host AS host,
+SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, v.epoch AS epoch,
+       s.sender AS searcher, s.host AS host,
        t.policy_version, n.step AS policy_step,
        t.reward, t.reward_parts, t.stop_reason, t.prompt_tokens, t.response_tokens,
        json_extract(t.sampling, '$.temperature') AS temperature,
@@ -20,8 +21,8 @@ SELECT t.id, r.name AS run, p.key AS prompt, v.epoch AS epoch, s.sender AS searc
        t.created_at, t.received_at, strftime('%Y-%m-%dT%H:%M:%SZ', t.received_at, 'unixepoch') AS received_at_text,
        t.generation_seconds, t.text, t.error, t.metadata, t.compacted_at,
        (SELECT COUNT(*) {_TRAINED}) AS times_trained,
-       (SELECT MIN(c.step) {_TRAINED}) AS first_step,
-       (SELECT MAX(c.step) {_TRAINED}) AS last_step
+       (SELECT MIN(b.step) {_TRAINED}) AS first_step,
+       (SELECT MAX(b.step) {_TRAINED}) AS last_step
 FROM trajectory_rows t
 LEFT JOIN runs r ON r.id = t.run
 LEFT JOIN prompts p ON p.id = t.prompt
@@ -32,11 +33,11 @@ LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
 
 
 def _of_group(prompt: str, visit: str) -> str:
-    """Return the aggregate columns over one visit's rows. `prompt` and `visit` are SQL expressions.
+    """Return the aggregate columns over one visit's rows: `prompt` is an SQL expression, `visit` a condition.
 
     The condition on `prompt` is redundant, but only `prompt` has an index.
     """
-    rows = f"FROM trajectory_rows t WHERE t.prompt = {prompt} AND t.visit = {visit}"
+    rows = f"FROM trajectory_rows t WHERE t.prompt = {prompt} AND t.visit {visit}"
     good = f"{rows} AND t.error IS NULL"
     return f"""(SELECT COUNT(*) {rows}) AS trajectories,
        (SELECT COUNT(t.error) {rows}) AS errors,
@@ -52,34 +53,32 @@ def _of_group(prompt: str, visit: str) -> str:
 GROUPS = f"""
 CREATE VIEW groups AS
 SELECT r.name AS run, p.key AS prompt, v.epoch AS epoch, v.id AS visit, v.leased_at AS leased_at, v.done_at AS done_at,
-       {_of_group("v.prompt", "v.id")}
+       {_of_group("v.prompt", "= v.id")}
 FROM visits v
 LEFT JOIN prompts p ON p.id = v.prompt
 LEFT JOIN runs r ON r.id = v.run
 UNION ALL
-SELECT r.name AS run, p.key AS prompt, NULL AS epoch, 0 AS visit, NULL AS leased_at, NULL AS done_at,
-       {_of_group("p.id", "0")}
+SELECT r.name AS run, p.key AS prompt, NULL AS epoch, NULL AS visit, NULL AS leased_at, NULL AS done_at,
+       {_of_group("p.id", "IS NULL")}
 FROM prompts p
 LEFT JOIN runs r ON r.id = p.run
-WHERE EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id AND t.visit = 0)
+WHERE EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id AND t.visit IS NULL)
 """
 
 CONSUMPTION = """
 CREATE VIEW consumption AS
-SELECT r.name AS run, c.step, c.slot, c.trajectory, p.key AS prompt, t.reward, t.policy_version, c.staleness,
+SELECT r.name AS run, b.step, c.slot, c.trajectory, p.key AS prompt, t.reward, t.policy_version, c.staleness,
        b.handed_out_at AS handed_out_at, b.trained_at AS trained_at,
        strftime('%Y-%m-%dT%H:%M:%SZ', b.trained_at, 'unixepoch') AS trained_at_text
 FROM consumption_rows c
-LEFT JOIN batches b ON b.run = c.run AND b.step = c.step
+LEFT JOIN batches b ON b.id = c.batch
 LEFT JOIN trajectory_rows t ON t.id = c.trajectory
 LEFT JOIN prompts p ON p.id = t.prompt
-LEFT JOIN runs r ON r.id = c.run
+LEFT JOIN runs r ON r.id = b.run
 """
 
-_SLOTS = "FROM consumption_rows c WHERE c.run = b.run AND c.step = b.step"
-_SLOT_ROWS = (
-    "FROM consumption_rows c JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.run = b.run AND c.step = b.step"
-)
+_SLOTS = "FROM consumption_rows c WHERE c.batch = b.id"
+_SLOT_ROWS = "FROM consumption_rows c JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = b.id"
 
 STALENESS = f"""
 CREATE VIEW staleness AS

@@ -14,75 +14,62 @@ from tba.common.wire.trajectory import ARRAY_KINDS
 _SHOWN = 5
 _UNITS = {kind.name: kind.unit_bytes for kind in ARRAY_KINDS}
 
-# Each query selects the violations of a rule. Its columns locate them.
+# Each query selects the violations of a rule. Its columns locate them. The name of a rule says what is so if it holds.
 _RULES = {
-    "payload without trajectory": (
-        "SELECT trajectory FROM payloads WHERE trajectory NOT IN (SELECT id FROM trajectory_rows)"
-    ),
-    "trajectory without payload": (
+    "every trajectory has its tokens": (
         "SELECT id FROM trajectory_rows WHERE compacted_at IS NULL AND id NOT IN (SELECT trajectory FROM payloads)"
     ),
-    "compacted with payload": (
+    "compacted trajectories have no tokens": (
         "SELECT id FROM trajectory_rows WHERE compacted_at IS NOT NULL AND id IN (SELECT trajectory FROM payloads)"
     ),
-    "tokens as counted": (
+    "tokens are as counted": (
         "SELECT t.id FROM trajectory_rows t JOIN payloads y ON y.trajectory = t.id"
         f" WHERE LENGTH(y.prompt_ids) != {_UNITS['prompt_ids']} * t.prompt_tokens"
         f" OR LENGTH(y.response_ids) != {_UNITS['response_ids']} * t.response_tokens"
         f" OR LENGTH(y.logprobs) != {_UNITS['logprobs']} * t.response_tokens"
     ),
-    "trajectory of unknown origin": (
-        "SELECT t.id FROM trajectory_rows t WHERE NOT EXISTS (SELECT 1 FROM runs r WHERE r.id = t.run)"
-        " OR NOT EXISTS (SELECT 1 FROM prompts p WHERE p.id = t.prompt AND p.run = t.run)"
-        " OR NOT EXISTS (SELECT 1 FROM senders s WHERE s.id = t.sender)"
+    "a trajectory has the run of its prompt": (
+        "SELECT t.id FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt WHERE p.run != t.run"
     ),
-    "policy version never announced": (
+    "every policy version was announced": (
         "SELECT t.id FROM trajectory_rows t WHERE t.policy_version >= 0"
         " AND NOT EXISTS (SELECT 1 FROM snapshots n WHERE n.run = t.run AND n.version = t.policy_version)"
     ),
-    "consumption without trajectory": (
-        "SELECT c.step, c.slot, c.trajectory FROM consumption_rows c"
-        " WHERE NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.id = c.trajectory)"
-    ),
-    "consumption without batch": (
-        "SELECT c.step, c.slot FROM consumption_rows c"
-        " WHERE NOT EXISTS (SELECT 1 FROM batches b WHERE b.run = c.run AND b.step = c.step)"
-    ),
-    "batch of the right size": (
+    "batches have their size": (
         "SELECT b.step FROM batches b WHERE b.prompts * b.samples !="
-        " (SELECT COUNT(*) FROM consumption_rows c WHERE c.run = b.run AND c.step = b.step)"
+        " (SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"
     ),
-    "steps without a gap": (
-        "SELECT b.step FROM batches b WHERE b.step > 0"
-        " AND NOT EXISTS (SELECT 1 FROM batches a WHERE a.run = b.run AND a.step = b.step - 1)"
-    ),
-    "done visit without trajectory": (
+    "every done visit has a trajectory": (
         "SELECT v.id FROM visits v WHERE v.done_at IS NOT NULL"
         " AND NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = v.prompt AND t.visit = v.id)"
     ),
-    "places of an epoch without a gap": (
+    "places of an epoch have no gap": (
         "SELECT epoch, COUNT(*) FROM visits GROUP BY run, epoch HAVING MAX(place) + 1 != COUNT(*)"
     ),
-    "prompt once in an epoch": "SELECT epoch, prompt FROM visits GROUP BY run, epoch, prompt HAVING COUNT(*) > 1",
-    "past epochs complete": (
+    "a prompt is once in an epoch": "SELECT epoch, prompt FROM visits GROUP BY run, epoch, prompt HAVING COUNT(*) > 1",
+    "past epochs are complete": (
         "SELECT v.epoch, COUNT(*), r.prompts FROM visits v JOIN runs r ON r.id = v.run"
         " WHERE v.epoch < (SELECT MAX(w.epoch) FROM visits w WHERE w.run = v.run)"
         " GROUP BY v.run, v.epoch HAVING COUNT(*) != r.prompts"
     ),
-    "reference of unknown trajectory": (
-        "SELECT f.trajectory FROM reference_logprobs f"
-        " WHERE NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.id = f.trajectory)"
+}
+_REFERENCES = "every reference leads to a row"
+# The trajectories of an offline run are in another file.
+_NEED_TRAJECTORIES = {"consumption_rows", "reference_logprobs"}
+_RECORDED_FILE = "SELECT json_extract(config, '$.offline.file') FROM starts ORDER BY id LIMIT 1"
+# Not faults. A database that was restored from a backup lacks the steps since then, a pruned one those before.
+# A killed searcher has numbered trajectories that it never delivered, and an import leaves out those without tokens.
+_NOTES = {
+    "steps have no gap": (
+        "SELECT 'step ' || (b.step - 1) || ' is missing' FROM batches b WHERE b.step > 0"
+        " AND NOT EXISTS (SELECT 1 FROM batches a WHERE a.run = b.run AND a.step = b.step - 1)"
+    ),
+    "sequence numbers have no gap": (
+        "SELECT s.sender || ': ' || (MAX(t.sequence) - MIN(t.sequence) + 1 - COUNT(*)) || ' missing'"
+        " FROM trajectory_rows t JOIN senders s ON s.id = t.sender GROUP BY t.sender"
+        " HAVING MAX(t.sequence) - MIN(t.sequence) + 1 > COUNT(*)"
     ),
 }
-# The trajectories of an offline run are in another file.
-_NEED_TRAJECTORIES = {"consumption without trajectory", "reference of unknown trajectory"}
-_RECORDED_FILE = "SELECT json_extract(config, '$.offline.file') FROM starts ORDER BY id LIMIT 1"
-# Gaps are legitimate: a killed searcher has numbered trajectories that it never delivered, and an import leaves out
-# those without tokens.
-_GAPS = (
-    "SELECT s.sender, MAX(t.sequence) - MIN(t.sequence) + 1 - COUNT(*) AS missing FROM trajectory_rows t"
-    " JOIN senders s ON s.id = t.sender GROUP BY t.sender HAVING missing > 0"
-)
 
 
 def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
@@ -96,14 +83,15 @@ def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
         findings = [_schema(connection), _integrity(connection, quick=quick)]
         if findings[0]["result"] != "ok":
             return findings
-        rules = _RULES
+        offline: set[str] = set()
         # If the file is damaged, the rules report it.
         starts, _ = _select(connection, _RECORDED_FILE)
         if starts and (source := starts[0][0]):
             findings.append(_finding("trajectories", "note", f"an offline run: they are in {source}"))
-            rules = {name: sql for name, sql in _RULES.items() if name not in _NEED_TRAJECTORIES}
-        findings += [_rule(connection, name, sql) for name, sql in rules.items()]
-        return [*findings, _gaps(connection)]
+            offline = _NEED_TRAJECTORIES
+        findings.append(_references(connection, leave_out=offline))
+        findings += [_rule(connection, name, sql, "fail") for name, sql in _RULES.items()]
+        return findings + [_rule(connection, name, sql, "note") for name, sql in _NOTES.items()]
 
 
 def _finding(check: str, result: str, detail: str) -> dict[str, str]:
@@ -134,13 +122,24 @@ def _select(connection: sqlite3.Connection, sql: str) -> tuple[list[Any], str]:
         return [], str(error)
 
 
-def _rule(connection: sqlite3.Connection, name: str, sql: str) -> dict[str, str]:
+def _references(connection: sqlite3.Connection, *, leave_out: set[str]) -> dict[str, str]:
+    """Check all foreign keys, but those of the tables to leave out."""
+    tables, error = _select(connection, "SELECT name FROM sqlite_master WHERE type = 'table'")
+    # Rows such as (table, rowid, referenced table, number of the foreign key).
+    dangling: list[str] = []
+    for (table,) in tables:
+        if error or table in leave_out:
+            continue
+        rows, error = _select(connection, f"PRAGMA foreign_key_check({table})")
+        dangling += [f"{table} row {rowid}: no such row in {referenced}" for _, rowid, referenced, _ in rows]
+    return _finding(_REFERENCES, "fail" if dangling or error else "ok", error or _shorten(dangling))
+
+
+def _rule(connection: sqlite3.Connection, name: str, sql: str, otherwise: str) -> dict[str, str]:
     rows, error = _select(connection, f"{sql} LIMIT {_SHOWN + 1}")
-    shown = error or ", ".join("/".join(map(str, row)) for row in rows[:_SHOWN])
-    return _finding(name, "fail" if rows or error else "ok", shown + (", ..." if len(rows) > _SHOWN else ""))
+    result = "fail" if error else otherwise if rows else "ok"
+    return _finding(name, result, error or _shorten(["/".join(map(str, row)) for row in rows]))
 
 
-def _gaps(connection: sqlite3.Connection) -> dict[str, str]:
-    rows, error = _select(connection, _GAPS)
-    detail = error or ", ".join(f"{sender}: {missing} missing" for sender, missing in rows)
-    return _finding("numbers without a gap", "fail" if error else "note" if rows else "ok", detail)
+def _shorten(found: list[str]) -> str:
+    return ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")

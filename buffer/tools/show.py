@@ -49,7 +49,10 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
         steps = list(Database(connection).query(_STEPS, [trajectory]))
         references = dict(connection.execute(_REFERENCES, (trajectory,)).fetchall())
         blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
-    return {**row, **_tokens(blobs, decode), "trained_by": steps, "reference_logprobs": references}
+    tokens = _tokens(blobs, decode)
+    if row["prompt_text"] is not None:
+        del tokens["prompt_text"]
+    return {**row, **tokens, "trained_by": steps, "reference_logprobs": references}
 
 
 def recorded_model(path: Path, trajectory: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from tba.buffer.store.reader import open_reader
 
 # The trajectories of a batch count as trained on when its step is reported.
-_TRAINED = "FROM consumption_rows JOIN batches USING (run, step) WHERE run = ? AND trained_at IS NOT NULL"
+_TRAINED = "FROM consumption_rows JOIN batches ON batches.id = batch WHERE run = ? AND trained_at IS NOT NULL"
 _QUERIES = {
     "trajectories": "SELECT COUNT(*) FROM trajectory_rows WHERE run = ?",
     "compacted": "SELECT COUNT(compacted_at) FROM trajectory_rows WHERE run = ?",

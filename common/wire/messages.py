@@ -24,6 +24,8 @@ from tba.common.quantity import quantity
 PROTOCOL_VERSION = 1
 MAX_ROWS = 1 << 16
 MAX_TOKENS = 1 << 24
+# Characters of a prompt's text: a longer one is cut, since people read it and nothing is computed from it.
+MAX_PROMPT_TEXT = 1 << 16
 # The ancestors of a node in a tree of 31.
 MAX_SOURCES = 4
 
@@ -31,6 +33,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Id = Annotated[int, Field(ge=0, lt=1 << 63)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Sentence = Annotated[str, Field(max_length=4000)]
+PromptText = Annotated[str, Field(max_length=MAX_PROMPT_TEXT)]
 Seconds = Annotated[float, Field(ge=0)]
 # Seconds since 1970, before the year 10000, so that every value is a valid date.
 UnixTime = Annotated[float, Field(ge=0, lt=253_402_300_800)]
@@ -161,6 +164,8 @@ class Hello(Request):
 class RegisterPrompts(Request):
     """Searcher -> buffer, before the first lease: the prompt keys of the task, in chunks.
 
+    `texts` are the prompts as text, for people who query the database: none at all, or one per key, None where it
+    is not known.
     Reply: Registered. A searcher that receives `complete` stops sending chunks. A fingerprint other than the registered
     one is refused: all searchers of a run must work on the same data.
     """
@@ -171,9 +176,12 @@ class RegisterPrompts(Request):
     total: Annotated[int, Field(ge=1)]
     offset: Id
     keys: Annotated[list[Name], Field(max_length=MAX_ROWS)]
+    texts: Annotated[list[PromptText | None], Field(max_length=MAX_ROWS, exclude_if=lambda texts: not texts)] = []
 
     @model_validator(mode="after")
     def _a_chunk_lies_within_the_task(self) -> Self:
+        if self.texts and len(self.texts) != len(self.keys):
+            raise ValueError(f"{len(self.texts)} texts of {quantity(len(self.keys), 'prompt')}")
         if self.offset + len(self.keys) > self.total:
             raise ValueError(f"prompts {self.offset} to {self.offset + len(self.keys) - 1} of a task of {self.total}")
         return self

@@ -138,9 +138,11 @@ def _insert_row(
     row |= {"sender": 1, "sequence": trajectory, "dedup_hash": trajectory, "received_at": 0.0, "payload_bytes": 0}
     insert("trajectory_rows", id=trajectory, run=1, prompt=prompt, **row)
     insert("payloads", trajectory=trajectory, **arrays)
-    insert("snapshots", run=1, version=row["policy_version"], step=row["policy_version"])
-    insert("batches", run=1, step=step, prompts=PROMPTS, samples=SAMPLES, trained_at=0.0, metrics="{}")
-    insert("consumption_rows", run=1, step=step, slot=slot, trajectory=trajectory, staleness=staleness)
+    version = row["policy_version"]
+    insert("snapshots", run=1, version=version, step=version, path="", manifest_sha256="", bytes=0, announced_at=0.0)
+    batch = {"id": step + 1, "run": 1, "step": step, "prompts": PROMPTS, "samples": SAMPLES}
+    insert("batches", **batch, handed_out_at=0.0, trained_at=0.0, metrics="{}")
+    insert("consumption_rows", batch=batch["id"], slot=slot, trajectory=trajectory, staleness=staleness)
 
 
 def replay(database: Path, cases: Iterable[str], folder: Path) -> dict[str, dict[str, list[str]] | str]:

@@ -213,12 +213,12 @@ def check_training(database: Path, trainer: Trainer) -> None:
     """Check that the recorded batches are those handed out, and that reported steps are recorded."""
     with sqlite3.connect(database) as connection:
         for step, ids in trainer.batches.items():
-            rows = connection.execute("SELECT trajectory FROM consumption_rows WHERE step = ? ORDER BY slot", (step,))
+            rows = connection.execute("SELECT trajectory FROM consumption WHERE step = ? ORDER BY slot", (step,))
             assert [row[0] for row in rows] == ids
         trained = {row[0] for row in connection.execute("SELECT step FROM batches WHERE trained_at IS NOT NULL")}
         half = connection.execute(
             "SELECT COUNT(*) FROM batches b WHERE b.prompts * b.samples != "
-            "(SELECT COUNT(*) FROM consumption_rows c WHERE c.run = b.run AND c.step = b.step)"
+            "(SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"
         ).fetchone()
     assert trainer.reported <= trained
     assert half == (0,)

@@ -50,7 +50,7 @@ def rows(database: Path, sql: str) -> list[tuple]:
         return connection.execute(sql).fetchall()
 
 
-BATCHES = "SELECT step, slot, trajectory, staleness FROM consumption_rows ORDER BY step, slot"
+BATCHES = "SELECT step, slot, trajectory, staleness FROM consumption ORDER BY step, slot"
 
 
 def test_a_replay_reproduces_the_recorded_losses_bit_for_bit(recorded, tba, tmp_path):

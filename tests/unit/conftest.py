@@ -70,8 +70,8 @@ def next_release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 
     def register() -> str:
         monkeypatch.setattr(migrations, "_migrations", migrations._migrations[:])
-        migrations(name="0002_note")(lambda db: db.table("runs").add_column("note", str))
-        return "0002_note"
+        migrations(name="0003_note")(lambda db: db.table("runs").add_column("note", str))
+        return "0003_note"
 
     return register
 

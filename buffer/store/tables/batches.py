@@ -9,17 +9,18 @@ from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
 from tba.common.wire.messages import ReportStep
 
-_CONSUMPTION_COLUMNS = ("run", "step", "slot", "trajectory", "staleness")
+_CONSUMPTION_COLUMNS = ("batch", "slot", "trajectory", "staleness")
 _SELECT_BATCH = """
 SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.staleness,
        t.policy_version >= 0 AND json_extract(t.sampling, '$.temperature') = 1
            AND json_extract(t.sampling, '$.top_p') = 1 AS plain_sampling,
        r.logprob AS reference_logprob
-FROM consumption_rows c
+FROM batches b
+JOIN consumption_rows c ON c.batch = b.id
 JOIN trajectory_rows t ON t.id = c.trajectory
 JOIN prompts p ON p.id = t.prompt
 LEFT JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = ?
-WHERE c.run = ? AND c.step = ?
+WHERE b.run = ? AND b.step = ?
 ORDER BY c.slot
 """
 
@@ -56,13 +57,13 @@ class Batches:
     ) -> None:
         """Record the batch of a step before it is handed out: trajectory ids, group by group, and their staleness."""
         self._trajectories.flush()
-        self._database.execute(
+        cursor = self._database.execute(
             "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory, recency_window, "
             "recency_groups, recency_missed) VALUES (?, ?, ?, ?, ?, (SELECT MAX(id) FROM trajectory_rows), ?, ?, ?)",
             (run.id, step, prompts, len(trajectories) // prompts, now, *recency),
         )
         count = len(trajectories)
-        columns = ([run.id] * count, [step] * count, range(count), trajectories, staleness)
+        columns = ([cursor.lastrowid] * count, range(count), trajectories, staleness)
         self._database.insert("OR ROLLBACK", "consumption_rows", _CONSUMPTION_COLUMNS, columns)
 
     def recency(self, run: Run, step: int) -> Recency:
@@ -105,7 +106,8 @@ class Batches:
 
     def consumed(self, run: Run) -> int:
         """Return the number of slots of all recorded batches."""
-        return int(self._database.one("SELECT COUNT(*) FROM consumption_rows WHERE run = ?", run.id)[0])
+        query = "SELECT COUNT(*) FROM batches b JOIN consumption_rows c ON c.batch = b.id WHERE b.run = ?"
+        return int(self._database.one(query, run.id)[0])
 
     def losses(self, run: Run) -> dict[int, float]:
         """Return the loss of each step that reported one."""
@@ -116,7 +118,7 @@ class Batches:
     def trajectories(self, run: Run, *, since_step: int) -> set[int]:
         """Return the trajectories of batches that are not trained yet, and of all batches from `since_step` on."""
         query = (
-            "SELECT DISTINCT c.trajectory FROM batches b JOIN consumption_rows c ON c.run = b.run AND c.step = b.step"
+            "SELECT DISTINCT c.trajectory FROM batches b JOIN consumption_rows c ON c.batch = b.id"
             " WHERE b.run = ? AND (b.step >= ? OR b.trained_at IS NULL)"
         )
         return {row[0] for row in self._database.all(query, run.id, since_step)}

@@ -21,13 +21,17 @@ class OpenVisit:
 class Prompts(Table):
     """The prompts of the runs of a database."""
 
-    def add(self, run: Run, offset: int, keys: Sequence[str]) -> None:
-        """Add prompt keys at positions from `offset` on. Existing prompts stay; an imported one gets its position."""
+    def add(self, run: Run, offset: int, keys: Sequence[str], texts: Sequence[str | None]) -> None:
+        """Add prompts at positions from `offset` on: keys, and as many texts or none.
+
+        Existing prompts stay; an imported one gets its position, and its text.
+        """
+        rows = zip(range(offset, offset + len(keys)), keys, texts or [None] * len(keys), strict=True)
         self._database.execute_many(
-            "INSERT INTO prompts (run, position, key) VALUES (?, ?, ?) "
-            "ON CONFLICT (run, key) DO UPDATE SET position = excluded.position WHERE prompts.position IS NULL "
-            "ON CONFLICT DO NOTHING",
-            [(run.id, position, key) for position, key in enumerate(keys, offset)],
+            "INSERT INTO prompts (run, position, key, text) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (run, key) DO UPDATE SET position = excluded.position, text = excluded.text "
+            "WHERE prompts.position IS NULL ON CONFLICT DO NOTHING",
+            [(run.id, *row) for row in rows],
         )
 
     def add_imported(self, run: Run, keys: Sequence[str]) -> dict[str, int]:
@@ -57,11 +61,17 @@ class Visits(Table):
     def open(self, run: Run) -> list[OpenVisit]:
         """Return the visits whose trajectories have not arrived."""
         rows = self._database.all(
-            "SELECT id, epoch, prompt, sender FROM visits WHERE run = ? AND done_at IS NULL", run.id
+            "SELECT v.id, v.epoch, v.prompt, s.sender FROM visits v LEFT JOIN senders s ON s.id = v.sender "
+            "WHERE v.run = ? AND v.done_at IS NULL",
+            run.id,
         )
         return [OpenVisit(*row) for row in rows]
 
-    def add(self, run: Run, epoch: int, position: int, prompt: int, sender: str, now: float) -> int:
+    def newest(self) -> int:
+        """Return the largest id of a visit of any run, 0 without one."""
+        return int(self._database.one("SELECT COALESCE(MAX(id), 0) FROM visits")[0])
+
+    def add(self, run: Run, epoch: int, position: int, prompt: int, sender: int, now: float) -> int:
         """Record a new visit with its lease, at a position of an epoch. Returns the id of the visit."""
         cursor = self._database.execute(
             "INSERT INTO visits (run, epoch, place, prompt, sender, leased_at) VALUES (?, ?, ?, ?, ?, ?)",
@@ -69,7 +79,7 @@ class Visits(Table):
         )
         return int(cursor.lastrowid or 0)
 
-    def lease_again(self, visit: int, sender: str, now: float) -> None:
+    def lease_again(self, visit: int, sender: int, now: float) -> None:
         """Lease an open visit to another sender."""
         self._database.execute("UPDATE visits SET sender = ?, leased_at = ? WHERE id = ?", (sender, now, visit))
 

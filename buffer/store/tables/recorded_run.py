@@ -34,15 +34,16 @@ def copy_batch(database: DatabaseFile, run: Run, step: int, recorded_run: int) -
 
     Returns its (prompts, samples), or None if there is none.
     """
-    database.execute(
+    cursor = database.execute(
         f"INSERT INTO batches (run, {_COPIED}) SELECT ?, {_COPIED} FROM recorded.batches "  # noqa: S608
         "WHERE run = ? AND step = ?",
         (run.id, recorded_run, step),
     )
     database.execute(
-        "INSERT INTO consumption_rows (run, step, slot, trajectory, staleness) "
-        "SELECT ?, step, slot, trajectory, staleness FROM recorded.consumption_rows WHERE run = ? AND step = ?",
-        (run.id, recorded_run, step),
+        "INSERT INTO consumption_rows (batch, slot, trajectory, staleness) "
+        "SELECT ?, c.slot, c.trajectory, c.staleness FROM recorded.consumption_rows c "
+        "JOIN recorded.batches b ON b.id = c.batch WHERE b.run = ? AND b.step = ?",
+        (cursor.lastrowid, recorded_run, step),
     )
     shapes = database.all("SELECT prompts, samples FROM batches WHERE run = ? AND step = ?", run.id, step)
     return shapes[0] if shapes else None

@@ -205,7 +205,7 @@ def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(
     assert "at text" not in shown
 
 
-@pytest.mark.parametrize("time", [1e300, -1e300, 9e999, None])
+@pytest.mark.parametrize("time", [1e300, -1e300, 9e999])
 def test_a_time_outside_the_calendar_prints_as_a_number(tba_buffer, filled, time):
     with sqlite3.connect(filled) as connection:
         connection.execute("UPDATE trajectory_rows SET created_at = ? WHERE id = 2", (time,))

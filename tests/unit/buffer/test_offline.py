@@ -300,7 +300,7 @@ def test_a_file_with_an_older_or_unknown_schema_is_refused_with_instructions(sou
     with pytest.raises(ConfigError, match="tba buffer migrate"):
         read_recorded_run(source.store.path, run=None, as_of=None)
     with sqlite3.connect(source.store.path) as database:
-        database.execute("UPDATE _sqlite_migrations SET name = '9999_future'")
+        database.execute("UPDATE _sqlite_migrations SET name = '9999_future' WHERE name = '0001_initial'")
     with pytest.raises(ConfigError, match="9999_future, which this release does not know"):
         read_recorded_run(source.store.path, run=None, as_of=None)
 

@@ -39,7 +39,7 @@ def test_a_migration_that_fails_leaves_no_trace(harness, monkeypatch, tmp_path):
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(migrations, "_migrations", migrations._migrations[:])
-    migrations(name="0002_note")(fail)
+    migrations(name="0003_note")(fail)
     with pytest.raises(StorageError, match="the disk is full"):
         Store(buffer.store.path, durability="process")
     monkeypatch.undo()

@@ -409,10 +409,7 @@ def test_a_run_with_skipped_steps_can_be_killed_resumed_and_replayed(make_run, t
         feeder.join()
     lines = straight.metrics()
     skipped = [line["step"] for line in lines if line["skipped"]]
-    assert skipped == straight.query(
-        "SELECT DISTINCT step FROM consumption_rows JOIN trajectory_rows t ON t.id = trajectory "
-        "WHERE reward > 1000 ORDER BY step"
-    )
+    assert skipped == straight.query("SELECT DISTINCT step FROM consumption WHERE reward > 1000 ORDER BY step")
     assert 0 < len(skipped) < STEPS
     assert [line["step"] for line in lines if "loss" not in line] == skipped
     assert without_reference_counts(killed.metrics()) == without_reference_counts(lines)

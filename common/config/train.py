@@ -8,7 +8,11 @@ from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Po
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # Their formulas include an anchor, so `objective.kl` has no effect on them.
-_ANCHORED = ("tb", "tb_learned_z", "online_dpo", "oapl")
+_ANCHORED = ("tb", "tb_stale", "tb_learned_z", "online_dpo", "oapl")
+# Their advantage is the reward minus a mean of the group, so it can be raised by that mean.
+_CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo")
+# Their gradient is an advantage times grad log pi, without a ratio.
+_UNWEIGHTED = ("tb", "tb_stale", "reinforce", "rloo")
 
 
 class TrainSection(Section):
@@ -101,6 +105,7 @@ class ObjectiveSection(Section):
 
     name: Literal[
         "tb",
+        "tb_stale",
         "tb_learned_z",
         "tba_prime",
         "reinforce",
@@ -113,7 +118,18 @@ class ObjectiveSection(Section):
         "online_dpo",
         "oapl",
     ] = "tb"
-    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl."""
+    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. tb_stale is tb with
+    imitation = 0.5 and taper = "response"."""
+    imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
+    """lambda, which keeps good answers in stale data: advantages grow by lambda x (the mean reward of the other
+    responses of the group - reward_floor), for tb, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto is 0.5
+    for tb_stale and 0 for the others."""
+    reward_floor: float = 0.0
+    """imitation: the least reward of the task; the tasks of tba have 0. A reward below it is logged once."""
+    taper: Literal["auto", "off", "response", "mean"] = "auto"
+    """tb, rloo, reinforce, and tba_prime with truncation = "off": the weight of a response of negative advantage.
+    response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for responses so
+    long that the former is always 0; off: 1. auto is response for tb_stale and off for the others."""
     kl: Literal["auto", "none", "reference", "ema"] = "auto"
     """Policy gradients (reinforce to cispo, and tba_prime): the anchor of the KL term in the reward. reference: the
     reference policy; ema: a moving average of the weights, estimated from the recorded log-probabilities without a
@@ -141,9 +157,23 @@ class ObjectiveSection(Section):
         return "reference" if self.name == "tba_prime" else "none"
 
     @property
+    def imitation_weight(self) -> float:
+        """The lambda of the imitation term."""
+        if self.imitation != "auto":
+            return self.imitation
+        return 0.5 if self.name == "tb_stale" else 0.0
+
+    @property
+    def taper_kind(self) -> str:
+        """The taper of negative advantages: "off", "response" or "mean"."""
+        if self.taper != "auto":
+            return self.taper
+        return "response" if self.name == "tb_stale" else "off"
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the objective needs log-probabilities of the reference policy."""
-        return self.name in ("tb", "tb_learned_z", "online_dpo") or self.anchor == "reference"
+        return self.name in ("tb", "tb_stale", "tb_learned_z", "online_dpo") or self.anchor == "reference"
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
@@ -151,6 +181,23 @@ class ObjectiveSection(Section):
             raise ValueError(
                 f"objective.kl has no effect for {self.name}, whose formula includes its anchor: remove it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stale(self) -> Self:
+        if self.imitation_weight and self.name not in _CENTRED:
+            raise ValueError(
+                f"objective.imitation has no meaning for {self.name}, whose advantage is not the reward minus the mean "
+                f"of the group: remove it, or use one of {', '.join(_CENTRED)}"
+            )
+        unweighted = self.name in _UNWEIGHTED or (self.name == "tba_prime" and self.truncation == "off")
+        if self.taper_kind != "off" and not unweighted:
+            reason = (
+                'weights tokens by their ratios: set objective.truncation = "off", or remove it'
+                if self.name == "tba_prime"
+                else f"has its own treatment of ratios, or no advantage: remove it, or use {', '.join(_UNWEIGHTED)}"
+            )
+            raise ValueError(f"objective.taper has no meaning for {self.name}, which {reason}")
         return self
 
 

@@ -44,6 +44,39 @@ def leave_one_out(reward_bK: Tensor) -> Tensor:
     return centred(reward_bK) * (samples / (samples - 1))
 
 
+def imitation(reward_bK: Tensor, weight: float, floor: float) -> Tensor:
+    """Return what raises advantages so that good stale answers are kept: [b, K], zero for `weight` 0.
+
+        lambda (1/(K-1) sum_{k != j} r_ik - floor)
+
+    Added to `centred`, it lowers the baseline from the mean of the group towards `floor`, the least reward of the task,
+    lambda = `weight` of the way (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). Where the policy has
+    left its sampler, the group's mean under the sampler is no baseline that keeps the probability of the sampled
+    answers: a common fall of all of them changes no centred residual. This term pulls the policy to the sampler, as
+    strongly as the sampler was good at the prompt. It leaves the response's own reward out, so it does not depend on
+    the response, and on fresh data the gradient that it adds has the mean 0.
+    """
+    return weight * ((reward_bK.sum(dim=1, keepdim=True) - reward_bK) / (reward_bK.shape[1] - 1) - floor)
+
+
+@torch.no_grad()
+def taper(responses: Responses, advantage_bK: Tensor, kind: str) -> Tensor:
+    """Return the weights of responses: 1, or less where a response of negative advantage has lost probability: [b, K].
+
+        w_ij = min(1, rho_ij) if A_ij < 0, else 1
+
+    From TOPR (Le Roux et al. 2025, arXiv 2503.14286): what the policy has unlearnt is not pushed down further, what is
+    right may be learnt again. `kind` is "off" (all 1), "response", with rho = pi / mu of the whole response, or "mean",
+    with its geometric mean over the counted tokens: the former underflows to 0 for responses of thousands of tokens.
+    """
+    if kind == "off":
+        return torch.ones_like(advantage_bK)
+    log_ratio_bK = responses.policy_bK - responses.sampled_bK
+    if kind == "mean":
+        log_ratio_bK = log_ratio_bK / responses.tokens_bK.clamp(min=1)
+    return torch.where(advantage_bK < 0, log_ratio_bK.clamp(max=0.0).exp(), 1.0)
+
+
 @torch.no_grad()
 def regularised(reward_bK: Tensor, responses: Responses, beta: float, kl: str, ema_decay: float) -> Tensor:
     """Return the reward minus beta times the log-ratio of the current policy to an anchor: [b, K].

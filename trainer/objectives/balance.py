@@ -7,10 +7,13 @@ import math
 
 from torch import Tensor
 
+from tba.trainer.objectives.advantages import imitation, taper
 from tba.trainer.objectives.responses import Responses
 
 
-def trajectory_balance(responses: Responses, beta: float) -> Tensor:
+def trajectory_balance(
+    responses: Responses, beta: float, *, imitation_weight: float = 0.0, floor: float = 0.0, taper_kind: str = "off"
+) -> Tensor:
     """Return the Trajectory Balance loss with VarGrad's log Z (Bartoldson et al. 2025, Eq. 4 and 5), times beta / 2.
 
         log Z_i = 1/K sum_j [ log ref_ij - log pi_ij + r_ij / beta ]                   (Eq. 4, detached)
@@ -23,9 +26,16 @@ def trajectory_balance(responses: Responses, beta: float) -> Tensor:
     The authors' code differs: TBA's first release has no factor beta / 2; tba-prime computes the mean KL under the
     weights that generated, and divides by tokens. Here log Z is under the policy being trained, over the K samples of
     one prompt, and nothing is divided by lengths.
+
+    With `imitation_weight` and `taper_kind` it is `tb_stale`, for stale data: the advantage is A_ij + `imitation`,
+    which lowers log Z, and responses of negative advantage have the weight `taper`. The gradient is then the mean of
+    -w_ij A_ij grad log pi_ij. By default both change nothing.
     """
-    residual_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, responses.reward_bK, beta)
-    return beta / 2 * residual_bK.square().sum() / responses.totals.rows
+    reward_bK = responses.reward_bK
+    residual_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, reward_bK, beta)
+    residual_bK = residual_bK - imitation(reward_bK, imitation_weight, floor) / beta
+    weight_bK = taper(responses, -residual_bK, taper_kind)
+    return beta / 2 * (weight_bK * residual_bK.square()).sum() / responses.totals.rows
 
 
 def trajectory_balance_learned_z(responses: Responses, beta: float) -> Tensor:

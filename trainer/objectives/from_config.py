@@ -1,5 +1,6 @@
 """Make the objective that the configuration names: one function of the responses and of the step's beta."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,14 @@ from torch import Tensor
 
 from tba.common.config import ObjectiveSection
 from tba.trainer.objectives import policy_gradient as pg
-from tba.trainer.objectives.advantages import centred, leave_one_out, regularised, standardised
+from tba.trainer.objectives.advantages import (
+    centred,
+    imitation,
+    leave_one_out,
+    regularised,
+    standardised,
+    taper,
+)
 from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
 from tba.trainer.objectives.preference import online_dpo
 from tba.trainer.objectives.responses import Responses
@@ -31,12 +39,17 @@ class Objective:
     log_z_learning_rate: float = 0.0
     ratio_bounds: tuple[float, float] | None = None
     ratio_of_response: bool = False
+    # The least reward that the task is said to give, or -inf if the loss does not depend on it.
+    reward_floor: float = -math.inf
 
 
 def make_objective(config: ObjectiveSection, *, longest_response: int) -> Objective:
     """Return the objective that the configuration names. `longest_response` is in tokens."""
-    if config.name == "tb":
-        return Objective(config.name, trajectory_balance, True)
+    floor = config.reward_floor if config.imitation_weight else -math.inf
+    if config.name in ("tb", "tb_stale"):
+        stale = {"imitation_weight": config.imitation_weight, "taper_kind": config.taper_kind}
+        loss = partial(trajectory_balance, floor=config.reward_floor, **stale)
+        return Objective(config.name, loss, True, reward_floor=floor)
     if config.name == "tb_learned_z":
         rate = config.log_z_learning_rate
         return Objective(config.name, trajectory_balance_learned_z, True, learns_log_z=True, log_z_learning_rate=rate)
@@ -45,13 +58,13 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     if config.name == "oapl":
         return Objective(config.name, partial(_optimal_advantage, config), False)
     loss, advantage, ratio_bounds = _policy_gradient(config, longest_response)
-    kl = config.anchor
     return Objective(
         config.name,
-        partial(_with_advantage, loss, advantage, kl, config.ema_decay),
-        needs_reference=kl == "reference",
+        partial(_with_advantage, config, loss, advantage),
+        needs_reference=config.anchor == "reference",
         ratio_bounds=ratio_bounds,
         ratio_of_response=config.name == "proximal_rloo",
+        reward_floor=floor,
     )
 
 
@@ -76,9 +89,12 @@ def _policy_gradient(
 
 
 def _with_advantage(
-    loss: Loss, advantage: Advantage, kl: str, ema_decay: float, responses: Responses, beta: float
+    config: ObjectiveSection, loss: Loss, advantage: Advantage, responses: Responses, beta: float
 ) -> Tensor:
-    return loss(responses, advantage(regularised(responses.reward_bK, responses, beta, kl, ema_decay)))
+    reward_bK = responses.reward_bK
+    advantage_bK = advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
+    advantage_bK = advantage_bK + imitation(reward_bK, config.imitation_weight, config.reward_floor)
+    return loss(responses, taper(responses, advantage_bK, config.taper_kind) * advantage_bK)
 
 
 def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Tensor:

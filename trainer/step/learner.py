@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tba.common.clock import SystemClock
 from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import MemoryShort, TbaError, first_line
+from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
@@ -39,6 +40,8 @@ from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import HostAdamW
 from tba.trainer.step.schedule import beta_at, learning_rate_schedule
 from tba.trainer.step.step_metrics import batch_metrics, only_finite
+
+log = get_logger(__name__)
 
 # How many trajectory ids an error message lists.
 _NAMED_IDS = 20
@@ -113,6 +116,7 @@ class Learner:
         # Of the previous step: the name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})
         self._learning_rate = learning_rate_schedule(config)
+        self._told_of_floor = False
         if ranks.size > 1:
             for scorer in dict.fromkeys((self.scorer, self.reference.scorer)):
                 shard(scorer, scorer.model._no_split_modules or (), ranks, autocast=autocast)
@@ -157,6 +161,7 @@ class Learner:
         weights and optimiser do not change. Raises TbaError for token ids outside the vocabulary.
         """
         self._check_tokens(batch)
+        self._check_floor(batch)
         with self.watch.phase("reference"):
             reference_BK, computed = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
@@ -326,6 +331,19 @@ class Learner:
                         f"trajectory {row.id} has token ids outside the model's vocabulary of "
                         f"{self.scorer.vocabulary}: searchers and trainer must use the same model"
                     )
+
+    def _check_floor(self, batch: TrainBatch) -> None:
+        """Log once that a reward is below the least reward that the objective counts from."""
+        least, floor = float(batch.reward_BK.min()), self._objective.reward_floor
+        if least < floor and not self._told_of_floor:
+            self._told_of_floor = True
+            log.warning(
+                "a reward is below objective.reward_floor, so bad answers are imitated too little or pushed away: set "
+                "it to the least reward of the task",
+                reward=least,
+                reward_floor=floor,
+                step=batch.step,
+            )
 
 
 def _ids(ids: Sequence[int]) -> str:

@@ -1,0 +1,128 @@
+"""Imitation and taper: what they change on fresh and on stale data, on policies small enough to enumerate."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tba.common.config import ObjectiveSection, TrainSection
+from tba.tests.helpers.trainer import objective, random_batch, tiny_model
+from tba.trainer.objectives.advantages import taper
+from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.step.learner import Learner
+
+BETA = 0.5
+PROBABILITIES = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
+REWARDS = torch.tensor([1.0, 0.0, 0.3], dtype=torch.float64)
+
+
+def answers(logprob: torch.Tensor, sampler: torch.Tensor, picks: list[int]) -> Responses:
+    """Return a group of answers of one token: log-probabilities under the policy, probabilities under the sampler."""
+    count, index = len(picks), torch.tensor(picks)
+    return Responses(
+        logprob_R=logprob[index],
+        sampled_logprob_R=sampler.log()[index],
+        mask_R=torch.ones(count, dtype=torch.bool),
+        lengths=[1] * count,
+        reward_bK=REWARDS[index][None],
+        reference_bK=sampler.log()[index][None],
+        staleness_bK=torch.zeros(1, count, dtype=torch.float64),
+        totals=Totals(1, count, count),
+    )
+
+
+def expected_gradient(name: str, **keys) -> torch.Tensor:
+    """Return the expectation of the gradient over all groups of three fresh answers."""
+    logits = torch.tensor([0.2, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    fresh = logits.detach().softmax(0)
+    total = torch.zeros((), dtype=torch.float64)
+    for picks in itertools.product(range(3), repeat=3):
+        group = replace(answers(logits.log_softmax(0), fresh, list(picks)), reference_bK=torch.full((1, 3), -1.0))
+        total = total + fresh[list(picks)].prod() * objective(name, **keys).loss(group, BETA)
+    return torch.autograd.grad(total, logits)[0]
+
+
+@pytest.mark.parametrize("name", ["tb", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo"])
+def test_on_fresh_data_imitation_adds_a_gradient_of_mean_zero(name):
+    without, added = expected_gradient(name), expected_gradient(name, imitation=0.7, reward_floor=-1.0)
+    assert torch.allclose(added, without, atol=1e-14)
+    assert without.abs().max() > 1e-3
+
+
+def test_on_fresh_data_tb_stale_has_the_expected_gradient_of_tb():
+    assert torch.allclose(expected_gradient("tb_stale"), expected_gradient("tb"), atol=1e-14)
+
+
+def test_tb_stale_without_imitation_and_taper_is_tb_to_the_last_digit():
+    logprob = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log().requires_grad_()
+
+    def loss_and_gradient(name, **keys):
+        loss = objective(name, **keys).loss(answers(logprob, PROBABILITIES, [0, 1, 1, 2]), BETA)
+        return loss.item(), torch.autograd.grad(loss, logprob)[0].tolist()
+
+    assert loss_and_gradient("tb_stale", imitation=0.0, taper="off") == loss_and_gradient("tb")
+    assert loss_and_gradient("tb_stale")[1] != pytest.approx(loss_and_gradient("tb")[1], abs=1e-2)
+
+
+def mass_of_the_sampled(name: str, features: list[list[float]], beta: float) -> float:
+    """Train on one stale group, one right and seven wrong answers. Returns the probability of what was sampled."""
+    features_AF = torch.tensor(features, dtype=torch.float64)
+    weights_F = torch.zeros(features_AF.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([weights_F], lr=0.3)
+    for _ in range(500):
+        logprob = (PROBABILITIES.log() + features_AF @ weights_F).log_softmax(0)
+        loss = objective(name).loss(answers(logprob, PROBABILITIES, [0] + [1] * 7), beta)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return float((PROBABILITIES.log() + features_AF @ weights_F).detach().softmax(0)[:2].sum())
+
+
+def test_on_stale_data_tb_loses_the_probability_of_the_sampled_answers_and_tb_stale_does_not():
+    table, before = torch.eye(3).tolist(), 0.9
+    assert mass_of_the_sampled("tb", table, BETA) < before - 0.03
+    assert mass_of_the_sampled("tb_stale", table, BETA) > before + 0.03
+    # What unlearns the wrong answer also unlearns half of the right one. A model generalises like this.
+    shared = [[1.0, 1.0], [2.0, 0.0], [0.0, 0.0]]
+    assert mass_of_the_sampled("tb", shared, 0.1) < 0.6
+    assert mass_of_the_sampled("tb_stale", shared, 0.1) > before
+
+
+def test_only_negative_advantages_of_lost_answers_are_tapered():
+    logprob = torch.tensor([0.05, 0.2, 0.75], dtype=torch.float64).log()
+    group = replace(answers(logprob, PROBABILITIES, [0, 1, 0, 2]), lengths=[1, 2, 1], reward_bK=torch.zeros(1, 3))
+    # Ratios: 1/2; of the two tokens 1/4 and 1/2; 7.5.
+    negative, mixed = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[1.0, -1.0, 0.0]])
+    assert taper(group, negative, "response").tolist() == [pytest.approx([0.5, 0.125, 1.0])]
+    assert taper(group, negative, "mean").tolist() == [pytest.approx([0.5, 0.125**0.5, 1.0])]
+    assert taper(group, mixed, "response").tolist() == [pytest.approx([1.0, 0.125, 1.0])]
+    assert taper(group, negative, "off").tolist() == [[1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "times"), [({"imitation": 0.5}, 1), ({"imitation": 0.5, "reward_floor": -1.0}, 0), ({}, 0)]
+)
+def test_a_reward_below_the_floor_is_logged_once(caplog, keys, times):
+    batch = random_batch(1)
+    batch = replace(batch, reward_BK=batch.reward_BK - 0.9)
+    learner = Learner(tiny_model(), tiny_model(seed=1), TrainSection(), objective(**keys), autocast=False)
+    for _ in range(2):
+        learner.step(batch)
+    assert caplog.text.count("below objective.reward_floor") == times
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "grpo", "imitation": 0.5}, "imitation has no meaning for grpo"),
+        ({"name": "oapl", "imitation": 0.5}, "imitation has no meaning for oapl"),
+        ({"name": "ppo_clip", "taper": "mean"}, "taper has no meaning for ppo_clip"),
+        ({"name": "tba_prime", "taper": "response"}, 'set objective.truncation = "off"'),
+        ({"name": "tb", "imitation": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        ObjectiveSection(**keys)

@@ -69,7 +69,7 @@ docs: $(VENV)/installed-dev
 
 # The pages under docs/ as a site in build/site. Its tools are installed apart: they need nothing of the package.
 docs-site: $(VENV)/installed-docs
-	@mkdir -p build/docs && ln -sfn ../.. build/docs/tba
+	@rm -rf build/docs && $(PIP) --no-deps --target build/docs .
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet
 
 bench: $(VENV)/installed-dev

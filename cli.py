@@ -282,7 +282,7 @@ def evaluate(
     if as_json:
         print_json(rows)
     else:
-        print_table(["version", "step", "accuracy", "reward", "prompts"], rows)
+        print_table(["version", "step", "accuracy", "reward", "prompts", "unfinished", "failed"], rows)
 
 
 def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> list[dict[str, Any]]:
@@ -313,7 +313,7 @@ def plot(options: ConfigOptions) -> None:
     config = options.resolve().config
     from tba.deploy.plot import draw
 
-    typer.echo(draw(config.run.dir, title=config.run.name))
+    typer.echo(draw(config.run.dir, run=config.run.name))
 
 
 # ---------------------------------------------------------------- inspection

@@ -131,7 +131,8 @@ def summary_line(status: Status, steps: int, remaining: float | None, starting: 
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
     parts += [f"{status.puts_per_second:.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
-    parts += [status.no_recent_data] if status.no_recent_data else []
+    trainer = client_of(status, "trainer")
+    parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else ""])
     at_work = status.step and not status.trainer_waits_for and "trainer" not in starting
     return "  ".join(parts) if at_work else f"{parts[0]}  {explain(status, starting)}"
 

@@ -19,7 +19,7 @@ from tba.deploy.child import Child, RestartPolicy, ending
 from tba.deploy.display import Display
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds
 from tba.deploy.fleet import POLL_SECONDS, one_thread_each, searcher_children, searcher_groups
-from tba.deploy.plot import EVALUATIONS_FILE, draw, read_json_lines
+from tba.deploy.plot import draw, read_evaluations
 from tba.deploy.run_directory import holds_run, mark_ending
 from tba.deploy.supervisor import Supervisor
 
@@ -119,8 +119,8 @@ def evaluate_at_end(config: Config, arguments: Sequence[str], stop: Callable[[],
     terminal.print("evaluating the kept snapshots on the held-out prompts")
     if not evaluate_in_child(config, arguments, stop):
         return
-    rows = read_json_lines(config.run.dir / EVALUATIONS_FILE)
-    picture = draw(config.run.dir, title=config.run.name)
+    rows = read_evaluations(config.run.dir, config.run.name)
+    picture = draw(config.run.dir, run=config.run.name)
     terminal.print(f"held-out greedy accuracy: {rows[0]['accuracy']:.1%} before, {rows[-1]['accuracy']:.1%} after")
     terminal.print(f"picture: {picture}", soft_wrap=True)
 

@@ -21,25 +21,64 @@ from tba.common.wire.trajectory import STOP_EOS
 from tba.searcher.engines.engine import Engine, GenerationRequest, SamplingSettings
 from tba.searcher.pipeline import Tokenizer
 from tba.searcher.run import make_engine
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Scored, failed, storable
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import CORRECT, Task
+from tba.searcher.tasks.task import CORRECT, Prompt, fingerprint
 from tba.searcher.weights.assembly import SnapshotAssembler
 
 log = get_logger(__name__)
 
 # Attempts to read the newest snapshot of a run that publishes and deletes quickly.
 _ATTEMPTS = 5
+_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Result for one snapshot; `accuracy` and `reward` are means over `prompts` held-out prompts."""
+    """Result for one snapshot of `run`; `accuracy` and `reward` are means over `prompts` held-out prompts.
 
+    `prompt_set` is a hash of the prompts. `unfinished` is the share of answers that were cut off by their length,
+    `failed` of those that could not be generated or scored; the latter count as wrong, with a reward of 0.
+    """
+
+    run: str
     version: int
     step: int
     accuracy: float
     reward: float
     prompts: int
+    prompt_set: str
+    unfinished: float
+    failed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Answers to `prompts`, one each."""
+
+    prompts: Sequence[Prompt]
+    scored: list[Scored]
+    unfinished: int
+
+    def result(self, snapshot: Snapshot) -> Evaluation:
+        """Return the means. Raises TaskError if no reward says what is correct."""
+        rewards = [scored.reward for scored in self.scored if scored.error is None]
+        correct = [reward.parts[CORRECT] for reward in rewards if CORRECT in reward.parts]
+        if rewards and not correct:
+            raise TaskError(f"the rewards of the task have no part {CORRECT!r}, which `tba eval` averages: add it")
+        manifest, total = snapshot.manifest, len(self.prompts)
+        return Evaluation(
+            run=manifest.run,
+            version=manifest.version,
+            step=manifest.step,
+            accuracy=sum(correct) / total,
+            reward=sum(reward.total for reward in rewards) / total,
+            prompts=total,
+            prompt_set=fingerprint(self.prompts)[:16],
+            unfinished=self.unfinished / total,
+            failed=1 - len(correct) / total,
+        )
 
 
 def evaluate_snapshots(config: Config, named: Path | None, *, every: bool, device: str) -> Iterator[Evaluation]:
@@ -52,12 +91,17 @@ def evaluate_snapshots(config: Config, named: Path | None, *, every: bool, devic
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
     task, tokenizer = load_task(config.task), load_tokenizer(model_directory(config.model.path))
-    if not task.held_out():
+    # A prompt that occurs twice counts once.
+    prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
+    if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
     with contextlib.ExitStack() as ending:
         assembler = SnapshotAssembler(weights_directory(config), "path", SystemClock())
         ending.callback(assembler.remove_created)
+        # Before the engine, as `WorkerPool` says.
+        rewards = Rewards(task, config.task)
+        ending.callback(rewards.close)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
         engine = make_engine(config, device=device, name="eval")
@@ -66,32 +110,42 @@ def evaluate_snapshots(config: Config, named: Path | None, *, every: bool, devic
             before = serving.pop_all()
             serving.callback(pinned.release)
             with before:
-                result = _evaluate(engine, task, tokenizer, snapshot, greedy)
+                engine.load_weights(snapshot)
+                result = _answers(engine, rewards, tokenizer, prompts, greedy).result(snapshot)
             yield result
 
 
-def _evaluate(
-    engine: Engine, task: Task, tokenizer: Tokenizer, snapshot: Snapshot, settings: SamplingSettings
-) -> Evaluation:
-    """Load a snapshot and answer every held-out prompt."""
-    engine.load_weights(snapshot)
-    prompts = task.held_out()
+def _answers(
+    engine: Engine, rewards: Rewards, tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: SamplingSettings
+) -> Answers:
+    """Answer every prompt, and score the answers in worker processes, as a searcher does."""
+    scored: dict[int, Scored] = {}
+    unfinished = 0
     for id_, prompt in enumerate(prompts):
         ids = np.asarray(encode_prompt(tokenizer, prompt.text), np.int32)
         try:
             engine.submit(GenerationRequest(id_, ids, settings))
-        # It counts as a wrong answer.
         except EngineError as error:
             log.warning("prompt not evaluated", prompt=prompt.key, reason=str(error))
-    rewards = np.zeros((len(prompts), 2))
-    while engine.in_flight:
-        for generation in engine.step():
-            text = tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True)
-            reward = task.score(prompts[generation.id], text, generation.stop_reason == STOP_EOS)
-            rewards[generation.id] = reward.parts[CORRECT], reward.total
-    accuracy, mean_reward = rewards.mean(axis=0)
-    manifest = snapshot.manifest
-    return Evaluation(manifest.version, manifest.step, float(accuracy), float(mean_reward), len(prompts))
+            scored[id_] = Scored(id_, None, *failed(str(error)))
+    while engine.in_flight or rewards.waiting:
+        for generation in engine.step() if engine.in_flight else ():
+            finished = generation.stop_reason == STOP_EOS
+            unfinished += not finished
+            try:
+                text = storable(tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
+            # The ids are of another vocabulary.
+            except Exception as error:
+                log.exception("answer not decoded", prompt=prompts[generation.id].key)
+                reason = f"not decoded: {type(error).__name__}: {error}"
+                scored[generation.id] = Scored(generation.id, None, *failed(reason))
+                continue
+            rewards.submit(generation.id, prompts[generation.id], text, finished)
+        for one in rewards.wait(0.0 if engine.in_flight else _WAIT_SECONDS):
+            scored[one.ticket] = one
+            if one.error is not None:
+                log.warning("answer not scored", prompt=prompts[one.ticket].key, reason=one.error)
+    return Answers(prompts, [scored[id_] for id_ in range(len(prompts))], unfinished)
 
 
 def _prepared(

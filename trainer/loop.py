@@ -13,14 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
-from tba.common.errors import (
-    BufferUnavailable,
-    CheckpointError,
-    ConfigError,
-    Refused,
-    TrainingBroken,
-    UsageError,
-)
+from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, Refused, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.system.cuda import why_no_cuda
@@ -38,6 +31,7 @@ from tba.trainer.checkpoints.checkpoint import Checkpoint
 from tba.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 from tba.trainer.distributed.ranks import ALONE, Ranks, join, until_lost
 from tba.trainer.metrics.flops import Throughput
+from tba.trainer.metrics.health import Health
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.metrics.sinks.trackers import open_sinks
 from tba.trainer.metrics.stopwatch import Stopwatch
@@ -175,6 +169,7 @@ class Trainer:
         self.learner, self._unwrapped = build(config, self._model_files, device, ranks, report)
         self._watch = self.learner.watch = Stopwatch(self._clock, _wait_for_compute(device))
         self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
+        self._health = Health()
         self._skipped_in_a_row = 0
         self._unreported: dict[str, Any] | None = found.unreported if found is not None else None
         if found is not None:
@@ -310,7 +305,7 @@ class Trainer:
 
         Raises MemoryShort, and TrainingBroken, after a checkpoint, if too many steps in a row were skipped.
         """
-        self._heartbeat.show("training")
+        self._heartbeat.show("training", self._health.warning)
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
         result = self.learner.step_in_memory(batch)
         seconds = self._watch.take()
@@ -326,6 +321,7 @@ class Trainer:
                 reference_logprobs=list(result.reference.values()),
             )
         )
+        self._health.update(batch.step, metrics, float(batch.reward_BK.max()))
         self._show(batch.step, metrics)
         self._count_skipped(batch.step, result)
 
@@ -353,7 +349,7 @@ class Trainer:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
-        self._heartbeat.show("training", metrics=shown | progress)
+        self._heartbeat.show("training", self._health.warning, metrics=shown | progress)
         kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
         log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 

@@ -274,8 +274,8 @@ class FinishRun(Request):
 class Heartbeat(Request):
     """Any role -> buffer, every second or two. Reply: Done or Sources. Keeps the sender's leases alive.
 
-    `activity` is one word; `reason` names what the sender waits for, if it waits. `serves` is the address at which the
-    sender's node serves snapshots to others, or empty: if it is set, the reply is Sources.
+    `activity` is one word; `reason` is a warning, or what the sender waits for, if it waits. `serves` is the address at
+    which the sender's node serves snapshots to others, or empty: if it is set, the reply is Sources.
     """
 
     TYPE = "heartbeat"

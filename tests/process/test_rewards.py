@@ -2,13 +2,20 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tba.common.config import TaskSection
-from tba.common.errors import TaskError
+from tba.common.errors import EngineError, TaskError
+from tba.common.weights.snapshot import read
+from tba.searcher.engines.engine import Generation, SamplingSettings
+from tba.searcher.evaluate import _answers
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Prompt
+from tba.tests.helpers.weights import RandomWeights
 
 MISDEEDS = {
     "raises": "reward: ValueError: lone ? surrogate",
@@ -102,3 +109,68 @@ def test_without_workers_the_searcher_scores_immediately(hostile):
     ]
     assert scorer.waiting == 0
     scorer.close()
+
+
+class EchoEngine:
+    """Answers a prompt with its own tokens, two prompts per step; those in capital letters are cut off."""
+
+    def __init__(self) -> None:
+        self._requests: list[Any] = []
+
+    def submit(self, request) -> None:
+        if not len(request.prompt_ids):
+            raise EngineError("the prompt has no tokens")
+        self._requests.append(request)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> list[Generation]:
+        some, self._requests = self._requests[:2], self._requests[2:]
+        none = np.zeros(0, np.float32)
+        return [
+            Generation(one.id, one.prompt_ids, none, none, "length" if one.prompt_ids[0] < 97 else "eos", 0.0)
+            for one in some
+        ]
+
+
+class Letters:
+    """A tokenizer of code points."""
+
+    bos_token_id = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def evaluate(scorer, texts, snapshots):
+    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
+    prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
+    return _answers(EchoEngine(), scorer, Letters(), prompts, greedy).result(
+        read(Path(RandomWeights(snapshots).full().path))
+    )
+
+
+def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer, tmp_path):
+    found = evaluate(scorer, ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")], tmp_path)
+    assert found.prompts == 13
+    assert found.accuracy == pytest.approx(2 / 13)
+    # "forks" has a reward of 1 and no part `correct`.
+    assert found.reward == pytest.approx(3 / 13)
+    assert found.unfinished == pytest.approx(1 / 13)
+    assert found.failed == pytest.approx(11 / 13)
+    assert (found.run, found.version) == ("test", 0)
+
+
+def test_an_evaluation_without_the_part_correct_says_what_to_add(scorer, tmp_path):
+    with pytest.raises(TaskError, match="no part 'correct', which `tba eval` averages: add it"):
+        evaluate(scorer, ["prints", "forks"], tmp_path)
+
+
+def test_the_set_of_an_evaluation_is_that_of_its_prompts(scorer, tmp_path):
+    one, two, again = (evaluate(scorer, texts, tmp_path / str(n)) for n, texts in enumerate((["a"], ["b"], ["a"])))
+    assert one.prompt_set == again.prompt_set != two.prompt_set

@@ -57,6 +57,20 @@ def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float
     }
 
 
+@torch.no_grad()
+def log_ratios_by_advantage(policy_BK: Tensor, sampled_BK: Tensor, reward_BK: Tensor) -> dict[str, float]:
+    """Return the mean of log pi - log mu over responses with a reward above and below the mean of their group.
+
+    On fresh data both are near 0. Training on stale data should raise the first; if it falls, good answers that were
+    sampled are being lost. Responses with a probability of 1 are left out: demonstrations have no log-probabilities.
+    """
+    advantage_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
+    known_BK = sampled_BK.isfinite() & (sampled_BK != 0)
+    chosen = {"positive": known_BK & (advantage_BK > 0), "negative": known_BK & (advantage_BK < 0)}
+    log_ratio_BK = policy_BK - sampled_BK
+    return {f"log_ratio_{sign}": float(log_ratio_BK[rows_BK].mean()) for sign, rows_BK in chosen.items()}
+
+
 # Names and upper ends of the bins of the staleness histogram. One more bin has no upper end.
 _STALENESS_BINS = (("0", 0), ("1", 1), ("2_3", 3), ("4_7", 7), ("8_15", 15), ("16_31", 31), ("32_63", 63))
 

@@ -31,6 +31,7 @@ from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, sequence_logprobs
 from tba.trainer.objectives.diagnostics import (
     balance_metrics,
+    log_ratios_by_advantage,
     mismatch_metrics,
     off_policy_metrics,
     truncated_fraction,
@@ -39,7 +40,7 @@ from tba.trainer.objectives.from_config import Objective
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import HostAdamW
 from tba.trainer.step.schedule import beta_at, learning_rate_schedule
-from tba.trainer.step.step_metrics import batch_metrics, only_finite
+from tba.trainer.step.step_metrics import batch_metrics, gradient_cosine, only_finite
 
 log = get_logger(__name__)
 
@@ -175,14 +176,17 @@ class Learner:
             if not all(map(math.isfinite, (sums.loss, *norms))):
                 reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
                 return self._skip(batch, finite, reason, _not_finite(batch, sums))
+            cosine = gradient_cosine(self.optimizer, self._ranks)
             learning_rate = self._update()
         metrics = {
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **self._policy_metrics(sums),
+            **log_ratios_by_advantage(sums.policy_BK, sums.sampled_BK, batch.reward_BK),
             **batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),
+            "grad_cosine": cosine,
             "learning_rate": learning_rate,
             "beta": beta,
             "reference_computed": float(len(computed)),

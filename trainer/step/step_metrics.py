@@ -5,9 +5,15 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
 from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.distributed.ranks import Ranks
+from tba.trainer.distributed.sharding import local_part
 from tba.trainer.objectives.diagnostics import reward_part_metrics, staleness_metrics
+
+# Of each tensor. For small models these are all elements, and for large ones it costs nothing.
+_COSINE_ELEMENTS = 1 << 16
 
 
 def only_finite(metrics: dict[str, float]) -> dict[str, float]:
@@ -35,6 +41,26 @@ def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
     """Return the fraction of responses without an end token: they were cut off at the length limit."""
     finished = sum(len(row.response_ids) > 0 and int(row.response_ids[-1]) in end_ids for row in rows)
     return 1.0 - finished / len(rows)
+
+
+@torch.no_grad()
+def gradient_cosine(optimizer: AdamW, ranks: Ranks) -> float:
+    """Return the cosine between the gradient and Adam's mean of the earlier ones; NaN before the first update.
+
+    The mean is in the optimiser's state already: the previous gradient would be another copy of the weights on the
+    device, and in each checkpoint. Only the first group counts, the policy's, and of it the beginning of each tensor.
+    """
+    products = []
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = optimizer.state.get(parameter, {})
+        if parameter.grad is not None and "exp_avg" in state:
+            gradient = local_part(parameter.grad).flatten()[:_COSINE_ELEMENTS]
+            mean = local_part(state["exp_avg"]).flatten()[:_COSINE_ELEMENTS]
+            products.append(torch.stack([gradient @ mean, gradient @ gradient, mean @ mean]))
+    total_3 = torch.stack(products).double().sum(dim=0) if products else torch.zeros(3, dtype=torch.float64)
+    both, gradient_square, mean_square = ranks.sum(total_3.cpu()).tolist()
+    lengths = math.sqrt(gradient_square * mean_square)
+    return both / lengths if lengths else math.nan
 
 
 def on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:

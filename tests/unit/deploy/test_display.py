@@ -85,6 +85,12 @@ def test_a_batch_without_recent_data_is_named():
     assert summary_line(lagging, 80, None).endswith("the last batch found no data")
 
 
+def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
+    warned = make_status(5, clients=[make_client("trainer", reason="stale answers have lost 1.2 nats")])
+    assert explain(warned) == "the trainer is training: stale answers have lost 1.2 nats"
+    assert summary_line(warned, 80, None).endswith("stale answers have lost 1.2 nats")
+
+
 def test_a_noun_agrees_with_its_number():
     assert [quantity(n, "step") for n in (0, 1, 2, 1024)] == ["0 steps", "1 step", "2 steps", "1024 steps"]
     assert [quantity(n, "entry is", "entries are") for n in (1, 2)] == ["1 entry is", "2 entries are"]

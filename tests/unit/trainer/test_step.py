@@ -14,6 +14,7 @@ from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.trainer import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
+from tba.trainer.objectives.diagnostics import log_ratios_by_advantage
 from tba.trainer.step.learner import Learner
 
 FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
@@ -150,6 +151,27 @@ def test_the_mismatch_is_measured_on_on_policy_tokens_only():
 def test_all_metrics_are_finite_floats():
     metrics = make_learner().step(random_batch(1)).metrics
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
+
+
+def test_log_ratios_are_of_responses_above_and_below_the_mean_reward_without_demonstrations():
+    policy, sampled = (torch.tensor([row], dtype=torch.float64) for row in ([-1, -2, -3, -4.0], [-2, -2.5, -1, 0.0]))
+    found = log_ratios_by_advantage(policy, sampled, torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
+    assert found == {"log_ratio_positive": 0.75, "log_ratio_negative": -2.0}
+    assert "log_ratio_positive" not in make_learner().step(random_batch(1)).metrics
+
+
+def test_the_cosine_is_that_of_the_gradient_and_the_mean_of_the_earlier_ones():
+    learner = make_learner(double=True, max_grad_norm=1e9, adam_betas=[0.5, 0.9])
+    first, second, third = (
+        torch.cat([gradient.flatten() for gradient in gradients_of_step(learner, random_batch(seed))])
+        for seed in range(3)
+    )
+    mean = 0.5 * (0.5 * first) + 0.5 * second
+    expected = torch.nn.functional.cosine_similarity(third, mean, dim=0).item()
+    learner = make_learner(double=True, max_grad_norm=1e9, adam_betas=[0.5, 0.9])
+    metrics = [learner.step(random_batch(seed)).metrics for seed in range(3)]
+    assert "grad_cosine" not in metrics[0]
+    assert metrics[2]["grad_cosine"] == pytest.approx(expected)
 
 
 def test_the_truncated_share_counts_responses_without_an_end_token():

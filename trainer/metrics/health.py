@@ -1,0 +1,98 @@
+"""Warnings that a run is about to be lost: sentences that say what is wrong with the metrics, and what to change.
+
+Each limit applies to an exponential mean over about ten steps, because the metrics of a batch are noisy. Warnings do
+not change training, and their means start anew with each start of the trainer.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tba.common.log import get_logger
+
+log = get_logger(__name__)
+
+_DECAY = 0.9
+# Before it, a mean is of too few batches.
+_FIRST_STEPS = 5
+# A warning that persists is logged again after so many steps.
+_REPEAT_STEPS = 100
+# In nats per response. Rounding alone lowers the mean log-ratio in proportion to the length of the responses: the
+# second limit is per token.
+_LOST_NATS = 1.0
+_LOST_NATS_PER_TOKEN = 0.005
+# In nats. The estimate of log Z may exceed its bound by noise.
+_LOG_Z_NOISE = 0.5
+_REMEDY = "lower train.learning_rate, or set objective.imitation = 0.5"
+
+
+@dataclass(slots=True)
+class Smoothed:
+    """An exponential mean of the values so far, unbiased from the first one on. `count` is their number."""
+
+    count: int = 0
+    value: float = math.nan
+    _sum: float = 0.0
+    _weight: float = 0.0
+
+    def add(self, value: float) -> float:
+        """Add a value, and return the mean."""
+        self.count += 1
+        self._sum = _DECAY * self._sum + (1 - _DECAY) * value
+        self._weight = _DECAY * self._weight + (1 - _DECAY)
+        self.value = self._sum / self._weight
+        return self.value
+
+
+@dataclass(slots=True)
+class Health:
+    """Watches the metrics of the steps. `warning` is the sentence of the limits that are exceeded now, else empty."""
+
+    warning: str = ""
+    _lost: Smoothed = field(default_factory=Smoothed)
+    _log_z: Smoothed = field(default_factory=Smoothed)
+    _bound: Smoothed = field(default_factory=Smoothed)
+    _largest_reward: float = -math.inf
+    _logged_at: dict[str, int] = field(default_factory=dict)
+
+    def update(self, step: int, metrics: Mapping[str, float], largest_reward: float) -> None:
+        """Take the metrics of a step, and log what exceeds its limit. `largest_reward` is that of the batch.
+
+        A skipped step has none of the metrics, and changes nothing.
+        """
+        found = {
+            "log_ratio_positive": self._lost_nats(metrics),
+            "log_z": self._impossible_log_z(metrics, largest_reward),
+        }
+        for name, sentence in found.items():
+            if sentence and step - self._logged_at.get(name, -_REPEAT_STEPS) >= _REPEAT_STEPS:
+                self._logged_at[name] = step
+                log.warning(sentence, step=step)
+        self.warning = "; ".join(filter(None, found.values()))
+
+    def _lost_nats(self, metrics: Mapping[str, float]) -> str:
+        """Return a sentence if good responses have become less likely than they were when they were sampled."""
+        if "log_ratio_positive" not in metrics:
+            return ""
+        lost = -self._lost.add(metrics["log_ratio_positive"])
+        limit = max(_LOST_NATS, _LOST_NATS_PER_TOKEN * metrics["response_tokens_mean"])
+        if self._lost.count < _FIRST_STEPS or lost <= limit:
+            return ""
+        return f"stale answers that were right have lost {lost:.1f} nats: {_REMEDY}"
+
+    def _impossible_log_z(self, metrics: Mapping[str, float], largest_reward: float) -> str:
+        """Return a sentence if log Z is above max r / beta, which it never is on fresh data.
+
+        Z is the mean of exp(r / beta) over the reference, so log Z <= max r / beta, over all rewards seen so far.
+        """
+        if "log_z" not in metrics:
+            return ""
+        self._largest_reward = max(self._largest_reward, largest_reward)
+        log_z = self._log_z.add(metrics["log_z"])
+        bound = self._bound.add(self._largest_reward / metrics["beta"])
+        if self._log_z.count < _FIRST_STEPS or log_z <= bound + _LOG_Z_NOISE:
+            return ""
+        return (
+            f"the mean log Z of {log_z:.1f} is above its bound of {bound:.1f} (largest reward / beta), so sampled "
+            f"answers have lost probability: {_REMEDY}"
+        )

@@ -1,6 +1,7 @@
 """The commands of `tba buffer`. Slow imports are inside the commands, so that `tba --help` stays fast."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -259,6 +260,12 @@ def compact(
     done = run_compact(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
     if as_json:
         return print_json(done)
+    if dry_run:
+        return typer.echo(
+            f"would drop the tokens of {quantity(done['trajectories_compacted'], 'trajectory', 'trajectories')} of run "
+            f"{done['run']}, {quantity(done['token_bytes'], 'byte')}, and keep those of {done['trajectories_kept']}; "
+            "nothing was changed"
+        )
     return print_fields({name.replace("_", " "): value for name, value in done.items()})
 
 
@@ -327,6 +334,12 @@ def migrate(options: ConfigOptions, buffer: Database = None) -> None:
 
 
 def _resolved(options: ConfigOptions, buffer: Path | None, *, unless: Sequence[str] = ()) -> "Resolved":
+    from tba.common.config.layers import is_database
+
+    # What people type first: `tba buffer stats runs/demo/buffer.sqlite`.
+    if options.file is not None and is_database(options.file):
+        not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
+        options, buffer = replace(options, file=None), options.file
     return options.resolve({"buffer.database": None if buffer is None else str(buffer)}, unless=unless)
 
 

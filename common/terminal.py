@@ -37,6 +37,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
 DEFAULT_FILE = Path("tba.toml")
 _PIPE_WIDTH = 1000
+# From here on a number has an exponent.
+_LONG_NUMBER = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,10 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Non
 def cell(value: Any) -> str:
     """Format a value for a table: short numbers, the size of a blob, an empty text for None."""
     if isinstance(value, float):
-        return f"{value:.10g}" if abs(value) >= 1e6 else f"{value:.4g}"
+        if not 1000 <= abs(value) < _LONG_NUMBER:
+            return f"{value:.4g}"
+        # Not `.4g`, which would print 12345.678 as 1.235e+04.
+        return f"{value:.3f}".rstrip("0").rstrip(".")
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
     return "" if value is None else printable(str(value), keep="\n\t")

@@ -2,10 +2,13 @@
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import functools
 import os
 import shutil
 import sqlite3
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from sqlite_utils import Database
 from tba.buffer.store.schema import applied_migrations, check_known, migrate
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.store.write_ahead_log import WriteAheadLog, abandon, open_connection
-from tba.common.errors import StorageError, SyncFailed
+from tba.common.errors import LockTaken, StorageError, SyncFailed
 from tba.common.system.durable import exclusive_lock
 
 _CACHE_KIB = 64 << 10
@@ -23,6 +26,8 @@ _CACHE_KIB = 64 << 10
 _PAGE_BYTES = 8192
 # A known database up to this size is checked at each start, which takes two or three seconds.
 _CHECKED_BYTES = 1 << 30
+# Beyond the largest database of SQLite (281 TB), and so beyond the bytes that it locks.
+_LOCKED_BYTE = 1 << 62
 # Rows per INSERT: Python releases the interpreter lock once per statement instead of once per row. Few different sizes,
 # so that the prepared statements stay in the cache.
 _INSERT_SIZES = (256, 64, 16, 4, 1)
@@ -40,13 +45,14 @@ class DatabaseFile:
     """
 
     def __init__(self, path: Path, *, durability: str) -> None:
-        self.path = path
+        # SQLite resolves links, too: its WAL is beside the file itself.
+        self.path = path = path.resolve()
         taken = f"a buffer server has {path} open: stop it, or name another database"
         self._resources = contextlib.ExitStack()
         try:
             with storage_errors(path):
                 self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
-                self._open(durable=durability == "power")
+                self._open(taken, durable=durability == "power")
         except SyncFailed:
             self._abandon()
             raise
@@ -54,10 +60,11 @@ class DatabaseFile:
             self._resources.close()
             raise
 
-    def _open(self, *, durable: bool) -> None:
+    def _open(self, taken: str, *, durable: bool) -> None:
         # Closed last: SQLite's POSIX locks belong to the process, which drops them when it closes any descriptor.
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         self._resources.callback(os.close, file)
+        _lock_content(file, taken)
         _refuse_unusable(self.path)
         self._connection = self._resources.enter_context(open_connection(self.path))
         self._connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
@@ -166,6 +173,23 @@ class Table:
 
     def __init__(self, database: DatabaseFile) -> None:
         self._database = database
+
+
+def _lock_content(file: int, sentence: str) -> None:
+    """Lock an open database until its descriptor is closed. Raises LockTaken with the sentence.
+
+    The lock file is found by name: a hard link has another one, and it may have been deleted. This lock is on the
+    inode. It is a lock of the open file description, of one byte that SQLite does not use: on network file systems
+    flock() locks the whole file, and would exclude SQLite.
+    """
+    # struct flock: type, whence, start, length, process id.
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise LockTaken(sentence) from None
 
 
 def _refuse_unusable(path: Path) -> None:

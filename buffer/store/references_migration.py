@@ -11,7 +11,7 @@ from tba.buffer.store.views import VIEWS
 
 # Rows have the same bytes under the new declaration, so only the declaration is replaced: a copy of `payloads` would
 # need as much free space again as the file has.
-_DECLARED_ANEW = {
+_REDECLARED = {
     "starts": """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), started_at REAL NOT NULL,
     config TEXT NOT NULL, software TEXT NOT NULL) STRICT""",
     "prompts": """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), position INTEGER,
@@ -81,17 +81,17 @@ def declare_references(db: Database) -> None:
         db.execute(f"INSERT INTO new_{table} {old_rows}")
         db.execute(f"DROP TABLE {table}")
         db.execute(f"ALTER TABLE new_{table} RENAME TO {table}")
-    _declare_anew(db)
+    _redeclare(db)
     for statement in (*_INDEXES, *VIEWS):
         db.execute(statement)
 
 
-def _declare_anew(db: Database) -> None:
+def _redeclare(db: Database) -> None:
     """Replace declarations of tables, as https://www.sqlite.org/lang_altertable.html describes in section 7."""
     (version,) = db.execute("PRAGMA schema_version").fetchone()
     db.execute("PRAGMA writable_schema = ON")
     try:
-        for table, columns in _DECLARED_ANEW.items():
+        for table, columns in _REDECLARED.items():
             statement = "UPDATE sqlite_master SET sql = ? WHERE type = 'table' AND name = ?"
             db.execute(statement, [f"CREATE TABLE {table} {columns}", table])
         # All connections, this one included, read the schema again.

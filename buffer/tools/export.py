@@ -159,9 +159,3 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     # ValueError: a map is not JSON.
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UsageError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
-
-
-def is_database(path: Path) -> bool:
-    """Return whether a file is an SQLite database, by its first bytes."""
-    with path.open("rb") as file:
-        return file.read(16) == b"SQLite format 3\0"

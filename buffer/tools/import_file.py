@@ -19,12 +19,13 @@ from typing import Any
 
 from tba.buffer.service.sequence_ranges import SequenceRanges
 from tba.buffer.store.reader import open_reader
-from tba.buffer.tools.export import JSONL, format_of, is_database, open_records, read_parquet
+from tba.buffer.tools.export import JSONL, format_of, open_records, read_parquet
 from tba.buffer.tools.import_row import Parser
 from tba.buffer.tools.import_target import ImportTarget
 from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common import jsonl
 from tba.common.config import Config
+from tba.common.config.layers import is_database
 from tba.common.errors import BufferFault, StorageError, UsageError
 from tba.common.quantity import quantity
 from tba.common.system.durable import sha256_of

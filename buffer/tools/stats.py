@@ -33,6 +33,6 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
             {key: connection.execute(query, (run,)).fetchone()[0] for key, query in _QUERIES.items()} for run, _ in runs
         ]
     # The write-ahead log may hold all of a young database.
-    log = path.with_name(path.name + "-wal")
+    log = Path(f"{path.resolve()}-wal")
     sizes = {"file_mib": path.stat().st_size / 2**20, "wal_mib": log.stat().st_size / 2**20 if log.exists() else 0.0}
     return [{"run": name, **numbers, **sizes} for (_, name), numbers in zip(runs, counts, strict=True)]

@@ -5,6 +5,7 @@ Each layer is a flat map from dotted keys (`train.learning_rate`) to values with
 
 import difflib
 import os
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 ENVIRONMENT_PREFIX = "TBA_"
 _OTHER_VARIABLES = {"TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", PARENT_VARIABLE, RENDEZVOUS_VARIABLE}
 DEFAULT_ORIGIN = "default"
+_SQLITE = b"SQLite format 3\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,11 @@ def _section_type(field: FieldInfo) -> type[Section]:
 
 
 def _file_layer(file: Path) -> dict[str, _Value]:
+    if is_database(file):
+        raise ConfigError(
+            f"{file} is an SQLite database and no configuration: `tba buffer stats {file}` and other commands of "
+            "`tba buffer` read it; name the TOML file of the run here"
+        )
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -131,14 +138,30 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, _Value]:
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
             continue
         if "__" not in variable:
-            section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).partition("_")
-            raise ConfigError(
-                f"environment variable {variable} sets nothing: write TBA_SECTION__KEY with two underscores, such as "
-                f"TBA_{section}__{name}"
-            )
+            # A supervisor has warned already: its children stay silent.
+            if PARENT_VARIABLE not in environment:
+                print(f"warning: {_without_effect(variable)}", file=sys.stderr)  # noqa: T201
+            continue
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)
         values[key] = _Value(_parse(text), variable)
     return values
+
+
+def _without_effect(variable: str) -> str:
+    section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).partition("_")
+    return (
+        f"environment variable {variable} sets nothing: a key is set by TBA_SECTION__KEY with two underscores, such as "
+        f"TBA_{section}__{name}"
+    )
+
+
+def is_database(file: Path) -> bool:
+    """Return whether a file is an SQLite database, by its first bytes. False for a file that cannot be read."""
+    try:
+        with file.open("rb") as content:
+            return content.read(len(_SQLITE)) == _SQLITE
+    except OSError:
+        return False
 
 
 def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:

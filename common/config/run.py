@@ -15,8 +15,8 @@ class RunSection(Section):
     """Name of the run: letters, digits, dot, dash and underscore."""
     dir: Path = Path("runs/run")
     """Directory for the database, snapshots, checkpoints and metrics."""
-    seed: NonNegative = 0
-    """Seed of all randomness: prompt order, sampling from the buffer, generation, initialisation."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    """Seed of all randomness: prompt order, sampling from the buffer, generation, initialisation. Below 2^63."""
 
 
 class ModelSection(Section):

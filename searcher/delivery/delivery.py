@@ -8,6 +8,7 @@ the effect of once. Memory holds only the window, however long the buffer is awa
 """
 
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Frames, Reply
 from tba.common.wire.trajectory import Trajectory, pack
 from tba.searcher.delivery.spool import Owner, Spool, quarantined, read_put
-from tba.searcher.delivery.takeover import DeadSpool, find_dead_spools
+from tba.searcher.delivery.takeover import DeadSpool, find_dead_spools, left_by_other_hosts
 from tba.searcher.delivery.window import Put, Window
 
 log = get_logger(__name__)
@@ -56,6 +57,13 @@ class Delivery:
         """
         host = socket.gethostname()
         dead = find_dead_spools(self._root, host)
+        for directory, other in left_by_other_hosts(self._root, host, time.time()).items():
+            log.warning(
+                "spool of another host left alone: start a searcher there, or, if it is this machine under an earlier "
+                f'name, write "host": "{host}" into its owner.json',
+                directory=directory,
+                host=other,
+            )
         owner = Owner(self._client.run, self._run_name, self._client.sender, host)
         self._spool = Spool(self._root, owner, limit_bytes=int(self._limit_mib * (1 << 20)))
         for spool in dead:

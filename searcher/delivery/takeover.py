@@ -26,6 +26,9 @@ from tba.searcher.delivery.window import Put, Window
 
 log = get_logger(__name__)
 
+# A put this old was not delivered, though a searcher delivers within seconds.
+_UNDELIVERED_SECONDS = 600.0
+
 
 class DeadSpool:
     """Delivers a dead searcher's spool under its sender id.
@@ -144,14 +147,35 @@ def find_dead_spools(root: Path, host: str) -> list[DeadSpool]:
     return [spool for directory in directories if (spool := _acquire(directory, host)) is not None]
 
 
-def _acquire(directory: Path, host: str) -> DeadSpool | None:
-    """Lock a spool. None if its searcher lives, or is on another machine, whose locks may be invisible here."""
+def left_by_other_hosts(root: Path, host: str, now: float) -> dict[Path, str]:
+    """Return the spools of other hosts, with their host, that hold a put older than `_UNDELIVERED_SECONDS`.
+
+    A living searcher's puts are younger, unless the buffer is away. A container that starts under another host name
+    does not find its own spool.
+    """
+    found = {}
+    for directory in sorted(root.glob("*")):
+        owner = _owner(directory)
+        if owner is None or owner.host == host:
+            continue
+        with contextlib.suppress(OSError):
+            if any(now - put.stat().st_mtime > _UNDELIVERED_SECONDS for put in directory.glob(f"*{PUT_SUFFIX}")):
+                found[directory] = owner.host
+    return found
+
+
+def _owner(directory: Path) -> Owner | None:
     try:
-        owner = Owner(**json.loads((directory / OWNER).read_text(encoding="utf-8")))
+        return Owner(**json.loads((directory / OWNER).read_text(encoding="utf-8")))
     # Just deleted by the searcher that delivered it, or not a spool.
     except (OSError, ValueError, TypeError):
         return None
-    if owner.host != host:
+
+
+def _acquire(directory: Path, host: str) -> DeadSpool | None:
+    """Lock a spool. None if its searcher lives, or is on another machine, whose locks may be invisible here."""
+    owner = _owner(directory)
+    if owner is None or owner.host != host:
         return None
     lock = contextlib.ExitStack()
     try:

@@ -215,6 +215,20 @@ def test_a_time_outside_the_calendar_prints_as_a_number(tba_buffer, filled, time
     assert "answer 01" in tba_buffer("tail", "-b", filled).output
 
 
+def test_a_database_may_stand_where_a_configuration_is_expected(tba_buffer, filled):
+    assert tba_buffer("stats", filled, "--json").json == tba_buffer("stats", "-b", filled, "--json").json
+    assert tba_buffer("check", filled).exit_code == 0
+    assert "exclude each other" in tba_buffer("stats", filled, "-b", filled).message
+
+
+@pytest.mark.parametrize(
+    ("number", "printed"),
+    [(12345.678, "12345.678"), (99999.5, "99999.5"), (28020.0, "28020"), (0.123456, "0.1235"), (1e18, "1e+18")],
+)
+def test_numbers_are_printed_as_people_write_them(number, printed, tba_buffer, filled):
+    assert tba_buffer("query", f"SELECT {number!r} AS n", "-b", filled).output.split() == ["n", printed]
+
+
 def test_show_reports_that_no_step_trained_on_a_trajectory(tba_buffer, filled):
     assert "no step has trained on it" in tba_buffer("show", 7, "-b", filled).output
 

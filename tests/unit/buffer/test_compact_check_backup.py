@@ -103,6 +103,12 @@ def test_a_dry_run_changes_nothing(capped, tba_buffer):
     assert len(ask(capped, LEFT)) == 10
 
 
+def test_a_dry_run_says_what_would_be_dropped(capped, tba_buffer):
+    said = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0, "--dry-run").output
+    assert said.startswith("would drop the tokens of 8 trajectories of run test, ")
+    assert said.endswith(" bytes, and keep those of 2; nothing was changed\n")
+
+
 def test_compact_needs_the_server_stopped(harness, tba_buffer):
     buffer = harness()
     refused = tba_buffer("compact", "-b", buffer.store.path, *TEST_RUN)

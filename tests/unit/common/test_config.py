@@ -1,5 +1,6 @@
 """The configuration: layers, origins, and one sentence per mistake."""
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,21 @@ def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):
 
 def test_an_unknown_key_in_the_environment_is_an_error():
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
+
+
+def test_an_unrelated_variable_is_a_warning(capsys):
+    assert resolve(None, environment={"TBA_HOME": "/srv/tba"}).origins == {}
+    assert "TBA_HOME sets nothing" in capsys.readouterr().err
+
+
+def test_a_database_in_place_of_a_configuration_is_named_as_such(tmp_path):
+    sqlite3.connect(tmp_path / "b.sqlite").execute("CREATE TABLE t (a)").connection.close()
+    assert f"`tba buffer stats {tmp_path}/b.sqlite`" in refusal(tmp_path / "b.sqlite")
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63])
+def test_a_seed_outside_the_integers_of_the_database_is_refused(seed):
+    assert "run.seed" in refusal(assignments=[f"run.seed={seed}"])
 
 
 def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):

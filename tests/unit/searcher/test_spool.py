@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tba.common.errors import RecordLost, StorageError
 from tba.searcher.delivery.spool import Owner, Spool, _decode, _encode, read_put
-from tba.searcher.delivery.takeover import DeadSpool, find_dead_spools
+from tba.searcher.delivery.takeover import DeadSpool, find_dead_spools, left_by_other_hosts
 from tba.tests.helpers.weights import flip_a_byte
 
 OWNER = Owner(run="r" * 32, run_name="run", sender="node-cpu0.1", host="node")
@@ -172,6 +172,15 @@ def test_a_dead_spool_belongs_to_one_searcher_until_it_is_released(tmp_path):
 def test_the_spool_of_another_host_is_not_taken_over(tmp_path):
     abandon(tmp_path, 1)
     assert find_dead_spools(tmp_path, "elsewhere") == []
+
+
+def test_old_puts_of_another_host_are_found(tmp_path):
+    abandon(tmp_path, 1)
+    (directory,) = tmp_path.iterdir()
+    written = (directory / "0000000000000001.put").stat().st_mtime
+    assert left_by_other_hosts(tmp_path, "elsewhere", written + 3600) == {directory: "node"}
+    assert left_by_other_hosts(tmp_path, "elsewhere", written + 60) == {}
+    assert left_by_other_hosts(tmp_path, "node", written + 3600) == {}
 
 
 def test_a_directory_that_is_not_a_spool_is_left_alone(tmp_path):

@@ -317,6 +317,29 @@ def backup(
 
 @app.command()
 @with_config
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="BACKUP", help="A backup, or any other buffer database.")],
+    options: ConfigOptions,
+    to: Annotated[
+        Path | None, typer.Option("--to", "-b", help="The database to replace; default: that of the configuration.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put a backup in the place of the database, and keep what it replaces beside it. The server must be stopped."""
+    path = _config(options, to).database
+    from tba.buffer.tools.restore import restore as run_restore
+    from tba.common.terminal import byte_progress
+
+    with byte_progress("copying", quiet=as_json) as progress:
+        done = run_restore(file, path, progress=progress)
+    if as_json:
+        return print_json(done)
+    replaced = f"; what was there is now {done['replaced']}" if done["replaced"] else ""
+    return typer.echo(f"restored {path} from {file}: {quantity(done['bytes'], 'byte')}{replaced}")
+
+
+@app.command()
+@with_config
 def migrate(options: ConfigOptions, buffer: Database = None) -> None:
     """Migrate the database of an older release to the current schema, as starting its server does."""
     settings = _config(options, buffer)

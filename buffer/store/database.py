@@ -2,13 +2,10 @@
 
 import contextlib
 import ctypes
-import errno
-import fcntl
 import functools
 import os
 import shutil
 import sqlite3
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,8 @@ from sqlite_utils import Database
 from tba.buffer.store.schema import applied_migrations, check_known, migrate
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.store.write_ahead_log import WriteAheadLog, abandon, open_connection
-from tba.common.errors import LockTaken, StorageError, SyncFailed
-from tba.common.system.durable import exclusive_lock
+from tba.common.errors import StorageError, SyncFailed
+from tba.common.system.durable import exclusive_lock, lock_bytes
 
 _CACHE_KIB = 64 << 10
 # Page size of a new database. A response of thousands of tokens needs half as many pages as with SQLite's default 4096.
@@ -27,7 +24,7 @@ _PAGE_BYTES = 8192
 # A known database up to this size is checked at each start, which takes two or three seconds.
 _CHECKED_BYTES = 1 << 30
 # Beyond the largest database of SQLite (281 TB), and so beyond the bytes that it locks.
-_LOCKED_BYTE = 1 << 62
+LOCKED_BYTE = 1 << 62
 # Rows per INSERT: Python releases the interpreter lock once per statement instead of once per row. Few different sizes,
 # so that the prepared statements stay in the cache.
 _INSERT_SIZES = (256, 64, 16, 4, 1)
@@ -64,7 +61,8 @@ class DatabaseFile:
         # Closed last: SQLite's POSIX locks belong to the process, which drops them when it closes any descriptor.
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         self._resources.callback(os.close, file)
-        _lock_content(file, taken)
+        # The lock file is found by name: a hard link has another one, and it may have been deleted.
+        lock_bytes(file, LOCKED_BYTE, 1, taken)
         _refuse_unusable(self.path)
         self._connection = self._resources.enter_context(open_connection(self.path))
         self._connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
@@ -173,23 +171,6 @@ class Table:
 
     def __init__(self, database: DatabaseFile) -> None:
         self._database = database
-
-
-def _lock_content(file: int, sentence: str) -> None:
-    """Lock an open database until its descriptor is closed. Raises LockTaken with the sentence.
-
-    The lock file is found by name: a hard link has another one, and it may have been deleted. This lock is on the
-    inode. It is a lock of the open file description, of one byte that SQLite does not use: on network file systems
-    flock() locks the whole file, and would exclude SQLite.
-    """
-    # struct flock: type, whence, start, length, process id.
-    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
-    try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        raise LockTaken(sentence) from None
 
 
 def _refuse_unusable(path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,22 @@ def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
         if not os.fstat(file.fileno()).st_nlink:
             raise LockTaken(sentence)
         yield
+
+
+def lock_bytes(file: int, start: int, length: int, sentence: str) -> None:
+    """Lock bytes of an open file, which need not exist, until its descriptor is closed. Raises LockTaken.
+
+    The lock belongs to the inode and to this descriptor alone. Unlike flock(), which locks the whole file on network
+    file systems, it leaves the other bytes to the locks of SQLite.
+    """
+    # struct flock: type, whence, start, length, process id.
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise LockTaken(sentence) from None
 
 
 def temporary_directory(final: Path) -> Path:

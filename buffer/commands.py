@@ -1,13 +1,14 @@
 """The commands of `tba buffer`. Slow imports are inside the commands, so that `tba --help` stays fast."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tba.common.errors import EXIT_FAILED, EXIT_OK
+from tba.buffer.command_options import Database, Force, resolve, resolve_config
+from tba.buffer.maintenance_commands import app as maintenance_app
+from tba.common.errors import EXIT_OK
 from tba.common.quantity import quantity
 from tba.common.terminal import (
     ConfigOptions,
@@ -19,21 +20,12 @@ from tba.common.terminal import (
     print_csv,
     print_json,
     print_json_rows,
-    print_table,
     start_process,
     with_config,
 )
 
-if TYPE_CHECKING:
-    from tba.common.config import Config
-    from tba.common.config.layers import Resolved
-
 app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve, query, export, import and maintain it.")
 
-Database = Annotated[
-    Path | None, typer.Option("--buffer", "-b", help="The database file; default: that of the configuration.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl or parquet; default: by the file's suffix.")]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
@@ -44,7 +36,7 @@ _LARGEST_ID = (1 << 63) - 1
 @with_config
 def serve(options: ConfigOptions, buffer: Database = None) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
-    settings = _config(options, buffer)
+    settings = resolve_config(options, buffer)
     from tba.buffer.server.start import serve as run_server
 
     run_server(settings, start_process("buffer"))
@@ -60,7 +52,7 @@ def stats(
 ) -> None:
     """Show counts, sizes and rewards from the database file. Works while the server runs."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = _config(options, buffer).database
+    path = resolve_config(options, buffer).database
     from tba.buffer.tools.printing import print_fields
     from tba.buffer.tools.stats import read_stats
 
@@ -88,28 +80,47 @@ def query(
             min=0, help="Maximum number of rows; 0 means all. Default: 100 in a table, all with --json or --csv."
         ),
     ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Ask the `tba buffer serve-queries` at this address instead of a file here.")
+    ] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = _config(options, buffer).database
-    from itertools import islice
-
-    from tba.buffer.tools.printing import csv_value, jsonable, refuse_equal
-    from tba.buffer.tools.query import query as run_query
-
+    not_both(address is not None, buffer is not None, "--address", "--buffer")
     if limit is None:
         limit = 0 if as_json or as_csv else _TABLE_ROWS
+    if address is not None:
+        from tba.buffer.tools.remote_query import remote_query
+
+        result = remote_query(address, sql, limit=limit)
+        _print_rows(result.headings, result.rows, as_json=as_json, as_csv=as_csv)
+        if result.cut:
+            note(result.cut)
+        return
+    path = resolve_config(options, buffer).database
+    from itertools import islice
+
+    from tba.buffer.tools.query import query as run_query
+
     with run_query(path, sql) as (headings, found):
-        rows = islice(found, limit) if limit else found
-        if as_json:
-            refuse_equal(headings)
-            print_json_rows(jsonable(headings, row) for row in rows)
-        elif as_csv:
-            print_csv(headings, (list(map(csv_value, row)) for row in rows))
-        else:
-            print_columns(headings, rows)
+        _print_rows(headings, islice(found, limit) if limit else found, as_json=as_json, as_csv=as_csv)
         if limit and next(found, None) is not None:
             note(f"first {quantity(limit, 'row')} only: --limit 0 shows all")
+
+
+@app.command("serve-queries")
+@with_config
+def serve_queries(
+    address: Annotated[str, typer.Argument(help="Where to listen: tcp://HOST:PORT or ipc://PATH.")],
+    options: ConfigOptions,
+    buffer: Database = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Longest time of a query.")] = 10.0,
+) -> None:
+    """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own beside the server."""
+    path = resolve_config(options, buffer).database
+    from tba.buffer.tools.query_server import serve_queries as run_server
+
+    run_server(path, address, start_process("queries"), seconds=seconds)
 
 
 @app.command()
@@ -121,7 +132,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
-    settings = _config(options, buffer)
+    settings = resolve_config(options, buffer)
     from tba.buffer.tools.printing import print_trajectory
     from tba.buffer.tools.show import describe, recorded_model
     from tba.buffer.tools.tokenizer import decoder_of
@@ -145,7 +156,7 @@ def tail(
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = _config(options, buffer).database
+    path = resolve_config(options, buffer).database
     from tba.buffer.tools.printing import print_csv_line, print_line
     from tba.buffer.tools.show import TAIL_COLUMNS, follow, newest
 
@@ -178,7 +189,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write trajectories to a file, with everything that an import needs. Works while the server runs."""
-    path = _config(options, buffer).database
+    path = resolve_config(options, buffer).database
     from tba.buffer.tools.export import export as run_export
 
     done = run_export(path, file, where=where, format_=format_, force=force)
@@ -201,7 +212,7 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Add exported trajectories or demonstrations to the run. Works with and without a server; may be repeated."""
-    resolved = _resolved(options, buffer)
+    resolved = resolve(options, buffer)
     settings = resolved.config
     from tba.buffer.store.starts import refuse_unnamed_run
     from tba.buffer.tools.import_file import import_file, read_rows
@@ -229,142 +240,17 @@ def import_(
     )
 
 
-@app.command()
-@with_config
-def compact(
-    options: ConfigOptions,
-    buffer: Database = None,
-    keep_steps: Annotated[
-        int, typer.Option(min=0, help="Keep the tokens of the batches of the newest steps, for resume.")
-    ] = 1000,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Report what would be dropped, and change nothing.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Drop the tokens of trajectories that can no longer be sampled; rewards, texts and history stay.
+# The commands that change a file as a whole.
+app.add_typer(maintenance_app)
 
-    The server must be stopped. The settings that the run was last served with determine what can be sampled; options
-    of this command take precedence. If the database is named explicitly, ./tba.toml is not read, because it may belong
-    to another run.
-    """
-    resolved = _resolved(options, buffer, unless=("buffer.database", "run.dir"))
-    path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None
-    from tba.buffer.store.starts import recorded_settings
-    from tba.buffer.tools.compact import compact as run_compact
-    from tba.buffer.tools.printing import print_fields
-    from tba.common.clock import SystemClock
 
-    recorded = {**recorded_settings(path, given), "buffer.database": path}
-    settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
-    done = run_compact(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
+def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, as_json: bool, as_csv: bool) -> None:
+    from tba.buffer.tools.printing import csv_value, jsonable, refuse_equal
+
     if as_json:
-        return print_json(done)
-    if dry_run:
-        return typer.echo(
-            f"would drop the tokens of {quantity(done['trajectories_compacted'], 'trajectory', 'trajectories')} of run "
-            f"{done['run']}, {quantity(done['token_bytes'], 'byte')}, and keep those of {done['trajectories_kept']}; "
-            "nothing was changed"
-        )
-    return print_fields({name.replace("_", " "): value for name, value in done.items()})
-
-
-@app.command()
-@with_config
-def check(
-    options: ConfigOptions,
-    buffer: Database = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the comparison of indexes with their tables.")] = False,
-    as_json: Json = False,
-    as_csv: Csv = False,
-) -> None:
-    """Check the database. Works while the server runs. The exit code is 1 if a check fails."""
-    not_both(as_json, as_csv, "--json", "--csv")
-    path = _config(options, buffer).database
-    from tba.buffer.tools.check import check as run_check
-
-    findings = run_check(path, quick=quick)
-    if as_json:
-        print_json(findings)
+        refuse_equal(headings)
+        print_json_rows(jsonable(headings, row) for row in rows)
     elif as_csv:
-        print_csv(["check", "result", "detail"], (list(finding.values()) for finding in findings))
+        print_csv(headings, (list(map(csv_value, row)) for row in rows))
     else:
-        print_table(["check", "result", "detail"], findings)
-    if any(finding["result"] == "fail" for finding in findings):
-        raise typer.Exit(EXIT_FAILED)
-
-
-@app.command()
-@with_config
-def backup(
-    file: Annotated[Path, typer.Argument(help="The file to write.")],
-    options: ConfigOptions,
-    buffer: Database = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Copy the database as it is now into one checked file. Works while the server runs."""
-    path = _config(options, buffer).database
-    from tba.buffer.tools.backup import backup as run_backup
-    from tba.common.terminal import byte_progress
-
-    with byte_progress("copying", quiet=as_json) as progress:
-        done = run_backup(path, file, force=force, progress=progress)
-    if as_json:
-        return print_json(done)
-    return typer.echo(f"{quantity(done['bytes'], 'byte')} in {file}, integrity {done['integrity']}")
-
-
-@app.command()
-@with_config
-def restore(
-    file: Annotated[Path, typer.Argument(metavar="BACKUP", help="A backup, or any other buffer database.")],
-    options: ConfigOptions,
-    to: Annotated[
-        Path | None, typer.Option("--to", "-b", help="The database to replace; default: that of the configuration.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Put a backup in the place of the database, and keep what it replaces beside it. The server must be stopped."""
-    path = _config(options, to).database
-    from tba.buffer.tools.restore import restore as run_restore
-    from tba.common.terminal import byte_progress
-
-    with byte_progress("copying", quiet=as_json) as progress:
-        done = run_restore(file, path, progress=progress)
-    if as_json:
-        return print_json(done)
-    replaced = f"; what was there is now {done['replaced']}" if done["replaced"] else ""
-    return typer.echo(f"restored {path} from {file}: {quantity(done['bytes'], 'byte')}{replaced}")
-
-
-@app.command()
-@with_config
-def migrate(options: ConfigOptions, buffer: Database = None) -> None:
-    """Migrate the database of an older release to the current schema, as starting its server does."""
-    settings = _config(options, buffer)
-    from tba.buffer.store.schema import schema_names
-    from tba.buffer.store.store import Store
-    from tba.common.errors import UsageError
-
-    if not settings.database.exists():
-        raise UsageError(f"{settings.database} does not exist")
-    Store(settings.database, durability="power").close()
-    typer.echo(f"{settings.database} has schema {schema_names()[-1]}")
-
-
-# ---------------------------------------------------------------- helpers
-
-
-def _resolved(options: ConfigOptions, buffer: Path | None, *, unless: Sequence[str] = ()) -> "Resolved":
-    from tba.common.config.layers import is_database
-
-    # What people type first: `tba buffer stats runs/demo/buffer.sqlite`.
-    if options.file is not None and is_database(options.file):
-        not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
-        options, buffer = replace(options, file=None), options.file
-    return options.resolve({"buffer.database": None if buffer is None else str(buffer)}, unless=unless)
-
-
-def _config(options: ConfigOptions, buffer: Path | None) -> "Config":
-    return _resolved(options, buffer).config
+        print_columns(headings, rows)

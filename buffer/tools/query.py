@@ -1,7 +1,9 @@
 """Run a user's SQL on a buffer file: one read-only statement, whose rows are streamed."""
 
 import contextlib
+import math
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ _ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE
 _ALLOWED_PRAGMAS = frozenset({"table_info", "table_xinfo", "table_list", "index_list", "index_info", "index_xinfo"})
 _DENIED_FUNCTIONS = frozenset({"load_extension", "writefile", "edit"})
 _STATEMENT_ERRORS = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE)
-_PROGRESS_INSTRUCTIONS = 1_000_000
+_PROGRESS_INSTRUCTIONS = 100_000
 _HINT = ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients) and tables"
 
 
@@ -32,9 +34,12 @@ def query(path: Path, sql: str, parameters: Sequence[Any] = ()) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def reading_only(connection: sqlite3.Connection) -> Iterator[None]:
-    """Restrict a connection to statements that read. Raises UsageError with one sentence for a wrong statement."""
-    refused = False
+def reading_only(connection: sqlite3.Connection, *, seconds: float = math.inf) -> Iterator[None]:
+    """Restrict a connection to statements that read, for at most some seconds.
+
+    Raises UsageError with one sentence for a wrong statement, or for one that takes longer.
+    """
+    refused, deadline = False, time.monotonic() + seconds
 
     # SQLite calls it for every action of a statement, before the statement runs.
     def authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
@@ -48,7 +53,7 @@ def reading_only(connection: sqlite3.Connection) -> Iterator[None]:
 
     connection.set_authorizer(authorize)
     # Python handles Ctrl-C in this callback, even while a statement runs for minutes.
-    connection.set_progress_handler(lambda: 0, _PROGRESS_INSTRUCTIONS)
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, _PROGRESS_INSTRUCTIONS)
     try:
         yield
     # Python 3.11 raises Warning for several statements at once.
@@ -61,8 +66,10 @@ def reading_only(connection: sqlite3.Connection) -> Iterator[None]:
                 "its server and use another SQLite client on a copy"
             ) from error
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        # SQLite's error for an exception in the progress handler: a Ctrl-C.
+        # SQLite's error for an exception in the progress handler, a Ctrl-C, and if the handler returns True.
         if code == sqlite3.SQLITE_INTERRUPT:
+            if time.monotonic() > deadline:
+                raise UsageError(f"the query takes longer than {seconds:g} s: read fewer rows") from error
             raise KeyboardInterrupt from error
         if code in _STATEMENT_ERRORS:
             unknown = str(error).startswith(("no such table", "no such column"))

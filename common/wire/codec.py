@@ -16,6 +16,7 @@ from tba.common.quantity import quantity
 from tba.common.wire import messages
 from tba.common.wire.file_messages import Chunk, FetchChunk
 from tba.common.wire.messages import PROTOCOL_VERSION, Id, Message, Name, PutTrajectories, Role, RunState
+from tba.common.wire.query_messages import QueryResult, RunQuery
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.common.wire.trajectory import ARRAY_KINDS, check_frames, check_tokens
 
@@ -30,6 +31,7 @@ def _by_type(*classes: type[Message]) -> dict[str, type[Message]]:
 REQUESTS = _by_type(*messages.Request.__subclasses__(), GetStatus)
 REPLIES = _by_type(*messages.Reply.__subclasses__(), Status)
 FILE_REQUESTS, FILE_REPLIES = _by_type(FetchChunk), _by_type(Chunk, messages.Failure)
+QUERY_REQUESTS, QUERY_REPLIES = _by_type(RunQuery), _by_type(QueryResult, messages.Failure)
 _COUNT_COLUMNS = {f"{kind.name}_count" for kind in ARRAY_KINDS}
 
 
@@ -90,13 +92,13 @@ def encode_reply(message: Message, *, id: int, run: str, state: RunState, frames
 
 
 def encode_file_reply(message: Message, *, id: int, run: str, frames: Sequence[bytes] = ()) -> Frames:
-    """Return the multipart of a reply of the trainer's file server."""
+    """Return the multipart of a reply without run state: of a snapshot server or a query server."""
     return [msgpack.packb(_envelope(message, id, run)), *frames]
 
 
-def decode_file_reply(frames: Sequence[memoryview]) -> FileReply:
-    """Validate a reply of the trainer's file server. Raises WireError, VersionMismatch or Oversize."""
-    return _decode(frames, Envelope, FILE_REPLIES)
+def decode_file_reply(frames: Sequence[memoryview], types: dict[str, type[Message]] = FILE_REPLIES) -> FileReply:
+    """Validate a reply without run state, of one of these types. Raises WireError, VersionMismatch or Oversize."""
+    return _decode(frames, Envelope, types)
 
 
 def decode_request(frames: Sequence[memoryview], types: dict[str, type[Message]] = REQUESTS) -> Request:

@@ -41,6 +41,19 @@ def test_query_sees_acknowledged_rows_while_the_server_writes(writing, tba, run_
     assert counted(tba, "--config", run_config.file) >= later
 
 
+def test_another_machine_queries_a_busy_buffer(writing, start_tba, tba, run_config, tmp_path):
+    before = writing()
+    address = f"ipc://{tmp_path}/queries"
+    server = start_tba("buffer", "serve-queries", address, "--config", run_config.file)
+    assert before <= counted(tba, "--address", address)
+    refused = tba("buffer", "query", "DELETE FROM prompts", "--address", address)
+    assert (refused.returncode, "only reads" in refused.stderr) == (2, True)
+    mistaken = tba("buffer", "query", "SELECT 1", "--address", run_config.address)
+    assert "which is not buffer.address" in mistaken.stderr
+    server.terminate()
+    assert server.wait(60) == 0
+
+
 def test_a_backup_of_a_busy_buffer_is_sound_and_complete(writing, tba, run_config, tmp_path):
     before = writing()
     result = tba("buffer", "backup", "copy.sqlite", "--json", "--config", run_config.file)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tba.common.errors import Oversize, VersionMismatch, WireError
-from tba.common.wire import codec, file_messages, messages
+from tba.common.wire import codec, file_messages, messages, query_messages
 from tba.common.wire.codec import (
     MAX_HEADER_BYTES,
     decode_file_reply,
@@ -63,6 +63,13 @@ FILE_MESSAGES = {
 }
 
 
+QUERY_MESSAGES = {
+    "run_query": query_messages.RunQuery(sql="SELECT 1", limit=10),
+    "query_result": query_messages.QueryResult(headings=["a"], rows=[[1], [0.5], ["x"], [b"y"], [None]], cut=""),
+    "failure": REPLIES["failure"],
+}
+
+
 def request(message: messages.Message, frames: list[bytes] | None = None) -> list[bytes]:
     return encode_request(message, id=3, role="searcher", sender="s.1", run="r", frames=frames or [])
 
@@ -94,6 +101,15 @@ def test_every_message_class_is_covered():
     assert set(codec.REQUESTS) == set(REQUESTS) | {"put_trajectories"}
     assert set(codec.REPLIES) == set(REPLIES) | {"batch", "status"}
     assert set(codec.FILE_REQUESTS) | set(codec.FILE_REPLIES) == set(FILE_MESSAGES)
+
+
+def test_every_message_of_a_query_server_survives_the_wire():
+    assert set(codec.QUERY_REQUESTS) | set(codec.QUERY_REPLIES) == set(QUERY_MESSAGES)
+    decoded = decode_request(views(request(QUERY_MESSAGES["run_query"])), codec.QUERY_REQUESTS)
+    assert decoded.message == QUERY_MESSAGES["run_query"]
+    for name in codec.QUERY_REPLIES:
+        frames = views(encode_file_reply(QUERY_MESSAGES[name], id=3, run=""))
+        assert decode_file_reply(frames, codec.QUERY_REPLIES).message == QUERY_MESSAGES[name]
 
 
 def test_every_message_of_the_file_server_survives_the_wire():

@@ -1,0 +1,35 @@
+"""Options that the commands of `tba buffer` share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tba.common.terminal import ConfigOptions, not_both
+
+if TYPE_CHECKING:
+    from tba.common.config import Config
+    from tba.common.config.layers import Resolved
+
+Database = Annotated[
+    Path | None, typer.Option("--buffer", "-b", help="The database file; default: that of the configuration.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
+
+
+def resolve(options: ConfigOptions, buffer: Path | None, *, unless: Sequence[str] = ()) -> "Resolved":
+    """Return the configuration with the database of --buffer, or of a database in the place of the TOML file."""
+    from tba.common.config.layers import is_database
+
+    # What people type first: `tba buffer stats runs/demo/buffer.sqlite`.
+    if options.file is not None and is_database(options.file):
+        not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
+        options, buffer = replace(options, file=None), options.file
+    return options.resolve({"buffer.database": None if buffer is None else str(buffer)}, unless=unless)
+
+
+def resolve_config(options: ConfigOptions, buffer: Path | None) -> "Config":
+    """As `resolve`, without the origins."""
+    return resolve(options, buffer).config

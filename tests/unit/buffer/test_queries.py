@@ -1,0 +1,76 @@
+"""The query server: what it answers, and the limits of a query."""
+
+import contextlib
+import sqlite3
+
+import pytest
+
+from tba.buffer.tools.query_server import answer
+from tba.common.wire import query_messages as wire
+from tba.common.wire.codec import QUERY_REPLIES, decode_file_reply, encode_request
+from tba.common.wire.messages import Heartbeat
+
+
+def ask(path, sql: str, *, limit: int = 100, seconds: float = 30.0):
+    request = wire.RunQuery(sql=sql, limit=limit)
+    frames = encode_request(request, id=7, role="monitor", sender="m.1", run="")
+    reply = decode_file_reply([memoryview(f) for f in answer(path, list(map(memoryview, frames)), seconds=seconds)],
+                              QUERY_REPLIES)  # fmt: skip
+    assert reply.header.id == 7
+    return reply.message
+
+
+def test_rows_of_every_type_come_back_as_they_are(filled):
+    result = ask(filled, "SELECT 1 AS i, 0.5 AS r, 'ä' AS t, x'00ff' AS b, NULL AS n, 9e999 AS infinite")
+    assert result.headings == ["i", "r", "t", "b", "n", "infinite"]
+    assert result.rows == [[1, 0.5, "ä", b"\x00\xff", None, float("inf")]]
+    assert ask(filled, "SELECT COUNT(*) FROM trajectories").rows == [[7]]
+
+
+def test_rows_beyond_the_limit_are_left_out_and_named(filled):
+    result = ask(filled, "SELECT id FROM trajectories ORDER BY id", limit=3)
+    assert (result.rows, result.cut) == ([[1], [2], [3]], "first 3 rows only")
+    assert ask(filled, "SELECT id FROM trajectories LIMIT 3", limit=3).cut == ""
+
+
+def test_bytes_of_a_reply_have_a_limit(filled):
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100)"
+    result = ask(filled, f"{numbers} SELECT hex(zeroblob(100000)) FROM n")
+    assert 30 < len(result.rows) < 50
+    assert "at most 8 MiB" in result.cut
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+
+
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        (ENDLESS, "takes longer than 0.2 s"),
+        ("DELETE FROM prompts", "only reads"),
+        ("ATTACH 'x.sqlite' AS x", "only reads"),
+        ("PRAGMA hard_heap_limit = 0", "only reads"),
+        ("SELECT load_extension('x')", "only reads"),
+        ("SELECT zeroblob(1000000000)", "too big"),
+        ("SELECT 'a' LIKE '" + "%a" * 100 + "'", "too complex"),
+        ("SELECT 1; SELECT 2", "one statement"),
+        ("SELEC 1", "syntax error"),
+    ],
+)
+def test_a_query_beyond_what_is_allowed_is_refused(sql, words, filled):
+    failure = ask(filled, sql, seconds=0.2)
+    assert (failure.code, words in failure.message) == ("query", True), failure.message
+
+
+def test_a_message_to_the_buffer_is_refused(filled):
+    beat = Heartbeat(activity="x", reason="", weights_version=None, metrics={})
+    frames = encode_request(beat, id=3, role="monitor", sender="m.1", run="")
+    reply = decode_file_reply([memoryview(f) for f in answer(filled, list(map(memoryview, frames)), seconds=1.0)])
+    assert (reply.header.id, reply.message.code) == (3, "malformed")
+
+
+def test_a_query_waits_for_no_writer(filled):
+    with contextlib.closing(sqlite3.connect(filled, isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("DELETE FROM trajectory_rows")
+        assert ask(filled, "SELECT COUNT(*) FROM trajectories").rows == [[7]]

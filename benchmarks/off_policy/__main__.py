@@ -1,0 +1,94 @@
+"""Run panels, then print their tables and draw their pictures from the file of results.
+
+    python -m benchmarks.off_policy staleness long buffer ablations [--task copying-32] [--sweep]
+    python -m benchmarks.off_policy staleness --tables-only
+
+Runs that are in the file are not repeated, so a command that was stopped goes on where it was.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.off_policy.panels import ABLATIONS, PANELS, cells, sweep
+from benchmarks.off_policy.plot import draw
+from benchmarks.off_policy.report import table
+from benchmarks.off_policy.results import Results, complete, load
+from benchmarks.off_policy.setting import REPORT_SEEDS, Setting, objective_section
+
+RESULTS = Path(__file__).parents[2] / "docs" / "images" / "off_policy.jsonl"
+
+
+def main() -> None:
+    options = parse_arguments()
+    deadline = time.monotonic() + options.budget_minutes * 60
+    for name in options.panels:
+        panel, file, seeds = PANELS[name], options.results, REPORT_SEEDS[: options.seeds]
+        objectives = options.objectives or panel.objectives
+        for objective in objectives:
+            objective_section(objective)
+        columns = [column for column in panel.columns if not options.columns or column in options.columns]
+        choice = (options.task, objectives, columns)
+
+        def run(settings: Sequence[Setting], file: Path = file) -> Results:
+            announce(settings, load(file), options.workers)
+            return complete(file, settings, workers=options.workers, deadline=deadline)
+
+        if not options.tables_only:
+            results = run(list(sweep(panel, *choice))) if options.sweep else load(file)
+            chosen = list(cells(panel, results, *choice))
+            run([setting for seed in seeds for cell in chosen for setting in cell.of_seeds([seed])])
+        results = load(file)
+        chosen = list(cells(panel, results, *choice))
+        print(f"\n{name}, {options.task}" + (f". The paper: {panel.paper}." if panel.paper else ""))
+        print("\n".join(table(panel, results, chosen, seeds)))
+        if name not in ABLATIONS:
+            draw(file.with_name(f"off_policy_{name}_{options.task}.png"), results, chosen, seeds)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "panels", nargs="+", metavar="PANEL", help=f"{', '.join(PANELS)}, or ablations for all of those"
+    )
+    parser.add_argument("--task", default="arithmetic", help="arithmetic, or copying-N with N digits")
+    parser.add_argument("--objectives", nargs="+", default=[], help="NAME or NAME:KEY=VALUE,...; default: the panel's")
+    parser.add_argument("--columns", nargs="+", default=[], help='data, such as "D = 64"; default: all of the panel')
+    parser.add_argument("--seeds", type=int, default=len(REPORT_SEEDS), help="seeds that are reported")
+    parser.add_argument("--sweep", action="store_true", help="choose rates first: 12 runs for each cell")
+    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--budget-minutes", type=float, default=math.inf, help="start no run after this time")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of results; pictures go to its directory")
+    parser.add_argument("--tables-only", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    names = [name for given in options.panels for name in (ABLATIONS if given == "ablations" else (given,))]
+    unknown = [name for name in names if name not in PANELS]
+    if unknown:
+        parser.error(f"no panel {unknown[0]!r}: there are {', '.join(PANELS)} and ablations")
+    options.panels = names
+    return options
+
+
+def announce(settings: Sequence[Setting], results: Results, workers: int) -> None:
+    """Print how many runs are to be made, and the CPU time they need by the runs of the same task in the file."""
+    missing = [setting for setting in dict.fromkeys(settings) if setting not in results]
+    costs = {
+        task: np.mean([run.cpu_seconds / work(setting) for setting, run in results.items() if setting.task == task])
+        for task in {setting.task for setting in results}
+    }
+    known = all(setting.task in costs for setting in missing)
+    seconds = sum(costs[setting.task] * work(setting) for setting in missing) if known else math.nan
+    print(f"{len(missing)} runs, about {seconds / 60:.0f} CPU minutes, {workers} at a time", flush=True)
+
+
+def work(setting: Setting) -> int:
+    """Return the number of responses that a run trains on."""
+    return setting.steps * setting.prompts * setting.samples
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The two tasks: arithmetic with a reward of 0 or 1, and copying with graded rewards and longer responses.
+
+Held-out problems are in two parts. "choosing" is for learning rates and settings, "reporting" only for results.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from benchmarks.off_policy.copying_model import make_model
+from tba.searcher.tasks.arithmetic import ArithmeticTask
+from tba.searcher.tasks.task import Prompt
+
+ROOT = Path(__file__).parents[2]
+# Problems of arithmetic that are kept out of training and were in no earlier comparison of objectives.
+REPORTED = 256
+COPYING_PROBLEMS = 4096
+COPYING_HELD_OUT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The tokens of a prompt and of its right response, end token included."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Problems of one length of prompt. `longest` is the limit of responses in tokens, `beta` the KL coefficient.
+
+    With `graded` the reward is the fraction of positions of the answer that are right, otherwise 1 for the right
+    answer and 0 for any other.
+    """
+
+    name: str
+    model: Path
+    longest: int
+    beta: float
+    graded: bool
+    end: int
+    training: Sequence[Problem]
+    held_out: dict[str, Sequence[Problem]]
+
+    def reward(self, problem: Problem, response: Sequence[int]) -> float:
+        """Return the reward of a response, which ends with the end token unless it was cut off."""
+        if not self.graded:
+            return float(tuple(response) == problem.answer)
+        right = sum(one == other for one, other in zip(response, problem.answer, strict=False))
+        return right / len(problem.answer)
+
+
+@cache
+def load_task(name: str) -> Task:
+    """Return a task by name: "arithmetic", or "copying-N" for N digits. Makes the model of the latter at first use."""
+    if name == "arithmetic":
+        return _arithmetic()
+    kind, _, digits = name.partition("-")
+    if kind != "copying" or not digits.isdigit():
+        raise ValueError(f"unknown task {name!r}: arithmetic, or copying-N with N digits")
+    return _copying(int(digits))
+
+
+def _arithmetic() -> Task:
+    task, path = ArithmeticTask(), ROOT / "examples" / "arithmetic" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    problems = list(task.prompts())
+    return Task(
+        name="arithmetic",
+        model=path,
+        longest=5,
+        beta=0.1,
+        graded=False,
+        end=tokenizer.eos_token_id,
+        training=_encoded(problems[:-REPORTED], tokenizer),
+        held_out={
+            "choosing": _encoded(task.held_out(), tokenizer),
+            "reporting": _encoded(problems[-REPORTED:], tokenizer),
+        },
+    )
+
+
+def _copying(digits: int) -> Task:
+    """Copy a string of digits. The model writes many odd digits one too small (copying_model.py)."""
+    path = ROOT / "models" / f"copying-{digits}"
+    if not (path / "config.json").exists():
+        make_model(path, digits)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    rng = random.Random(digits)
+    strings = ["".join(rng.choices("0123456789", k=digits)) for _ in range(COPYING_PROBLEMS)]
+    problems = _encoded([Prompt(key=text, text=f"{text}=", answer=text) for text in strings], tokenizer)
+    return Task(
+        name=f"copying-{digits}",
+        model=path,
+        longest=digits + 1,
+        # A position is worth 1 / (digits + 1): beta keeps the odds of a right one in the optimum, e^8.
+        beta=1 / (8 * (digits + 1)),
+        graded=True,
+        end=tokenizer.eos_token_id,
+        training=problems[2 * COPYING_HELD_OUT :],
+        held_out={
+            "choosing": problems[:COPYING_HELD_OUT],
+            "reporting": problems[COPYING_HELD_OUT : 2 * COPYING_HELD_OUT],
+        },
+    )
+
+
+def _encoded(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+    texts = tokenizer([prompt.text for prompt in prompts])["input_ids"]
+    answers = tokenizer([prompt.answer for prompt in prompts])["input_ids"]
+    return [
+        Problem(tuple(text), (*answer, tokenizer.eos_token_id)) for text, answer in zip(texts, answers, strict=True)
+    ]

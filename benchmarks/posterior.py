@@ -37,7 +37,7 @@ TARGET = 0.9
 OBJECTIVES = (
     "tb",
     "tb_stale",
-    "tba_prime:mean_kl=sampler",
+    "tba_prime",
     "rloo",
     "rloo:kl=reference",
     "ppo_clip",

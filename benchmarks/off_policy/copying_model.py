@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from examples.arithmetic.make_model import build_tokenizer, save, train
 
 SLIP_RATE = 0.65
-STEPS = 600
+STEPS = 150
 # Tokens of a batch of demonstrations; long strings have fewer of them in a batch.
 BATCH_TOKENS = 256 * 66
 

@@ -20,8 +20,7 @@ DEFAULT_RATE = 1e-4
 OBJECTIVES = (
     "tb",
     "tb_stale",
-    "tba_prime:mean_kl=sampler",
-    "tba_prime:mean_kl=policy",
+    "tba_prime",
     "dr_grpo",
     "ppo_clip",
     "oapl:value_beta=1",
@@ -81,7 +80,7 @@ ABLATIONS = {
     "reset": _ablation(
         {"never": {}, "every 50 steps": {"reset_every": 50}},
         "TBA' resets the reference every 50 steps instead of annealing beta",
-        ("tb", "tba_prime:mean_kl=sampler"),
+        ("tb", "tba_prime"),
     ),
     "priority": _ablation(
         {

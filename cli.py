@@ -364,10 +364,11 @@ def config_check(options: ConfigOptions) -> None:
     if config.task.is_own:
         from tba.common.system.process import die_with_parent
         from tba.searcher.tasks import load_task
+        from tba.searcher.tasks.task import check_prompts
 
         # `tba run` starts this command as a child to check the task.
         die_with_parent()
-        load_task(config.task)
+        check_prompts(load_task(config.task))
     typer.echo(f"ok: run {config.run.name} in {config.run.dir}")
 
 
@@ -378,9 +379,10 @@ def doctor(options: ConfigOptions, as_json: Json = False) -> None:
     config = options.resolve().config
     from tba.deploy.doctor import examine
     from tba.searcher.tasks import load_task
+    from tba.searcher.tasks.task import check_prompts
     from tba.trainer.preflight.before_start import trainer_memory
 
-    findings = examine(config, load_task, _check_reward_model, trainer_memory)
+    findings = examine(config, lambda section: check_prompts(load_task(section)), _check_reward_model, trainer_memory)
     if as_json:
         print_json(findings)
     else:

@@ -142,7 +142,7 @@ class Refused(BufferFault):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        if code in ("wrong_run", "other_prompts", "too_few_prompts", "trainer_exists"):
+        if code in ("wrong_run", "other_prompts", "too_few_prompts", "repeated_prompt", "trainer_exists"):
             self.exit_code = EXIT_CONFIG
 
 

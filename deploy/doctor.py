@@ -35,14 +35,14 @@ class MemoryReport(Protocol):
 
 def examine(
     config: Config,
-    load_task: Callable[[TaskSection], object],
+    check_task: Callable[[TaskSection], None],
     check_reward_model: Callable[[RewardModelSection], str],
     trainer_memory: Callable[[Config], MemoryReport | None],
 ) -> list[Finding]:
     """Run all checks and return their findings; `result` is ok, warn, fail, or unchecked.
 
-    `load_task` and `check_reward_model` raise TbaError for what does not load. The latter returns a description of the
-    model. `trainer_memory` estimates the trainer's memory, None if nothing can be said. They are passed in, because
+    `check_task` and `check_reward_model` raise TbaError for what cannot be used. The latter returns a description of
+    the model. `trainer_memory` estimates the trainer's memory, None if nothing can be said. They are passed in, because
     this package imports neither searcher nor trainer.
     """
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
@@ -60,7 +60,7 @@ def examine(
         ("buffer address", _address),
         ("other nodes", check_other_nodes),
         ("model", _model),
-        ("task", partial(_task, load_task)),
+        ("task", partial(_task, check_task)),
         ("reward model", partial(_reward_model, check_reward_model)),
     ]
     findings = []
@@ -163,10 +163,10 @@ def _reward_model(check: Callable[[RewardModelSection], str], config: Config) ->
         return "fail", str(error)
 
 
-def _task(load_task: Callable[[TaskSection], object], config: Config) -> tuple[str, str]:
+def _task(check_task: Callable[[TaskSection], None], config: Config) -> tuple[str, str]:
     try:
         if config.task.is_own:
-            load_task(config.task)
+            check_task(config.task)
         check_data(config.task)
     except TbaError as error:
         return "fail", str(error)

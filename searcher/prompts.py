@@ -1,5 +1,6 @@
 """The task's prompts at the buffer: their registration, and the choice among them while the buffer is away."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -15,11 +16,11 @@ _REGISTER_CHARACTERS = 1 << 20
 
 
 def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool]) -> None:
-    """Send the prompts' keys and texts to the buffer, unless it has them. Raises Refused if it has others."""
+    """Send the keys and texts of the prompts that the buffer lacks. Raises Refused if it has others."""
     prompts = task.prompts()
     digest = fingerprint(prompts)
-    offset = 0
-    for chunk in _chunks(prompts):
+
+    def ask(offset: int, chunk: Sequence[Prompt]) -> messages.Registered:
         message = messages.RegisterPrompts(
             task=task.name,
             fingerprint=digest,
@@ -28,22 +29,18 @@ def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool])
             keys=[prompt.key for prompt in chunk],
             texts=[prompt.text[: messages.MAX_PROMPT_TEXT] for prompt in chunk],
         )
-        registered, _ = client.call(message, messages.Registered, stop=stop)
-        if registered.complete:
-            return
-        offset += len(chunk)
+        return client.call(message, messages.Registered, stop=stop)[0]
+
+    registered = ask(0, [])
+    while not registered.complete:
+        registered = ask(registered.known, _chunk(prompts, registered.known))
 
 
-def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-    start, characters = 0, 0
-    for position, prompt in enumerate(prompts):
-        size = min(len(prompt.text), messages.MAX_PROMPT_TEXT)
-        if position - start == _REGISTER_CHUNK or (characters and characters + size > _REGISTER_CHARACTERS):
-            yield prompts[start:position]
-            start, characters = position, 0
-        characters += size
-    if start < len(prompts):
-        yield prompts[start:]
+def _chunk(prompts: Sequence[Prompt], start: int) -> Sequence[Prompt]:
+    """Return as many prompts from a position on as fit one message, at least one."""
+    chunk = prompts[start : start + _REGISTER_CHUNK]
+    sizes = itertools.accumulate(min(len(prompt.text), messages.MAX_PROMPT_TEXT) for prompt in chunk)
+    return chunk[: max(1, sum(size <= _REGISTER_CHARACTERS for size in sizes))]
 
 
 def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> Iterator[messages.Visit]:

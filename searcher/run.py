@@ -22,7 +22,7 @@ from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Task
+from tba.searcher.tasks.task import Task, check_prompts
 
 log = get_logger(__name__)
 
@@ -41,6 +41,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     """
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
     task = load_task(config.task)
+    check_prompts(task)
     tokenizer = load_tokenizer(model_directory(config.model.path))
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))

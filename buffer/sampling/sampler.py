@@ -76,6 +76,8 @@ class Sampler:
         self.index = index
         self.rules = rules
         self._tables: dict[int, PromptTable] = {}
+        # The last answer of `untrained_prompts`: each searcher that asks for leases needs the same one.
+        self._untrained: tuple[tuple[int, int, int], npt.NDArray[np.int32]] = ((-1, 0, 0), np.empty(0, np.int32))
         self._table(rules.need(samples))
 
     def sample(
@@ -112,10 +114,13 @@ class Sampler:
             recency_missed=int(np.count_nonzero(table.newest_step[recent] < step - ages.window)),
         )
 
-    def untrained_prompts(self, min_step: int, need: int) -> frozenset[int]:
+    def untrained_prompts(self, min_step: int, need: int) -> npt.NDArray[np.int32]:
         """Return the ids of prompts with `need` entries of at least this step, one of them in no recorded batch."""
-        found = self._table(need).with_entries_since(min_step, untrained=True)
-        return frozenset(map(self.index.prompt_ids.__getitem__, np.flatnonzero(found).tolist()))
+        asked = (self.index.changes, min_step, need)
+        if asked != self._untrained[0]:
+            found = np.flatnonzero(self._table(need).with_entries_since(min_step, untrained=True))
+            self._untrained = (asked, np.array(self.index.prompt_ids, np.int32)[found])
+        return self._untrained[1]
 
     def _ages(self, table: PromptTable, eligible: Mask, step: int) -> _Ages:
         """Return the tiers of age for a batch of this step."""

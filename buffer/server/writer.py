@@ -7,20 +7,23 @@ thread, the checkpointer, moves the WAL into the database file. Only the writer 
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.server.network import Network
+from tba.buffer.server.parked import Parked
 from tba.buffer.server.syncer import Checkpointer, Syncer
 from tba.buffer.service.run_state import ReplyBody
-from tba.buffer.service.service import WRITE_NOTHING, BufferService
+from tba.buffer.service.service import BufferService
 from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
 from tba.common.system.watchdog import Watchdog
+from tba.common.wire import messages
 from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import encode_reply
-from tba.common.wire.messages import Failure
 
 log = get_logger(__name__)
 
@@ -50,7 +53,9 @@ class BufferServer:
         wal = service.state.store.log
         self._syncer = Syncer(wal.sync, self._network.send)
         self._checkpointer = Checkpointer(wal, self._mailbox)
-        self._parked: list[Arrival] = []
+        self._parked = Parked()
+        # When to look for overdue requests and expired leases again: that takes a look at all of them.
+        self._look_at = self._expire_at = -math.inf
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop()`. Raises the failure of another thread."""
@@ -78,8 +83,10 @@ class BufferServer:
         clients = self._service.state.clients
         for arrival in arrived:
             clients.mark_seen(arrival.header.sender, arrival.header.role, arrival.at)
+            self._parked.forget_older(arrival)
         # Otherwise the queue may hold a heartbeat of a sender that only seems silent.
-        if self._mailbox.empty:
+        if self._mailbox.empty and self._clock.monotonic() >= self._expire_at:
+            self._expire_at = self._clock.monotonic() + _POLL_SECONDS
             self._service.expire_leases()
         counters = self._service.counters
         counters.queued_bytes = self._mailbox.bytes
@@ -87,7 +94,8 @@ class BufferServer:
             counters.rejected["undeliverable"] = self._network.undeliverable
         refused = self._network.rejections
         replies = [self._rejection(*refused.popleft()) for _ in range(len(refused))]
-        replies += self._answer(self._due(arrived))
+        replies += self._answer(arrived)
+        replies += self._answer(self._woken(has_news=bool(arrived)))
         if not replies:
             return
         run, state = self._service.state.run.uuid, self._service.state.for_replies()
@@ -97,20 +105,24 @@ class BufferServer:
         ]
         self._syncer.add(encoded)
 
-    def _due(self, arrived: list[Arrival]) -> list[Arrival]:
-        """Return the requests to handle now: new ones, and parked ones that may have an answer or are past deadline.
+    def _woken(self, *, has_news: bool) -> list[Arrival]:
+        """Remove and return the parked requests that may have an answer now, or are past their deadline.
 
-        Any new request may have changed what a parked one waits for. A sender waits for one reply of a kind, so its
-        newer request replaces a parked one of the same type.
+        Leases wake when there is room for them. Any new request may have brought what a batch needs.
         """
-        replaced = {(new.header.sender, new.header.type) for new in arrived}
-        parked = [old for old in self._parked if (old.header.sender, old.header.type) not in replaced]
-        if arrived:
-            self._parked = []
-            return [*arrived, *parked]
+        woken: list[Arrival] = []
+        if leases := self._parked.of_type(messages.LeasePrompts.TYPE):
+            waiting = ((sender, cast(messages.LeasePrompts, item.message)) for sender, item in leases.items())
+            woken += [leases[sender] for sender in self._service.with_room(waiting)]
+        if has_news:
+            woken += self._parked.of_type(messages.SampleBatch.TYPE).values()
+        for item in woken:
+            self._parked.remove(item)
         now = self._clock.monotonic()
-        self._parked = [old for old in parked if old.deadline > now]
-        return [old for old in parked if old.deadline <= now]
+        if now >= self._look_at:
+            self._look_at = now + _POLL_SECONDS
+            woken += self._parked.take_overdue(now)
+        return woken
 
     def _answer(self, group: list[Arrival]) -> list[_Reply]:
         """Commit a group and return the replies. If one request breaks it, each is handled by itself."""
@@ -137,13 +149,13 @@ class BufferServer:
 
     def _answer_without_space(self, group: list[Arrival], error: StorageError) -> list[_Reply]:
         """Refuse the requests that write. The others failed only because they shared the transaction."""
-        rest = [item for item in group if isinstance(item.message, WRITE_NOTHING)]
-        refused = [item for item in group if not isinstance(item.message, WRITE_NOTHING)] or group
+        rest = [item for item in group if self._service.writes_nothing(item.message)]
+        refused = [item for item in group if not self._service.writes_nothing(item.message)] or group
         replies = [self._rejection(item.peer, item.header.id, error.code, str(error)) for item in refused]
         return replies if refused is group else [*replies, *self._answer(rest)]
 
     def _commit(self, group: list[Arrival]) -> list[_Outcome]:
-        if all(isinstance(item.message, WRITE_NOTHING) for item in group):
+        if all(self._service.writes_nothing(item.message) for item in group):
             return [self._outcome(item) for item in group]
         with self._service.transaction():
             return [self._outcome(item) for item in group]
@@ -158,16 +170,17 @@ class BufferServer:
         return body
 
     def _reply_to(self, item: Arrival, outcome: _Outcome) -> _Reply | None:
-        if outcome is None:
-            self._parked.append(item)
+        if outcome is None and self._parked.add(item):
             return None
+        if outcome is None:
+            outcome = self._service.timeout_reply(item.header, item.message)
         if isinstance(outcome, Refused):
             return self._rejection(item.peer, item.header.id, outcome.code, str(outcome))
         return _Reply(item.peer, item.header.id, outcome)
 
     def _rejection(self, peer: Peer, id_: int, code: str, message: str) -> _Reply:
         self._service.counters.rejected[code] += 1
-        return _Reply(peer, id_, ReplyBody(Failure(code=code, message=message[:4000])))
+        return _Reply(peer, id_, ReplyBody(messages.Failure(code=code, message=message[:4000])))
 
     def _rebuild(self) -> None:
         try:

@@ -1,5 +1,6 @@
 """The clients of the buffer: when each was last seen, what it does, and when it counts as gone."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ _REPLACED_SECONDS = 3.0
 _TRAINER_SECONDS = 10.0
 # The longest time, after a start of the server, that a trainer needs to reconnect and be seen.
 _RETURN_SECONDS = 5.0
+# How long a count of the living clients is used.
+_CENSUS_SECONDS = 0.1
 GONE = "gone"
 
 
@@ -38,6 +41,15 @@ class Client:
     duplicates: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Census:
+    """The living clients by role, and the addresses of those that serve snapshots, until a monotonic time."""
+
+    until: float
+    living: Counter[messages.Role]
+    nodes: list[str]
+
+
 class Clients:
     """The clients by sender. A sender's leases expire after `patience` seconds of silence."""
 
@@ -46,6 +58,8 @@ class Clients:
         self._patience_seconds = patience
         self._opened = clock.monotonic()
         self._by_sender: dict[str, Client] = {}
+        # Counted again when clients come and go, and now and then, because others fall silent.
+        self._census: _Census | None = None
         # Sender and host of the last trainer that was admitted: requests of earlier ones are refused.
         self._trainer = ("", "")
         self._replaced: set[str] = set()
@@ -64,9 +78,13 @@ class Clients:
         sender, of role trainer whichever is seen first.
         """
         at = self._clock.monotonic() if at is None else at
-        client = self._by_sender.setdefault(sender, Client(role, at))
-        if role == "trainer":
+        client = self._by_sender.get(sender)
+        if client is None:
+            client = self._by_sender[sender] = Client(role, at)
+            self.recount()
+        if role == "trainer" and client.role != role:
             client.role = role
+            self.recount()
         # After a restart of the server a trainer does not say hello again.
         if sender == self._trainer[0]:
             client.host = self._trainer[1]
@@ -126,8 +144,9 @@ class Clients:
         The nodes are numbered as they came, and node i has node (i - 1) // 2 before it: none serves more than two, and
         no two wait for each other. The searchers of a node have one address.
         """
-        serving = (one.serves for sender, one in self._by_sender.items() if one.serves and self._lives(sender))
-        nodes = list(dict.fromkeys(serving))
+        if address not in self._count_living().nodes:
+            self.recount()
+        nodes = self._count_living().nodes
         number = nodes.index(address)
         sources: list[str] = []
         while number and len(sources) < messages.MAX_SOURCES:
@@ -136,11 +155,24 @@ class Clients:
         return sources
 
     def living(self, role: messages.Role) -> int:
-        """Return how many clients of a role are neither gone nor silent."""
-        return sum(client.role == role and self._lives(sender) for sender, client in self._by_sender.items())
+        """Return how many clients of a role are neither gone nor silent, as of the last tenth of a second."""
+        return self._count_living().living[role]
 
-    def _lives(self, sender: str) -> bool:
-        return self._by_sender[sender].activity != GONE and not self.is_silent(sender)
+    def recount(self) -> None:
+        """Count the living clients again at the next question: one has come or gone."""
+        self._census = None
+
+    def _count_living(self) -> _Census:
+        now = self._clock.monotonic()
+        if self._census is None or now >= self._census.until:
+            living = [
+                client
+                for sender, client in self._by_sender.items()
+                if client.activity != GONE and not self.is_silent(sender)
+            ]
+            nodes = dict.fromkeys(client.serves for client in living if client.serves)
+            self._census = _Census(now + _CENSUS_SECONDS, Counter(client.role for client in living), list(nodes))
+        return self._census
 
     def status(self, leases_of: Callable[[str], int]) -> list[ClientStatus]:
         """Return what `tba status` shows. Replaced clients that fell silent are left out."""

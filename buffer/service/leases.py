@@ -4,26 +4,37 @@ Invariant: within an epoch every prompt is visited exactly once. A visit is open
 trajectories. If its searcher falls silent, the same visit is leased to another one.
 """
 
-from dataclasses import dataclass, field
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 
 from tba.buffer.store.tables.prompts import OpenVisit
 
 
-@dataclass(slots=True)
 class LeaseBook:
     """The open visits by id, and the position in the epoch order of the next new visit.
 
-    The order of an epoch is a seeded shuffle of prompt ids, so only epoch and position need to be stored.
+    The order of an epoch is a seeded shuffle of prompt ids, so only epoch and position need to be stored. Visits by
+    sender and leases by prompt are kept as they change: each request of each waiting searcher needs them.
     """
 
-    seed: int
-    prompts: list[int]
-    epoch: int = 0
-    position: int = 0
-    open: dict[int, OpenVisit] = field(default_factory=dict)
-    _order: tuple[int, list[int]] = (-1, [])
+    def __init__(
+        self, seed: int, prompts: list[int], epoch: int = 0, position: int = 0, visits: Iterable[OpenVisit] = ()
+    ) -> None:
+        self.seed = seed
+        self.prompts = prompts
+        self.epoch = epoch
+        self.position = position
+        self.open: dict[int, OpenVisit] = {}
+        # The leases of each prompt that has any: it may be leased in two epochs.
+        self.leased_prompts: Counter[int] = Counter()
+        # The open visits of each sender by id. Those of None are abandoned.
+        self._of_sender: defaultdict[str | None, dict[int, OpenVisit]] = defaultdict(dict)
+        self._order: tuple[int, list[int]] = (-1, [])
+        for visit in visits:
+            self.add(visit)
 
     def order(self, epoch: int) -> list[int]:
         """Return the prompt ids in the order of an epoch."""
@@ -41,19 +52,24 @@ class LeaseBook:
         self.position += 1
         return epoch, position, self.order(epoch)[position]
 
-    def lost_by(self, sender: str, held: set[int]) -> list[OpenVisit]:
-        """Return the visits leased to a sender that it does not hold: the reply with them was lost."""
-        return [visit for visit in self.open.values() if visit.sender == sender and visit.id not in held]
+    # ------------------------------------------------------------ changes
 
-    def unheld(self) -> list[OpenVisit]:
-        """Return the open visits that no sender holds, oldest first."""
-        return sorted((visit for visit in self.open.values() if visit.sender is None), key=lambda v: v.id)
+    def add(self, visit: OpenVisit) -> None:
+        """Add an open visit, which its sender holds if it has one."""
+        self.open[visit.id] = visit
+        self._hold(visit, visit.sender)
+
+    def lease(self, visit: OpenVisit, sender: str) -> None:
+        """Lease an open visit to this sender instead of the one that held it."""
+        self._end(visit)
+        self._hold(visit, sender)
 
     def release(self, sender: str) -> int:
         """End all leases of a sender; its visits stay open. Returns how many there were."""
-        held = [visit for visit in self.open.values() if visit.sender == sender]
+        held = list(self._of_sender.get(sender, {}).values())
         for visit in held:
-            visit.sender = None
+            self._end(visit)
+            self._hold(visit, None)
         return len(held)
 
     def close(self, visit_id: int, prompt: int, sender: str) -> bool:
@@ -65,13 +81,47 @@ class LeaseBook:
         visit = self.open.get(visit_id)
         if visit is None or visit.prompt != prompt or visit.sender not in (sender, None):
             return False
+        self._end(visit)
         del self.open[visit_id]
         return True
 
-    def leased(self) -> list[OpenVisit]:
-        """Return the visits that a sender holds."""
-        return [visit for visit in self.open.values() if visit.sender is not None]
+    def _hold(self, visit: OpenVisit, sender: str | None) -> None:
+        visit.sender = sender
+        self._of_sender[sender][visit.id] = visit
+        if sender is not None:
+            self.leased_prompts[visit.prompt] += 1
+
+    def _end(self, visit: OpenVisit) -> None:
+        held = self._of_sender[visit.sender]
+        del held[visit.id]
+        if not held:
+            del self._of_sender[visit.sender]
+        if visit.sender is None:
+            return
+        self.leased_prompts[visit.prompt] -= 1
+        if not self.leased_prompts[visit.prompt]:
+            del self.leased_prompts[visit.prompt]
+
+    # ------------------------------------------------------------ questions
+
+    def lost_by(self, sender: str, held: set[int]) -> list[OpenVisit]:
+        """Return the visits leased to a sender that it does not hold, oldest first: the reply with them was lost."""
+        return [visit for id_, visit in sorted(self._of_sender.get(sender, {}).items()) if id_ not in held]
+
+    def abandoned(self, count: int) -> list[OpenVisit]:
+        """Return the oldest open visits that no sender holds, at most `count` of them."""
+        visits = self._of_sender.get(None, {})
+        return [visits[id_] for id_ in heapq.nsmallest(count, visits)]
+
+    def holders(self) -> list[str]:
+        """Return the senders with leases."""
+        return [sender for sender in self._of_sender if sender is not None]
 
     def held_by(self, sender: str) -> int:
         """Return the number of visits leased to a sender."""
-        return sum(visit.sender == sender for visit in self.open.values())
+        return len(self._of_sender.get(sender, ()))
+
+    @property
+    def leases(self) -> int:
+        """The number of visits that any sender holds."""
+        return len(self.open) - len(self._of_sender.get(None, ()))

@@ -2,6 +2,8 @@
 
 import math
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tba.buffer.service.clients import GONE
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
@@ -11,11 +13,29 @@ from tba.common.quantity import quantity
 from tba.common.wire import messages
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How many prompts all searchers together may lease now, and why not more.
+
+    `oldest_useful`: the step from which on weights are recent enough; None if any are. `target`: the prompts that are
+    divided among the searchers, None without a limit on staleness.
+    """
+
+    prompts: int
+    reason: str = ""
+    oldest_useful: int | None = None
+    target: int | None = None
+
+
 class Leasing:
     """Handles RegisterPrompts and LeasePrompts."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
+        # The newest version that waiting requests have been answered for.
+        self._told_version = -1
+
+    # ------------------------------------------------------------ registration
 
     def register_prompts(self, message: messages.RegisterPrompts, _: str) -> ReplyBody:
         """Add a chunk of the task's prompts. Every searcher sends the same ones."""
@@ -28,20 +48,42 @@ class Leasing:
                 f"task {message.task} has {quantity(message.total, 'prompt')} and a batch needs "
                 f"{needed} different ones: lower train.prompts_per_step",
             )
-        task, fingerprint, total = state.store.runs.task(state.run)
-        if task is None:
-            total = message.total
-            state.store.runs.register_task(state.run, message.task, message.fingerprint, total)
-        elif fingerprint != message.fingerprint:
+        task = state.task
+        if task.name is not None and task.fingerprint != message.fingerprint:
             raise Refused(
                 "other_prompts",
-                f"run {state.run.name} works on {quantity(total, 'prompt')} of {task}; this searcher has other data "
-                f"({quantity(message.total, 'prompt')} of {message.task}): use the same files on every node",
+                f"run {state.run.name} works on {quantity(task.prompts, 'prompt')} of {task.name}; this searcher has "
+                f"other data ({quantity(message.total, 'prompt')} of {message.task}): use the same files on every node",
             )
-        if len(state.prompt_ids) < total and message.keys:
-            state.add_prompts(message.offset, message.keys, message.texts)
+        if not self.knows(message):
+            new = slice(max(0, len(state.prompt_ids) - message.offset), None)
+            self._refuse_repeated(message.task, message.keys[new])
+            if task.name is None:
+                state.register_task(message.task, message.fingerprint, message.total)
+            state.add_prompts(message.keys[new], message.texts[new])
         known = len(state.prompt_ids)
-        return ReplyBody(messages.Registered(known=known, complete=known == total))
+        return ReplyBody(messages.Registered(known=known, complete=known == state.task.prompts))
+
+    def knows(self, message: messages.RegisterPrompts) -> bool:
+        """Whether a chunk of the registered task adds nothing, so that its reply needs no transaction.
+
+        Prompts are added in their order: a chunk that begins after the first missing one is not added either.
+        """
+        known, task = len(self._state.prompt_ids), self._state.task
+        is_behind = known >= min(message.offset + len(message.keys), task.prompts)
+        return task.fingerprint == message.fingerprint and (is_behind or message.offset > known)
+
+    def _refuse_repeated(self, task: str, keys: Sequence[str]) -> None:
+        """Raise Refused if one of these new keys stands there twice, or is registered."""
+        known, seen = self._state.prompt_ids, set[str]()
+        for key in keys:
+            if key in known or key in seen:
+                raise Refused(
+                    "repeated_prompt", f"two prompts of task {task} have the key {key!r}: give every prompt its own key"
+                )
+            seen.add(key)
+
+    # ------------------------------------------------------------ leases
 
     def lease_prompts(self, message: messages.LeasePrompts, sender: str) -> ReplyBody | None:
         """Re-grant leases whose reply was lost, hand over abandoned visits, then open new ones.
@@ -49,7 +91,7 @@ class Leasing:
         None parks the request: there is no room, and the reply would carry no newer weights.
         """
         state = self._state
-        if not state.prompt_ids or len(state.prompt_ids) < state.store.runs.task(state.run)[2]:
+        if not state.prompt_ids or len(state.prompt_ids) < state.task.prompts:
             raise Refused("no_prompts", "the prompts of the run are not registered yet")
         if state.clients[sender].activity == GONE:
             return ReplyBody(messages.Leases(visits=[], reason="it said goodbye"))
@@ -58,8 +100,9 @@ class Leasing:
             if visit is not None and visit.sender is None:
                 self._lease_again(visit, sender)
         lost = state.leases.lost_by(sender, set(message.held))
-        room, reason = self._room(message, sender)
-        abandoned = state.leases.unheld()[: max(0, room - len(lost))]
+        shared = self._room_for_all()
+        room, reason = self._part_of(shared, message, sender), self._reason(shared, message)
+        abandoned = state.leases.abandoned(max(0, room - len(lost)))
         for visit in abandoned:
             self._lease_again(visit, sender)
         new = [self._open_visit(sender) for _ in range(room - len(lost) - len(abandoned))]
@@ -75,39 +118,86 @@ class Leasing:
         ]
         return ReplyBody(messages.Leases(visits=granted, reason=reason))
 
-    def _lease_again(self, visit: OpenVisit, sender: str) -> None:
-        self._state.store.visits.lease_again(visit.id, self._state.sender_id(sender), self._state.clock.wall())
-        visit.sender = sender
+    def ready(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
+        """Return the senders whose parked requests can be answered now, the first ones first.
 
-    def _room(self, message: messages.LeasePrompts, sender: str) -> tuple[int, str]:
-        """Return how many prompts this searcher may lease now, and why not more.
+        The room is computed once for all. Each of the senders gets at least one prompt, unless those before it take
+        more than one. So the work is bounded by what is granted, not by how many wait.
+        """
+        version = self._state.newest.version if self._state.newest else -1
+        if version != self._told_version:
+            self._told_version = version
+            return [sender for sender, _ in waiting]
+        shared = self._room_for_all()
+        if not shared.prompts:
+            return []
+        found: list[str] = []
+        for sender, message in waiting:
+            if self._part_of(shared, message, sender) > 0:
+                found.append(sender)
+                if len(found) == shared.prompts:
+                    break
+        return found
+
+    def _room_for_all(self) -> _Room:
+        """Return the room that the searchers share.
 
         The limits apply in this order: a finished run, none before the first fill, samples per insert, and staleness.
-        Bounded staleness leaves work for the batches that can still use it, divided among the living searchers.
         """
         state = self._state
         limit = state.rules.max_staleness
         if state.finished:
-            return 0, "the run is finished"
+            return _Room(0, "the run is finished")
         if len(state.index) < state.rules.min_fill:
-            return message.want, ""
+            return _Room(sys.maxsize)
         if (room := self._room_by_rate()) == 0:
-            return 0, "searchers are ahead of buffer.samples_per_insert"
+            return _Room(0, "searchers are ahead of buffer.samples_per_insert")
         if limit is None:
-            return min(message.want, room), ""
+            return _Room(room)
         # New data is first used by the next batch that is not chosen yet.
         oldest_useful = state.next_step - limit
-        version = state.versions.get(message.weights_version)
-        if version is None or version.step < oldest_useful:
-            return 0, f"weights v{message.weights_version} are too old for max_staleness {limit}"
         target = (limit + 1) * state.config.train.prompts_per_step
+        under_way = self._under_way(oldest_useful, target)
+        reason = f"{under_way} of {quantity(target, 'prompt')} under way"
+        return _Room(max(0, min(room, target - under_way)), reason, oldest_useful, target)
+
+    def _under_way(self, oldest_useful: int, enough: int) -> int:
+        """Return how many prompts are leased or have useful data that no batch has yet; at least `enough` if so many.
+
+        That there is no room usually follows from the number of leases alone.
+        """
+        state, leased = self._state, self._state.leases.leased_prompts
+        if len(leased) >= enough:
+            return len(leased)
         need = state.rules.need(state.config.train.samples_per_prompt)
-        leased = {visit.prompt for visit in state.leases.leased()}
-        under_way = len(leased | state.sampler.untrained_prompts(oldest_useful, need))
+        untrained = state.sampler.untrained_prompts(oldest_useful, need)
+        if len(untrained) >= enough:
+            return len(untrained)
+        return len(leased) + sum(prompt not in leased for prompt in untrained.tolist())
+
+    def _part_of(self, shared: _Room, message: messages.LeasePrompts, sender: str) -> int:
+        """Return how many prompts one searcher may lease now.
+
+        Bounded staleness leaves work for the batches that can still use it, divided among the living searchers.
+        """
+        state = self._state
+        room = min(message.want, shared.prompts)
+        if not room or shared.target is None:
+            return room
+        if not self._has_useful_weights(shared, message):
+            return 0
         searchers = max(1, state.clients.living("searcher"))
-        fair_part = math.ceil(target / searchers) - state.leases.held_by(sender)
-        room = max(0, min(message.want, room, target - under_way, fair_part))
-        return room, f"{under_way} of {quantity(target, 'prompt')} under way"
+        return max(0, min(room, math.ceil(shared.target / searchers) - state.leases.held_by(sender)))
+
+    def _reason(self, shared: _Room, message: messages.LeasePrompts) -> str:
+        if self._has_useful_weights(shared, message):
+            return shared.reason
+        limit = self._state.rules.max_staleness
+        return f"weights v{message.weights_version} are too old for max_staleness {limit}"
+
+    def _has_useful_weights(self, shared: _Room, message: messages.LeasePrompts) -> bool:
+        version = self._state.versions.get(message.weights_version)
+        return shared.oldest_useful is None or (version is not None and version.step >= shared.oldest_useful)
 
     def _room_by_rate(self) -> int:
         """Return how many prompts the ratio of samples to inserts leaves room for.
@@ -117,9 +207,13 @@ class Leasing:
         """
         state = self._state
         samples = state.config.search.samples_per_prompt
-        room = state.rate.room(state.trajectories, len(state.leases.leased()) * samples, state.sampled)
+        room = state.rate.room(state.trajectories, state.leases.leases * samples, state.sampled)
         lacking = state.too_little_data and state.clients.living("trainer")
         return sys.maxsize if room is None or lacking else room // samples
+
+    def _lease_again(self, visit: OpenVisit, sender: str) -> None:
+        self._state.store.visits.lease_again(visit.id, self._state.sender_id(sender), self._state.clock.wall())
+        self._state.leases.lease(visit, sender)
 
     def _open_visit(self, sender: str) -> OpenVisit:
         state = self._state
@@ -127,5 +221,5 @@ class Leasing:
         sender_id = state.sender_id(sender)
         id_ = state.store.visits.add(state.run, epoch, position, prompt, sender_id, state.clock.wall())
         visit = OpenVisit(id_, epoch, prompt, sender)
-        state.leases.open[id_] = visit
+        state.leases.add(visit)
         return visit

@@ -44,6 +44,15 @@ class AsOf:
     policy_steps: dict[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the run works on: name None before the first registration, and the number of prompts."""
+
+    name: str | None
+    fingerprint: str | None
+    prompts: int
+
+
 class RunState:
     """What the request handlers share. They write each change to the store and to this memory.
 
@@ -76,10 +85,11 @@ class RunState:
         self.next_step = store.batches.recorded_steps(run)
         self.finished = store.runs.finished_step(run) is not None
         self.clients.admit_trainers(store.senders.trainers(run))
-        self._read_prompts()
+        self.task = Task(*store.runs.task(run))
+        self.prompt_ids = store.prompts.ids(run)
+        self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
         epoch, position = store.visits.next_position(run)
-        self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, position)
-        self.leases.open = {visit.id: visit for visit in store.visits.open(run)}
+        self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, position, store.visits.open(run))
         self._rebuild_index()
         self.trajectories, self.errors = store.trajectories.counts(run)
         self.sampled = store.batches.consumed(run)
@@ -87,10 +97,6 @@ class RunState:
         self.uncommitted_puts: list[tuple[str, messages.PutAck]] = []
         self._sender_ids: dict[str, int] = {}
         self.received: dict[str, SequenceRanges] = {}
-
-    def _read_prompts(self) -> None:
-        self.prompt_ids = self.store.prompts.ids(self.run)
-        self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
 
     def _rebuild_index(self) -> None:
         announced = {version: ref.step for version, ref in self.versions.items()}
@@ -100,11 +106,19 @@ class RunState:
             self.index.extend(Block(prompt, ids, [steps_of.get(version, 0) for version in versions], *columns))
         self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
 
-    def add_prompts(self, offset: int, keys: list[str], texts: list[str | None]) -> None:
-        """Add prompts of the task, at positions from `offset` on; `texts` may be empty."""
-        self.store.prompts.add(self.run, offset, keys, texts)
-        self._read_prompts()
-        self.leases.prompts = list(self.prompt_keys)
+    def register_task(self, name: str, fingerprint: str, prompts: int) -> None:
+        """Record which task the run works on."""
+        self.store.runs.register_task(self.run, name, fingerprint, prompts)
+        self.task = Task(name, fingerprint, prompts)
+
+    def add_prompts(self, keys: list[str], texts: list[str | None]) -> None:
+        """Add the next prompts of the task, whose keys are new; `texts` may be empty."""
+        known = len(self.prompt_ids)
+        self.store.prompts.add(self.run, known, keys, texts)
+        new = self.store.prompts.ids(self.run, known)
+        self.prompt_ids.update(new)
+        self.prompt_keys.update((id_, key) for key, id_ in new.items())
+        self.leases.prompts.extend(new.values())
 
     def sender_id(self, sender: str) -> int:
         """Return the database id of a sender that is in `clients`; adds it to the database if it is new."""

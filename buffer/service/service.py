@@ -8,7 +8,7 @@ fails, the memory is rebuilt from the file: it never holds more than what is com
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tba.buffer.service.clients import GONE
@@ -31,11 +31,11 @@ from tba.common.wire.status_messages import GetStatus, Status
 log = get_logger(__name__)
 
 # These need neither space nor a transaction.
-WRITE_NOTHING = (GetStatus, messages.Heartbeat, messages.Goodbye)
+_WRITE_NOTHING = (GetStatus, messages.Heartbeat, messages.Goodbye)
 
 
 class BufferService:
-    """The buffer of one run. `handle` must run inside `transaction()`, except for WRITE_NOTHING.
+    """The buffer of one run. `handle` must run inside `transaction()`, except for what `writes_nothing`.
 
     `as_of` is a step of a recorded run to train from; `batches` replaces the drawing of batches.
     """
@@ -52,7 +52,7 @@ class BufferService:
     ) -> None:
         self.state = RunState(store, run, config, clock, as_of)
         self.counters = Counters(clock)
-        leasing = Leasing(self.state)
+        self._leasing = leasing = Leasing(self.state)
         training = Training(self.state, batches or DrawnBatches(self.state))
         self._handlers: dict[type[messages.Message | PutColumns], Callable[[Any, str], ReplyBody | None]] = {
             PutColumns: Ingest(self.state).put,
@@ -86,6 +86,11 @@ class BufferService:
             client.duplicates += ack.duplicates
             self.counters.note_put(stored=ack.stored, duplicates=ack.duplicates)
 
+    def writes_nothing(self, message: messages.Message | PutColumns) -> bool:
+        """Whether a message needs neither space nor a transaction."""
+        is_known = isinstance(message, messages.RegisterPrompts) and self._leasing.knows(message)
+        return is_known or isinstance(message, _WRITE_NOTHING)
+
     def handle(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
         """Return the reply to a message of `to_columns`. None parks the request until something has changed.
 
@@ -105,13 +110,17 @@ class BufferService:
     def handle_durably(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
         """Handle a single request in a transaction of its own, on disk when this returns. Raises Refused."""
         self.state.clients.mark_seen(header.sender, header.role)
-        if isinstance(message, WRITE_NOTHING):
+        if self.writes_nothing(message):
             return self.handle(header, message)
         with self.transaction():
             reply = self.handle(header, message)
         self.state.store.log.sync()
         self.state.store.log.checkpoint()
         return reply
+
+    def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
+        """Return the senders of parked lease requests that can be answered now, in the order of `waiting`."""
+        return self._leasing.ready(waiting)
 
     def timeout_reply(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody:
         """Return the reply to a parked request whose `wait_seconds` have passed."""
@@ -122,7 +131,7 @@ class BufferService:
     def expire_leases(self) -> None:
         """End the leases of senders that fell silent, and forget senders that are long gone."""
         leases, clients = self.state.leases, self.state.clients
-        for sender in {visit.sender for visit in leases.open.values() if visit.sender is not None}:
+        for sender in leases.holders():
             if clients.is_silent(sender):
                 log.warning("leases expired", sender=sender, leases=leases.release(sender))
         clients.forget_long_gone()
@@ -169,6 +178,7 @@ class BufferService:
         client.host = message.host
         if client.activity == GONE:
             client.activity, client.reason = "connected", ""
+            state.clients.recount()
         state.sender_id(sender)
         state.store.senders.describe(sender, message.host, message.pid)
         state.clients.replace_earlier(sender)
@@ -198,4 +208,5 @@ class BufferService:
         self.state.leases.release(sender)
         client = self.state.clients[sender]
         client.activity, client.reason = GONE, "it said goodbye"
+        self.state.clients.recount()
         return ReplyBody(messages.Done())

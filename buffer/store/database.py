@@ -106,6 +106,11 @@ class DatabaseFile:
                         self._connection.execute("ROLLBACK")
                 raise
 
+    @property
+    def changes(self) -> int:
+        """The number of rows that this connection has written or deleted."""
+        return self._connection.total_changes
+
     def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         """Run one statement."""
         return self._connection.execute(statement, values)

@@ -43,6 +43,7 @@ class Store:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit the block's writes, or none of them. Raises StorageError if the disk fails."""
+        before = self.database.changes
         try:
             with self.database.transaction():
                 yield
@@ -50,7 +51,9 @@ class Store:
         except BaseException:
             self.trajectories.rolled_back()
             raise
-        self.log.written += _TRANSACTION_BYTES + self.trajectories.committed()
+        # A request that only finds that it must wait leaves nothing to sync.
+        if self.database.changes > before:
+            self.log.written += _TRANSACTION_BYTES + self.trajectories.committed()
 
     def open_run(self, name: str, *, seed: int, config: dict[str, Any], software: dict[str, str]) -> Run:
         """Return the run of this name, created if it does not exist, and record this start.

@@ -166,8 +166,9 @@ class RegisterPrompts(Request):
 
     `texts` are the prompts as text, for people who query the database: none at all, or one per key, None where it
     is not known.
-    Reply: Registered. A searcher that receives `complete` stops sending chunks. A fingerprint other than the registered
-    one is refused: all searchers of a run must work on the same data.
+    Reply: Registered. Prompts are added in their order, so a chunk after the first missing prompt adds nothing: the
+    searcher continues from `known`, until it receives `complete`. A fingerprint other than the registered one is
+    refused: all searchers of a run must work on the same data.
     """
 
     TYPE = "register_prompts"
@@ -309,7 +310,7 @@ class Welcome(Reply):
 
 
 class Registered(Reply):
-    """Reply to RegisterPrompts."""
+    """Reply to RegisterPrompts. The first `known` prompts of the task are registered."""
 
     TYPE = "registered"
     known: Id

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tba.common.errors import TaskError
+
 # The reward part that `tba eval` averages: 1 for a right answer, 0 for a wrong one.
 CORRECT = "correct"
 
@@ -64,3 +66,16 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         digest.update(f"{prompt.key}\0{prompt.text}\0{prompt.answer}\0".encode())
     return digest.hexdigest()
+
+
+def check_prompts(task: Task) -> None:
+    """Raise TaskError if there are no training prompts, or two of them have the same key."""
+    first: dict[str, int] = {}
+    for number, prompt in enumerate(task.prompts(), 1):
+        if (earlier := first.setdefault(prompt.key, number)) != number:
+            raise TaskError(
+                f"task {task.name}: the prompts {earlier} and {number} have the same key {prompt.key!r}: give every "
+                "prompt a key of its own"
+            )
+    if not first:
+        raise TaskError(f"task {task.name} has no prompts")

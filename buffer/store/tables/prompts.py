@@ -42,10 +42,13 @@ class Prompts(Table):
             ids[key] = int(self._database.one("SELECT id FROM prompts WHERE run = ? AND key = ?", run.id, key)[0])
         return ids
 
-    def ids(self, run: Run) -> dict[str, int]:
-        """Return ids of the task's prompts by key, in the order of the data set, without imported prompts."""
-        query = "SELECT key, id FROM prompts WHERE run = ? AND position IS NOT NULL ORDER BY position"
-        return dict(self._database.all(query, run.id))
+    def ids(self, run: Run, offset: int = 0) -> dict[str, int]:
+        """Return ids of the task's prompts from a position on by key, in the order of the data set.
+
+        Imported prompts have no position.
+        """
+        query = "SELECT key, id FROM prompts WHERE run = ? AND position >= ? ORDER BY position"
+        return dict(self._database.all(query, run.id, offset))
 
 
 class Visits(Table):

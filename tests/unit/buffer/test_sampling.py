@@ -166,7 +166,7 @@ def test_dedup_keeps_the_newest_of_identical_responses():
 def test_untrained_prompts_have_recent_data_that_was_not_trained_on():
     index = index_of([(0, 5, 0.0), (1, 5, 0.0), (2, 1, 0.0)])
     index.mark_trained([1])
-    assert Sampler(index, rules()).untrained_prompts(min_step=4, need=1) == {0}
+    assert Sampler(index, rules()).untrained_prompts(min_step=4, need=1).tolist() == [0]
 
 
 def test_m_changes_linearly_with_the_training_step_until_its_final_value():

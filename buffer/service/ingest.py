@@ -28,10 +28,10 @@ class Ingest:
             prompts = self._prompts_of(put)
             oldest = {versions: self._oldest(versions) for versions in set(put.versions)}
             versions = [oldest[versions] for versions in put.versions]
-        sender_id, received = state.sender_id(sender), state.ranges_of(sender)
-        missing = received.missing(put.first_sequence, len(put))
-        if missing:
-            rows = [sequence - put.first_sequence for sequence in missing]
+        sender_id = state.sender_id(sender)
+        stored = state.stored_sequences(sender, put.first_sequence, len(put))
+        rows = [row for row in range(len(put)) if put.first_sequence + row not in stored]
+        if rows:
             now = state.clock.wall()
             columns = database_columns(
                 put,
@@ -43,11 +43,9 @@ class Ingest:
                 versions=versions,
             )
             self._add(put, columns, rows)
-            received.add(put.first_sequence, len(put))
+            state.note_stored(sender, put.first_sequence + len(put))
             self._close_visits({(put.visit[row], prompts[row]) for row in rows}, sender)
-        ack = messages.PutAck(
-            first_sequence=put.first_sequence, stored=len(missing), duplicates=len(put) - len(missing)
-        )
+        ack = messages.PutAck(first_sequence=put.first_sequence, stored=len(rows), duplicates=len(stored))
         state.uncommitted_puts.append((sender, ack))
         return ReplyBody(ack)
 

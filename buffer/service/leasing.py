@@ -49,14 +49,15 @@ class Leasing:
                 f"{needed} different ones: lower train.prompts_per_step",
             )
         task = state.task
-        if task.name is not None and task.fingerprint != message.fingerprint:
+        if task.name is not None and (task.fingerprint, task.prompts) != (message.fingerprint, message.total):
             raise Refused(
                 "other_prompts",
                 f"run {state.run.name} works on {quantity(task.prompts, 'prompt')} of {task.name}; this searcher has "
                 f"other data ({quantity(message.total, 'prompt')} of {message.task}): use the same files on every node",
             )
         if not self.knows(message):
-            new = slice(max(0, len(state.prompt_ids) - message.offset), None)
+            known = len(state.prompt_ids)
+            new = slice(known - message.offset, None) if message.offset <= known else slice(0)
             self._refuse_repeated(message.task, message.keys[new])
             if task.name is None:
                 state.register_task(message.task, message.fingerprint, message.total)
@@ -70,8 +71,8 @@ class Leasing:
         Prompts are added in their order: a chunk that begins after the first missing one is not added either.
         """
         known, task = len(self._state.prompt_ids), self._state.task
-        is_behind = known >= min(message.offset + len(message.keys), task.prompts)
-        return task.fingerprint == message.fingerprint and (is_behind or message.offset > known)
+        is_next = message.offset <= known < message.offset + len(message.keys)
+        return task.fingerprint == message.fingerprint and not is_next
 
     def _refuse_repeated(self, task: str, keys: Sequence[str]) -> None:
         """Raise Refused if one of these new keys stands there twice, or is registered."""

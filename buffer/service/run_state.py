@@ -13,7 +13,6 @@ from tba.buffer.sampling.sampler import Sampler
 from tba.buffer.service.clients import Clients
 from tba.buffer.service.counters import DataLag
 from tba.buffer.service.leases import LeaseBook
-from tba.buffer.service.sequence_ranges import SequenceRanges
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.clock import Clock
@@ -96,7 +95,8 @@ class RunState:
         # (sender, acknowledgement) of each put in the transaction in progress.
         self.uncommitted_puts: list[tuple[str, messages.PutAck]] = []
         self._sender_ids: dict[str, int] = {}
-        self.received: dict[str, SequenceRanges] = {}
+        # The number after the largest stored sequence number, of senders that have put since the start.
+        self.next_sequences: dict[str, int] = {}
 
     def _rebuild_index(self) -> None:
         announced = {version: ref.step for version, ref in self.versions.items()}
@@ -126,11 +126,20 @@ class RunState:
             self._sender_ids[sender] = self.store.senders.number(self.run, sender, self.clients[sender].role)
         return self._sender_ids[sender]
 
-    def ranges_of(self, sender: str) -> SequenceRanges:
-        """Return the sequence numbers that are stored of a sender."""
-        if sender not in self.received:
-            self.received[sender] = SequenceRanges(self.store.trajectories.sequence_ranges(self.sender_id(sender)))
-        return self.received[sender]
+    def stored_sequences(self, sender: str, first: int, count: int) -> set[int]:
+        """Return which of the sequence numbers from `first` on are stored of a sender: the rows that came again.
+
+        The usual put follows all earlier ones of its sender, so it needs no query.
+        """
+        if sender not in self.next_sequences:
+            self.next_sequences[sender] = self.store.trajectories.next_sequence(self.sender_id(sender))
+        if first >= self.next_sequences[sender]:
+            return set()
+        return self.store.trajectories.stored_sequences(self.sender_id(sender), first, count)
+
+    def note_stored(self, sender: str, stop: int) -> None:
+        """Record that rows of a sender with sequence numbers below `stop` were added."""
+        self.next_sequences[sender] = max(self.next_sequences[sender], stop)
 
     def for_replies(self) -> messages.RunState:
         """Return the part of the state that every reply carries."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.service.sequence_ranges import SequenceRanges
 from tba.buffer.store.reader import open_reader
 from tba.buffer.tools.export import JSONL, format_of, open_records, read_parquet
 from tba.buffer.tools.import_row import Parser
 from tba.buffer.tools.import_target import ImportTarget
+from tba.buffer.tools.sequence_ranges import SequenceRanges
 from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common import jsonl
 from tba.common.config import Config

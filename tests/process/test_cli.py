@@ -233,20 +233,35 @@ def test_doctor_names_the_program_at_the_address_of_the_buffer(tba, start_tba, r
     assert (result, "is in use by the buffer of run test" in detail) == ("fail", True)
 
 
+TWO_EQUAL_KEYS = """
+from types import SimpleNamespace
+from tba.searcher.tasks.task import Prompt
+prompts = [Prompt(key, "question", "answer") for key in ("a", "b", "a")]
+Mine = lambda: SimpleNamespace(name="mine", prompts=lambda: prompts, held_out=list, score=None)
+"""
+
+
 @pytest.mark.parametrize("command", [("config", "check", "--config"), ("doctor", "--config"), ("run",)])
-def test_a_user_task_that_does_not_load_is_reported_before_anything_starts(
-    tba, make_config, example_model, tmp_path, command
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("", "my_task:Mine cannot be loaded: AttributeError"),
+        (TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
+    ],
+)
+def test_a_user_task_that_cannot_be_used_is_reported_before_anything_starts(
+    tba, make_config, example_model, tmp_path, command, source, sentence
 ):
     run = make_config(
         model={"path": str(example_model)},
-        task={"name": "my_task:Missing"},
+        task={"name": "my_task:Mine"},
         search={"gpus": "cpu"},
         train={"gpu": "cpu"},
     )
-    (tmp_path / "my_task.py").write_text("")
+    (tmp_path / "my_task.py").write_text(source)
     result = tba(*command, run.file)
     assert result.returncode == (1 if command[0] == "doctor" else 78)
-    assert "my_task:Missing cannot be loaded: AttributeError" in result.stderr + result.stdout
+    assert sentence in " ".join((result.stderr + result.stdout).split())
     assert not run.directory.exists()
 
 

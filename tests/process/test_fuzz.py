@@ -80,17 +80,17 @@ def memory(service) -> dict:
         "leases": {visit.id: (visit.epoch, visit.prompt) for visit in state.leases.open.values()},
         "position": (state.leases.epoch, state.leases.position),
         "versions": state.versions,
-        "ranges": {sender: ranges.ranges for sender, ranges in state.received.items() if ranges.ranges},
+        "sequences": {sender: sequence for sender, sequence in state.next_sequences.items() if sequence},
     }
 
 
 def check_intact(harness, trajectory) -> None:
     """Check that the file is intact, that the memory equals a rebuilt one, and that a valid put works."""
     before = memory(harness.service)
-    senders = list(harness.service.state.received)
+    senders = list(harness.service.state.next_sequences)
     harness.service.state.rebuild()
     for sender in senders:
-        harness.service.state.ranges_of(sender)
+        harness.service.state.stored_sequences(sender, 0, 1)
     assert memory(harness.service) == before
     assert harness.put([trajectory(tokens=[1, 2, 3, 4])], first_sequence=0, sender="new.1").stored == 1
     with sqlite3.connect(harness.store.path) as database:

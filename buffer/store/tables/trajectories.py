@@ -94,15 +94,16 @@ class Trajectories:
             names, columns = ("trajectory", "reference", "logprob"), list(zip(*rows, strict=True))
             self._database.insert("OR IGNORE", "reference_logprobs", names, columns)
 
-    def sequence_ranges(self, sender: int) -> list[tuple[int, int]]:
-        """Return the half-open ranges of the sequence numbers that are stored of a sender."""
-        # Within a range of consecutive numbers, sequence minus row number is constant.
-        query = """
-        SELECT MIN(sequence), MAX(sequence) + 1
-        FROM (SELECT sequence, sequence - ROW_NUMBER() OVER (ORDER BY sequence) AS island
-              FROM trajectory_rows WHERE sender = ?)
-        GROUP BY island"""
-        return self._database.all(query, sender)
+    def next_sequence(self, sender: int) -> int:
+        """Return the sequence number after the largest that is stored of a sender, 0 if there is none."""
+        (largest,) = self._database.one("SELECT MAX(sequence) FROM trajectory_rows WHERE sender = ?", sender)
+        return 0 if largest is None else int(largest) + 1
+
+    def stored_sequences(self, sender: int, first: int, count: int) -> set[int]:
+        """Return which of the sequence numbers from `first` on are stored of a sender."""
+        self.flush()
+        query = "SELECT sequence FROM trajectory_rows WHERE sender = ? AND sequence BETWEEN ? AND ?"
+        return {sequence for (sequence,) in self._database.all(query, sender, first, first + count - 1)}
 
     def blocks(self, run: Run) -> Iterator[tuple[int, tuple[Sequence[Any], ...]]]:
         """Yield (prompt, columns) of all trajectories that may be sampled, oldest first.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba.common.errors import Refused
+from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
 
 
@@ -215,3 +215,99 @@ def test_a_trainer_ahead_of_an_old_copy_of_the_database_gets_new_data(harness, t
     buffer.announce(1, 20)
     assert buffer.sample(20, 1, 2) is None
     assert len(buffer.lease(1, version=1).visits) == 1
+
+
+def test_prompts_are_added_in_their_order_and_only_once(harness):
+    buffer = harness()
+    chunks = {offset: ["p0", "p1", "p2", "p3"][offset : offset + 2] for offset in (0, 1, 2)}
+
+    def register(offset: int) -> int:
+        message = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=offset, keys=chunks[offset])
+        return buffer.ask(message).message.known
+
+    # The chunk at 2 leaves a gap at first, the one at 1 overlaps.
+    assert [register(offset) for offset in (2, 0, 0, 1, 2)] == [0, 2, 2, 3, 4]
+    state = buffer.service.state
+    order, ids = state.leases.order(0), dict(state.prompt_ids)
+    state.rebuild()
+    assert (state.leases.order(0), list(state.prompt_ids.items())) == (order, list(ids.items()))
+    assert list(ids) == ["p0", "p1", "p2", "p3"]
+
+
+def test_a_chunk_that_is_known_needs_no_transaction(harness):
+    buffer = harness()
+    chunk = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=0, keys=["p0", "p1"])
+    assert not buffer.service.writes_nothing(chunk)
+    buffer.ask(chunk)
+    assert buffer.service.writes_nothing(chunk)
+
+
+@pytest.mark.parametrize("keys", [["p0", "p1", "p0"], ["a", "p2"]])
+def test_two_equal_prompt_keys_are_refused_and_leave_nothing(harness, keys):
+    buffer = harness()
+    if keys[0] == "a":
+        buffer.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=5, offset=0, keys=["p0", "p1", "p2"]))
+    known = len(buffer.service.state.prompt_ids)
+    chunk = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=5, offset=known, keys=keys)
+    with pytest.raises(Refused, match=f"two prompts of task t have the key '{keys[-1]}'") as refused:
+        buffer.ask(chunk)
+    assert refused.value.exit_code == EXIT_CONFIG
+    assert len(buffer.service.state.prompt_ids) == known
+    assert (buffer.service.state.task.name is None) == (known == 0), "a corrected task can be registered"
+
+
+def crowd(harness, searchers: int, leases: int):
+    """Return a buffer whose searchers hold all prompts that bounded staleness has room for, and their next requests."""
+    prompts = searchers * leases
+    buffer = harness(buffer={"max_staleness": 1}, train={"prompts_per_step": prompts // 2, "publish_every": 1})
+    buffer.register(2 * prompts)
+    buffer.announce(0, 0)
+    assert buffer.service.with_room(()) == []
+    # All are alive before the first one asks, and each gets its part.
+    for n in range(searchers):
+        buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=0, metrics={}), sender=f"s{n}.1")
+    buffer.held = {
+        f"s{n}.1": [v.lease for v in buffer.lease(leases, sender=f"s{n}.1").visits] for n in range(searchers)
+    }
+    wait = {
+        sender: messages.LeasePrompts(want=leases, held=held, weights_version=0, wait_seconds=1.0)
+        for sender, held in buffer.held.items()
+    }
+    assert all(buffer.ask(request, sender=sender) is None for sender, request in wait.items())
+    return buffer, wait
+
+
+def test_waiting_searchers_wake_only_for_room_and_as_many_as_there_is_room_for(harness, trajectory):
+    buffer, waiting = crowd(harness, searchers=6, leases=4)
+    asked = CountedIteration(waiting.items())
+    assert buffer.service.with_room(asked) == []
+    assert asked.count == 0, "without room no waiting request is looked at"
+    # Two visits fail, so two prompts are no longer under way.
+    for n, lease in enumerate(buffer.held["s3.1"][:2]):
+        prompt = buffer.service.state.prompt_keys[buffer.service.state.leases.open[lease].prompt]
+        failed = trajectory(prompt, lease, tokens=[], error="no number", stop_reason="error", reward=0.0)
+        buffer.put([failed], n, sender="s3.1")
+    assert buffer.service.with_room(asked) == ["s3.1"], "the others have their part"
+    assert len(buffer.ask(waiting["s3.1"], sender="s3.1").message.visits) == 2
+    assert buffer.service.with_room(asked) == []
+
+
+def test_new_weights_wake_every_waiting_searcher_once(harness):
+    buffer, waiting = crowd(harness, searchers=3, leases=2)
+    assert buffer.service.with_room(waiting.items()) == []
+    buffer.announce(1, 1)
+    assert buffer.service.with_room(waiting.items()) == list(waiting)
+    assert buffer.service.with_room(waiting.items()) == []
+
+
+class CountedIteration:
+    """An iterable that counts the items it has handed out."""
+
+    def __init__(self, items):
+        self._items = items
+        self.count = 0
+
+    def __iter__(self):
+        for item in self._items:
+            self.count += 1
+            yield item

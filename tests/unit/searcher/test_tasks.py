@@ -9,7 +9,7 @@ from tba.common.errors import TaskError
 from tba.searcher import tasks
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask, last_number
-from tba.searcher.tasks.task import LimitedTask, Prompt, fingerprint
+from tba.searcher.tasks.task import LimitedTask, Prompt, check_prompts, fingerprint
 
 
 @pytest.fixture
@@ -119,3 +119,25 @@ def test_the_fingerprint_depends_on_the_order():
 
 def test_the_configuration_names_every_shipped_task():
     assert set(tasks._SHIPPED) == set(TASKS)
+
+
+class OwnTask:
+    """A task as users write it."""
+
+    name = "own"
+
+    def __init__(self, *keys: str) -> None:
+        self._keys = keys
+
+    def prompts(self):
+        return [Prompt(key, "question", "answer") for key in self._keys]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [((), "task own has no prompts"), ("aba", "the prompts 1 and 3 have the same key 'a'")],
+)
+def test_a_task_without_prompts_or_with_two_equal_keys_is_refused(keys, sentence):
+    check_prompts(OwnTask("a", "b"))
+    with pytest.raises(TaskError, match=sentence):
+        check_prompts(OwnTask(*keys))

@@ -1,7 +1,4 @@
-"""The stored sequence numbers of a sender: a repeated put is recognised without a query.
-
-Invariant: the ranges of a sender equal what the table holds of it; the table's unique index enforces the same.
-"""
+"""The sequence numbers of a sender that occur in a file, as ranges: a set of them all would need too much memory."""
 
 from bisect import bisect_right
 from collections.abc import Iterable

@@ -6,9 +6,19 @@ from typing import Annotated
 import typer
 
 from tba.buffer.command_options import Database, Force, resolve, resolve_config
-from tba.common.errors import EXIT_FAILED
+from tba.common.errors import EXIT_FAILED, UsageError
 from tba.common.quantity import quantity
-from tba.common.terminal import ConfigOptions, Csv, Json, not_both, print_csv, print_json, print_table, with_config
+from tba.common.terminal import (
+    ConfigOptions,
+    Csv,
+    Json,
+    not_both,
+    note,
+    print_csv,
+    print_json,
+    print_table,
+    with_config,
+)
 
 app = typer.Typer()
 
@@ -51,6 +61,52 @@ def compact(
             "nothing was changed"
         )
     return print_fields({name.replace("_", " "): value for name, value in done.items()})
+
+
+@app.command()
+@with_config
+def prune(
+    options: ConfigOptions,
+    buffer: Database = None,
+    before_step: Annotated[
+        int | None, typer.Option(min=1, help="Delete trajectories that only steps before this one used, or none.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="Delete this whole run; with --before-step, its old rows.")] = None,
+    archive: Annotated[
+        Path | None, typer.Option("--export", help="Write what is deleted to this file first: .jsonl or .parquet.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without an export.")] = False,
+    keep_steps: Annotated[int, typer.Option(min=0, help="Newest trained steps that stay, for resume.")] = 1000,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete old trajectories with the batches that used them, or a whole run, and shrink the file.
+
+    The server must be stopped. Steps that a checkpoint beside the database may repeat are never deleted.
+    """
+    if before_step is None and run is None:
+        raise UsageError("name what to delete: --before-step N, --run NAME, or both")
+    if not (yes or dry_run or archive):
+        raise UsageError("--export FILE keeps what is deleted in a file; --yes deletes it for good")
+    path = resolve_config(options, buffer).database
+    from tba.buffer.tools.prune import prune_run, prune_steps
+
+    if before_step is None:
+        done = prune_run(path, run or "", archive=archive, dry_run=dry_run)
+    else:
+        done = prune_steps(path, run, before_step, keep_steps=keep_steps, archive=archive, dry_run=dry_run)
+    if as_json:
+        return print_json(done)
+    if archive and not dry_run and (lost := done["trajectories"] - done["exported"]):
+        note(f"not in {archive}: {quantity(lost, 'trajectory', 'trajectories')} without tokens, since compacted")
+    rows = quantity(done["trajectories"], "trajectory", "trajectories")
+    return typer.echo(
+        f"{'would delete' if dry_run else 'deleted'} {rows} and "
+        f"{quantity(done['batches'], 'batch', 'batches')} of run {done['run']}, {done['trajectories_kept']} stay; "
+        f"{path} has {quantity(done['file_bytes_after'], 'byte')}, {done['file_bytes_before']} before"
+    )
 
 
 @app.command()
@@ -129,7 +185,6 @@ def migrate(options: ConfigOptions, buffer: Database = None) -> None:
     settings = resolve_config(options, buffer)
     from tba.buffer.store.schema import schema_names
     from tba.buffer.store.store import Store
-    from tba.common.errors import UsageError
 
     if not settings.database.exists():
         raise UsageError(f"{settings.database} does not exist")

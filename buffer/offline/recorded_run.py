@@ -98,6 +98,8 @@ def _newest_at(connection: sqlite3.Connection, path: Path, run: int, step: int |
     query = "SELECT COALESCE(newest_trajectory, 0) FROM batches WHERE run = ? AND step = ?"
     row = connection.execute(query, (run, step)).fetchone()
     if row is None:
-        steps = connection.execute("SELECT COUNT(*) FROM batches WHERE run = ?", (run,)).fetchone()[0]
-        raise UsageError(f"{path} has no batch of step {step}: --as-of can be 0 to {steps - 1}")
+        # Pruning deletes the first ones.
+        ends = "SELECT COALESCE(MIN(step), 0), COALESCE(MAX(step), -1) FROM batches WHERE run = ?"
+        first, last = connection.execute(ends, (run,)).fetchone()
+        raise UsageError(f"{path} has no batch of step {step}: --as-of can be {first} to {last}")
     return int(row[0])

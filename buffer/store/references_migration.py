@@ -12,6 +12,10 @@ from tba.buffer.store.views import VIEWS
 # Rows have the same bytes under the new declaration, so only the declaration is replaced: a copy of `payloads` would
 # need as much free space again as the file has.
 _REDECLARED = {
+    # What `tba buffer prune` has deleted still counts for `buffer.samples_per_insert`.
+    "runs": """(id INTEGER PRIMARY KEY, uuid TEXT NOT NULL, name TEXT NOT NULL, created_at REAL NOT NULL,
+    seed INTEGER NOT NULL, task TEXT, fingerprint TEXT, prompts INTEGER, finished_step INTEGER,
+    pruned INTEGER NOT NULL DEFAULT 0, pruned_slots INTEGER NOT NULL DEFAULT 0) STRICT""",
     "starts": """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), started_at REAL NOT NULL,
     config TEXT NOT NULL, software TEXT NOT NULL) STRICT""",
     "prompts": """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), position INTEGER,

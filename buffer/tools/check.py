@@ -40,7 +40,7 @@ _RULES = {
         " (SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"
     ),
     "every done visit has a trajectory": (
-        "SELECT v.id FROM visits v WHERE v.done_at IS NOT NULL"
+        "SELECT v.id FROM visits v JOIN runs r ON r.id = v.run WHERE v.done_at IS NOT NULL AND r.pruned = 0"
         " AND NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = v.prompt AND t.visit = v.id)"
     ),
     "places of an epoch have no gap": (
@@ -61,8 +61,9 @@ _RECORDED_FILE = "SELECT json_extract(config, '$.offline.file') FROM starts ORDE
 # A killed searcher has numbered trajectories that it never delivered, and an import leaves out those without tokens.
 _NOTES = {
     "steps have no gap": (
-        "SELECT 'step ' || (b.step - 1) || ' is missing' FROM batches b WHERE b.step > 0"
+        "SELECT 'step ' || (b.step - 1) || ' is missing' FROM batches b JOIN runs r ON r.id = b.run WHERE b.step > 0"
         " AND NOT EXISTS (SELECT 1 FROM batches a WHERE a.run = b.run AND a.step = b.step - 1)"
+        " AND (r.pruned_slots = 0 OR b.step > (SELECT MIN(f.step) FROM batches f WHERE f.run = b.run))"
     ),
     "sequence numbers have no gap": (
         "SELECT s.sender || ': ' || (MAX(t.sequence) - MIN(t.sequence) + 1 - COUNT(*)) || ' missing'"

@@ -40,7 +40,7 @@ def compact(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> 
         drop = [trajectory for trajectory in sizes if trajectory not in needed]
         before = store.database.size_bytes()
         if not dry_run and drop:
-            _check_disk(path, before)
+            check_disk(path, before)
             for start in range(0, len(drop), _ROWS):
                 with store.transaction():
                     store.trajectories.drop_payloads(drop[start : start + _ROWS], clock.wall())
@@ -57,7 +57,7 @@ def compact(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> 
     }
 
 
-def _check_disk(path: Path, size: int) -> None:
+def check_disk(path: Path, size: int) -> None:
     """Raise StorageError unless VACUUM fits: it writes the rebuilt file to the WAL, at worst the same size again."""
     free = shutil.disk_usage(path.absolute().parent).free
     if free < size:

@@ -105,8 +105,9 @@ class Batches:
         return int(self._database.one("SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ?", run.id)[0])
 
     def consumed(self, run: Run) -> int:
-        """Return the number of slots of all recorded batches."""
-        query = "SELECT COUNT(*) FROM batches b JOIN consumption_rows c ON c.batch = b.id WHERE b.run = ?"
+        """Return the number of slots of all batches that were ever recorded."""
+        slots = "SELECT COUNT(*) FROM batches b JOIN consumption_rows c ON c.batch = b.id WHERE b.run = r.id"
+        query = f"SELECT ({slots}) + r.pruned_slots FROM runs r WHERE r.id = ?"  # noqa: S608
         return int(self._database.one(query, run.id)[0])
 
     def losses(self, run: Run) -> dict[int, float]:

@@ -59,9 +59,10 @@ class Trajectories:
         self._new_references: list[tuple[int, str, float]] = []
 
     def new_ids(self, count: int) -> range:
-        """Return ids for `count` new trajectories. Ids only grow, because trajectories are never deleted."""
+        """Return ids for `count` new trajectories. Ids only grow, also beyond deleted ones that a batch has seen."""
         if self._next_id is None:
-            self._next_id = int(self._database.one("SELECT COALESCE(MAX(id), 0) + 1 FROM trajectory_rows")[0])
+            used = "SELECT MAX(id) AS id FROM trajectory_rows UNION ALL SELECT MAX(newest_trajectory) FROM batches"
+            self._next_id = int(self._database.one(f"SELECT COALESCE(MAX(id), 0) + 1 FROM ({used})")[0])  # noqa: S608
         first, self._next_id = self._next_id, self._next_id + count
         return range(first, self._next_id)
 
@@ -120,8 +121,10 @@ class Trajectories:
                 yield prompt, tuple(columns)
 
     def counts(self, run: Run) -> tuple[int, int]:
-        """Return (number of trajectories, number of these with an error)."""
-        return self._database.one("SELECT COUNT(*), COUNT(error) FROM trajectory_rows WHERE run = ?", run.id)
+        """Return (number of trajectories that were ever stored, number of those there with an error)."""
+        pruned = "(SELECT pruned FROM runs WHERE id = ?1)"
+        query = f"SELECT COUNT(*) + {pruned}, COUNT(error) FROM trajectory_rows WHERE run = ?1"  # noqa: S608
+        return self._database.one(query, run.id)
 
     def payloads(self, trajectories: Sequence[int]) -> list[list[bytes]]:
         """Return the blobs of each trajectory in the given order, one per array kind.

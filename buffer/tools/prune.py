@@ -1,0 +1,138 @@
+"""Delete old trajectories with their tokens and batches, or a whole run, from a buffer file.
+
+    before step N   trajectories that had arrived when the batch of step N was sampled, and are in no batch from N on;
+                    the batches of the steps before N
+    a whole run     all of its rows
+
+What stays: everything that a trainer may ask for when it resumes (the newest `keep_steps` steps, and all steps from the
+oldest checkpoint beside the file on), prompts, visits, senders and snapshots. Ids are never used again.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.store.store import Store
+from tba.buffer.store.tables.runs import Run
+from tba.buffer.tools.compact import check_disk
+from tba.buffer.tools.export import export
+from tba.common.errors import UsageError
+
+# Trajectories per transaction.
+_ROWS = 1000
+_OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory", "trajectory_rows": "id"}
+# Children first.
+_OF_RUNS = ("batches", "visits", "prompts", "snapshots", "senders", "starts")
+
+
+def prune_steps(
+    path: Path, run_name: str | None, before_step: int, *, keep_steps: int, archive: Path | None, dry_run: bool
+) -> dict[str, Any]:
+    """Delete what is older than a step. `archive` is the export that is written first, None for none.
+
+    Raises LockTaken if a server has the database open; UsageError if the file or the run does not exist, or a trainer
+    that resumes may need the steps; StorageError if the disk is too full to shrink the file.
+    """
+    with _opened(path) as store:
+        run = _run_of(store, path, run_name)
+        _refuse_needed(store, run, before_step, keep_steps, path)
+        newest = store.database.all(
+            "SELECT newest_trajectory FROM batches WHERE run = ? AND step = ?", run.id, before_step
+        )
+        if not newest:
+            raise UsageError(f"run {run.name} in {path} has no batch of step {before_step}")
+        old = f"""SELECT t.id FROM trajectory_rows t WHERE t.run = {run.id} AND t.id <= {newest[0][0] or 0}
+                  AND NOT EXISTS (SELECT 1 FROM consumption_rows c JOIN batches b ON b.id = c.batch
+                                  WHERE c.trajectory = t.id AND b.step >= {before_step})"""  # noqa: S608
+        batches = f"run = {run.id} AND step < {before_step}"
+        return _prune(store, run, old, batches, archive=archive, dry_run=dry_run)
+
+
+def prune_run(path: Path, run_name: str, *, archive: Path | None, dry_run: bool) -> dict[str, Any]:
+    """Delete a whole run. Raises as `prune_steps`, also if it is the only run of the file."""
+    with _opened(path) as store:
+        run = _run_of(store, path, run_name)
+        if len(store.runs.all()) == 1:
+            raise UsageError(f"{run_name} is the only run of {path}: delete the file")
+        of_run = f"run = {run.id}"
+        old = f"SELECT t.id FROM trajectory_rows t WHERE t.{of_run}"  # noqa: S608
+        return _prune(store, run, old, of_run, archive=archive, dry_run=dry_run, whole=True)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Store]:
+    if not path.exists():
+        raise UsageError(f"{path} does not exist: nothing to prune")
+    with contextlib.closing(Store(path, durability="power")) as store:
+        yield store
+
+
+def _run_of(store: Store, path: Path, name: str | None) -> Run:
+    runs = {run.name: run for run in store.runs.all()}
+    if name is None and len(runs) == 1:
+        (name,) = runs
+    if name not in runs:
+        raise UsageError(f"{path} has the runs {', '.join(runs) or 'none'}: name one with --run")
+    return runs[name]
+
+
+def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, path: Path) -> None:
+    """Raise UsageError if a trainer that resumes may ask for a batch that would be deleted."""
+    last = store.batches.steps_done(run) - keep_steps
+    why = f"--keep-steps {keep_steps} of {store.batches.steps_done(run)} that were trained"
+    checkpoints = [int(name.name[5:]) for name in (path.resolve().parent / "checkpoints").glob("step_????????")]
+    if checkpoints and min(checkpoints) < last:
+        last, why = min(checkpoints), "the oldest checkpoint beside it"
+    if before_step > last:
+        raise UsageError(
+            f"of run {run.name} in {path} the steps from {max(0, last)} on stay ({why}): lower --before-step"
+        )
+
+
+def _prune(
+    store: Store, run: Run, old: str, batches: str, *, archive: Path | None, dry_run: bool, whole: bool = False
+) -> dict[str, Any]:
+    """Delete the trajectories that the query `old` selects, and the batches of the condition `batches`."""
+    database = store.database
+    ids = [id_ for (id_,) in database.all(old)]
+    slots = f"batch IN (SELECT id FROM batches WHERE {batches})"  # noqa: S608
+    done = {
+        "run": run.name,
+        "trajectories": len(ids),
+        "trajectories_kept": database.one("SELECT COUNT(*) FROM trajectory_rows")[0] - len(ids),
+        "batches": database.one(f"SELECT COUNT(*) FROM batches WHERE {batches}")[0],  # noqa: S608
+        "exported": 0,
+        "file_bytes_before": database.size_bytes(),
+    }
+    if not dry_run:
+        check_disk(store.path, done["file_bytes_before"])
+        if archive is not None:
+            where = f"id IN ({old})"
+            done["exported"] = export(store.path, archive, where=where, format_=None, force=False)["trajectories"]
+        with store.transaction():
+            trained = database.one(f"SELECT COUNT(*) FROM consumption_rows WHERE {slots}")[0]  # noqa: S608
+            database.execute(f"DELETE FROM consumption_rows WHERE {slots}")  # noqa: S608
+            database.execute(f"DELETE FROM batches WHERE {batches}")  # noqa: S608
+            database.execute("UPDATE runs SET pruned_slots = pruned_slots + ? WHERE id = ?", (trained, run.id))
+        _delete_trajectories(store, run, ids)
+        if whole:
+            _delete_run(store, run)
+        database.shrink()
+    return {**done, "file_bytes_after": database.size_bytes(), "dry_run": dry_run}
+
+
+def _delete_trajectories(store: Store, run: Run, ids: list[int]) -> None:
+    for start in range(0, len(ids), _ROWS):
+        rows = [(id_,) for id_ in ids[start : start + _ROWS]]
+        with store.transaction():
+            for table, column in _OF_TRAJECTORIES.items():
+                store.database.execute_many(f"DELETE FROM {table} WHERE {column} = ?", rows)  # noqa: S608
+            store.database.execute("UPDATE runs SET pruned = pruned + ? WHERE id = ?", (len(rows), run.id))
+
+
+def _delete_run(store: Store, run: Run) -> None:
+    with store.transaction():
+        for table in _OF_RUNS:
+            store.database.execute(f"DELETE FROM {table} WHERE run = ?", (run.id,))  # noqa: S608
+        store.database.execute("DELETE FROM runs WHERE id = ?", (run.id,))

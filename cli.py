@@ -324,6 +324,8 @@ def plot(options: ConfigOptions) -> None:
 def status(options: ConfigOptions, as_json: Json = False) -> None:
     """Show the connected clients, their weights, and what each one waits for."""
     address = options.resolve().config.buffer.address
+    import msgspec
+
     from tba.common.wire.client import BufferClient
     from tba.common.wire.status_messages import GetStatus, Status
     from tba.deploy.display import clients_table, explain
@@ -331,7 +333,7 @@ def status(options: ConfigOptions, as_json: Json = False) -> None:
     with closing(BufferClient(address, role="monitor", name="status")) as client:
         answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
     if as_json:
-        return print_json({**answer.model_dump(), "explanation": explain(answer)})
+        return print_json({**msgspec.to_builtins(answer), "explanation": explain(answer)})
     terminal = console()
     terminal.print(f"run {answer.run_name} at {address}: {explain(answer)}", highlight=False, soft_wrap=True)
     return terminal.print(clients_table(answer))

@@ -33,6 +33,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from benchmarks import serving
 from benchmarks.table import print_table
@@ -286,7 +287,7 @@ def produce(
 def packed(row_bytes: int, number: int) -> tuple[messages.Rows, list[bytes]]:
     """Return the columns and frames of one group."""
     columns, frames = pack([trajectory(row_bytes, number * GROUP + n) for n in range(GROUP)])
-    return messages.Rows.model_validate(columns), frames
+    return messages.Rows(**columns), frames
 
 
 def run(producers: "Sequence[Producer]") -> None:
@@ -366,7 +367,7 @@ class Producer:
     def _put(self, id_: int, rng: random.Random, groups: Sequence[tuple[messages.Rows, list[bytes]]]) -> Frames:
         """Return one group as responses to a random prompt, so that few of them are repeated for it."""
         columns, frames = rng.choice(groups)
-        rows = columns.model_copy(update={"prompt_key": [f"p{rng.randrange(PROMPTS)}"] * GROUP})
+        rows = replace(columns, prompt_key=[f"p{rng.randrange(PROMPTS)}"] * GROUP)
         return self._encoded(id_, messages.PutTrajectories(first_sequence=GROUP * (id_ - 1), rows=rows), frames)
 
     def _encoded(self, id_: int, message: messages.Message, frames: Sequence[bytes] = ()) -> Frames:

@@ -114,7 +114,7 @@ def puts(rows: int) -> Iterator[tuple[int, messages.PutTrajectories, list[bytes]
         frames = [
             fresh if kind.name == "response_ids" else frame for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
         ]
-        yield first, messages.PutTrajectories(first_sequence=first, rows=messages.Rows.model_validate(columns)), frames
+        yield first, messages.PutTrajectories(first_sequence=first, rows=messages.Rows(**columns)), frames
 
 
 def _trajectory() -> Trajectory:

@@ -68,7 +68,7 @@ def _seconds(work: Callable[[], object], count: int) -> float:
 
 def _encoded(group: list[Trajectory]) -> list[bytes]:
     columns, arrays = pack(group)
-    message = messages.PutTrajectories(first_sequence=0, rows=messages.Rows.model_validate(columns))
+    message = messages.PutTrajectories(first_sequence=0, rows=messages.Rows(**columns))
     return encode_request(message, id=1, role="searcher", sender="s", run="r" * 32, frames=arrays)
 
 

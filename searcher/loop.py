@@ -170,7 +170,7 @@ class Searcher:
         if self._lease_request is not None or self._clock.monotonic() < self._lease_at:
             return
         held = sorted(self._pipeline.leases)
-        want = min(want, messages.MAX_ROWS - len(held))
+        want = min(want, messages.MAX_LEASES - len(held))
         if want <= 0:
             return
         request = messages.LeasePrompts(
@@ -222,7 +222,7 @@ class Searcher:
         current = self._weights.current
         heartbeat = messages.Heartbeat(
             activity=activity,
-            reason=reason,
+            reason=reason[: messages.MAX_REASON],
             weights_version=current.version if current else None,
             metrics=metrics,
             serves=self._serving.address,

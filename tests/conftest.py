@@ -18,7 +18,7 @@ from tba.buffer.store.store import Store
 from tba.common.config import Config
 from tba.common.weights import node_store
 from tba.common.wire import messages
-from tba.common.wire.codec import Request, RequestHeader
+from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import Trajectory
 from tba.tests.helpers.clock import ManualClock
 
@@ -67,11 +67,11 @@ class ServiceHarness:
         self, message: messages.Message, frames: list[bytes] | None = None, sender: str = "s.1", role: Any = "searcher"
     ):
         """Handle one request in its own transaction. Returns None if it is parked."""
-        header = RequestHeader(v=1, type=message.TYPE, id=1, run=self.run.uuid, role=role, sender=sender)
-        views = [memoryview(frame) for frame in frames or []]
+        sent = encode_request(message, id=1, role=role, sender=sender, run=self.run.uuid, frames=frames or [])
+        request = decode_request([memoryview(frame) for frame in sent])
         self.service.state.clients.mark_seen(sender, role)
         with self.service.transaction():
-            return self.service.handle(header, to_columns(Request(header, message, views)))
+            return self.service.handle(request.header, to_columns(request))
 
     def register(self, count: int) -> None:
         """Register prompts p0, p1, ..."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers.utils import logging as transformers_logging
 
@@ -246,7 +247,7 @@ class Trainer:
                 f"this configuration is of run {self._config.run.name}"
             )
         if self._unreported is not None:
-            self._report(messages.ReportStep.model_validate(self._unreported))
+            self._report(msgspec.convert(self._unreported, messages.ReportStep))
         done, recorded = self.learner.steps_done, welcome.recorded_steps
         if recorded > done:
             log.info("repeating recorded steps", first=done, recorded=recorded)
@@ -354,7 +355,7 @@ class Trainer:
         log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 
     def _report(self, report: messages.ReportStep) -> None:
-        self._unreported = report.model_dump()
+        self._unreported = msgspec.to_builtins(report)
         try:
             self._client.call(report, messages.Done, stop=self._stop)
         except Refused as refusal:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from benchmarks import serving
 from benchmarks.peers.worker import (
@@ -53,7 +54,7 @@ class TbaBuffer(PeerBuffer):
 
     def put(self, first: int) -> int:
         columns, frames = pack([_trajectory(number) for number in range(first, first + GROUP)])
-        rows = messages.Rows.model_validate(columns)
+        rows = messages.Rows(**columns)
         self._producer.post(messages.PutTrajectories(first_sequence=first, rows=rows), frames)
         self._put = first + GROUP
         return self._collect(IN_FLIGHT * GROUP)
@@ -81,7 +82,7 @@ class TbaBuffer(PeerBuffer):
         )
         batch, frames = self._trainer.call(request, messages.Batch, deadline_seconds=_PATIENCE_SECONDS)
         self._step += 1
-        return batch, unpack_arrays(batch.model_dump(), frames)
+        return batch, unpack_arrays(asdict(batch), frames)
 
     def close(self) -> None:
         self._producer.close()

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 import typer
+from msgspec import structs
 
 from tba.buffer.offline.recorded_run import RecordedRun
 from tba.buffer.service.run_state import AsOf
@@ -154,7 +155,7 @@ class OfflineBuffer:
         batch = reply.message
         if isinstance(batch, messages.Batch) and not self._replay:
             # Not sampled by the current weights: staleness 0 refers to the recorded trainer's weights.
-            batch = batch.model_copy(update={"plain_sampling": [False] * len(batch.plain_sampling)})
+            batch = structs.replace(batch, plain_sampling=[False] * len(batch.plain_sampling))
         return batch, reply.frames
 
     def compare_losses(self) -> tuple[int, float]:

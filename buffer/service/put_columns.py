@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
-from pydantic_core import to_json
 
-from tba.common.errors import WireError
+from tba.common.errors import Oversize, WireError
 from tba.common.wire.codec import Request
 from tba.common.wire.messages import Message, PutTrajectories, Sampling
 from tba.common.wire.trajectory import ARRAY_KINDS, RESPONSE_IDS, ROW_FIELDS, VERSION_RUNS, slices
@@ -23,6 +23,11 @@ from tba.common.wire.trajectory import ARRAY_KINDS, RESPONSE_IDS, ROW_FIELDS, VE
 _COUNTS = [(f"{kind.name}_count", kind.unit_bytes) for kind in ARRAY_KINDS]
 # The number after the last sequence number must fit an SQLite integer, too.
 _SEQUENCES = (1 << 63) - 1
+# The metadata of a row on the wire, and of all rows of a put as JSON, which may be several times as long.
+MAX_METADATA_BYTES = 128 << 10
+_MAX_JSON_CHARACTERS = 1 << 20
+_EMPTY_MAP = msgspec.Raw(b"\x80")
+_decode_metadata = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,9 @@ def to_columns(request: Request) -> Message | PutColumns:
     sizes = [[count * size for count in getattr(rows, name)] for name, size in _COUNTS]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     fields: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
-    fields["reward_parts"] = [to_json(parts).decode() for parts in rows.reward_parts]
-    fields["sampling"] = [_sampling_json(settings["temperature"], settings["top_p"]) for settings in rows.sampling]
-    fields["metadata"] = list(map(_metadata_json, rows.metadata))
+    fields["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
+    fields["sampling"] = list(map(_sampling_json, rows.sampling))
+    fields["metadata"], is_foreign = _metadata(rows.metadata)
     return PutColumns(
         first_sequence=message.first_sequence,
         prompt_key=rows.prompt_key,
@@ -77,7 +82,7 @@ def to_columns(request: Request) -> Message | PutColumns:
         prompt_tokens=rows.prompt_ids_count,
         response_tokens=rows.response_ids_count,
         dedup_hash=list(map(_hash, payload[RESPONSE_IDS])),
-        is_foreign=["imported_version" in metadata for metadata in rows.metadata],
+        is_foreign=is_foreign,
         payload_bytes=list(map(sum, zip(*sizes, strict=True))),
         payload=payload,
         reference_logprob=rows.reference_logprob,
@@ -98,17 +103,36 @@ def _hash(response: memoryview) -> int:
 
 
 @functools.lru_cache
-def _sampling_json(temperature: float, top_p: float) -> str:
-    return to_json(Sampling(temperature=temperature, top_p=top_p)).decode()
+def _sampling_json(sampling: Sampling) -> str:
+    return msgspec.json.encode(sampling).decode()
 
 
-def _metadata_json(metadata: dict[str, Any]) -> str:
-    if not metadata:
-        return "{}"
-    try:
-        return json.dumps(metadata, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(f"metadata cannot be written as JSON: {error}") from error
+def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[bool]]:
+    """Return the metadata of each row as JSON, and whether it names a version of another run.
+
+    Metadata may hold anything, so each row is decoded by itself and only its JSON is kept: a few bytes of msgpack may
+    be a hundred times as many of Python objects. Raises WireError.
+    """
+    texts, is_foreign, characters = [], [], 0
+    for row, packed in enumerate(rows):
+        # The usual case: an empty map.
+        if packed == _EMPTY_MAP:
+            texts.append("{}")
+            is_foreign.append(False)
+            continue
+        size = memoryview(packed).nbytes
+        if size > MAX_METADATA_BYTES:
+            raise Oversize(f"metadata of row {row} has {size} bytes, the limit is {MAX_METADATA_BYTES}")
+        try:
+            metadata = _decode_metadata(packed)
+            texts.append(json.dumps(metadata, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise WireError(f"metadata of row {row} cannot be written as JSON: {error}"[:300]) from error
+        is_foreign.append("imported_version" in metadata)
+        characters += len(texts[-1])
+        if characters > _MAX_JSON_CHARACTERS:
+            raise Oversize(f"the metadata of rows 0 to {row} have more than {_MAX_JSON_CHARACTERS} characters as JSON")
+    return texts, is_foreign
 
 
 def database_columns(

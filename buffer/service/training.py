@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Protocol
 
+import msgspec
 import numpy as np
-from pydantic_core import from_json
 
 from tba.buffer.sampling.index import Entry
 from tba.buffer.sampling.rules import Shortage
@@ -15,6 +15,8 @@ from tba.common.errors import Refused
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_FRAME_BYTES
 from tba.common.wire.trajectory import ARRAY_KINDS
+
+_decode_parts = msgspec.json.Decoder(dict[str, float]).decode
 
 
 class BatchSource(Protocol):
@@ -117,7 +119,7 @@ class Training:
             trajectory_ids=rows["id"],
             prompt_key=rows["prompt_key"],
             reward=rows["reward"],
-            reward_parts=list(map(from_json, rows["reward_parts"])),
+            reward_parts=list(map(_decode_parts, rows["reward_parts"])),
             policy_version=rows["policy_version"],
             staleness=rows["staleness"],
             plain_sampling=[bool(plain) for plain in rows["plain_sampling"]],

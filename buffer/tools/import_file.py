@@ -78,7 +78,7 @@ def import_file(
         with open_reader(config.database) as reader:
             for origin, first, part in _messages(parsed()):
                 columns, frames = pack(part)
-                message = messages.PutTrajectories(first_sequence=first, rows=messages.Rows.model_validate(columns))
+                message = messages.PutTrajectories(first_sequence=first, rows=messages.Rows(**columns))
                 # The run is part of the sender id: each run of a database has its own imports.
                 sender = f"import.{hashlib.sha256(f'{target.run} {origin}'.encode()).hexdigest()[:16]}"
                 ack = target.put(sender, message, frames)

@@ -14,12 +14,14 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tba.buffer.service.put_columns import to_columns
 from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common.errors import UsageError, WireError, first_problem
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import ROW_FIELDS, STOP_EOS, Trajectory, pack
 
+Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 # It is not known how a demonstration was sampled. With temperature 0 no loss treats it as a sample of the policy, and
 # the metadata mark its log-probabilities, which are zeros, as absent.
@@ -35,10 +37,10 @@ class Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     run: str | None = None
     run_name: str | None = None
-    id: messages.Id | None = None
+    id: Number | None = None
     epoch: int | None = None
     sender: str | None = None
-    sequence: messages.Id | None = None
+    sequence: Number | None = None
     policy_version: int | None = None
     policy_step: int | None = None
     received_at: float | None = None
@@ -55,7 +57,7 @@ class Line(BaseModel):
     reward_parts: dict[str, float] = {}
     stop_reason: messages.StopReason = "eos"
     sampling: dict[str, Any] | None = None
-    created_at: messages.UnixTime | None = None
+    created_at: float | None = None
     generation_seconds: float = 0.0
     text: str | None = None
     error: str | None = None
@@ -144,9 +146,9 @@ def _key(line: Line, prompt_ids: list[int]) -> str:
 def _check(trajectory: Trajectory) -> None:
     """Raise the error that the buffer would raise, so that the user sees the line number."""
     columns, frames = pack([trajectory])
-    message = messages.PutTrajectories(first_sequence=0, rows=messages.Rows.model_validate(columns))
+    message = messages.PutTrajectories(first_sequence=0, rows=messages.Rows(**columns))
     encoded = encode_request(message, id=1, role="importer", sender="import", run="", frames=frames)
-    decode_request([memoryview(frame) for frame in encoded])
+    to_columns(decode_request([memoryview(frame) for frame in encoded]))
     # The database stores neither values that JSON lacks nor text that is not Unicode, such as a lone surrogate.
     texts = [trajectory.prompt_key, trajectory.text, trajectory.error, trajectory.metadata, trajectory.reward_parts]
     json.dumps(texts, allow_nan=False, ensure_ascii=False).encode()

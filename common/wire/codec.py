@@ -1,17 +1,19 @@
 """Encode messages as multiparts and decode them, with every limit and check.
 
 Input is not trusted: a multipart that is malformed, too large or of another version raises a WireError, whose
-sentence is sent back.
+sentence is sent back. Headers are decoded straight into the types of their fields, up to the first error: nothing that
+a type does not allow is ever built in memory (docs/decisions/0032-messages-are-decoded-by-type.md).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
-import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import msgspec
+from msgspec import Meta, Raw, Struct
 
-from tba.common.errors import Oversize, VersionMismatch, WireError, first_problem
+from tba.common.errors import Oversize, VersionMismatch, WireError
 from tba.common.quantity import quantity
 from tba.common.wire import messages
 from tba.common.wire.file_messages import Chunk, FetchChunk
@@ -20,7 +22,11 @@ from tba.common.wire.query_messages import QueryResult, RunQuery
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.common.wire.trajectory import ARRAY_KINDS, check_frames, check_tokens
 
+# Of a request.
 MAX_HEADER_BYTES = 16 << 20
+MAX_REQUEST_FRAME_BYTES = 32 << 20
+# Of a reply: batches are larger than puts, and their receiver trusts the buffer.
+MAX_REPLY_HEADER_BYTES = 64 << 20
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -35,32 +41,40 @@ QUERY_REQUESTS, QUERY_REPLIES = _by_type(RunQuery), _by_type(QueryResult, messag
 _COUNT_COLUMNS = {f"{kind.name}_count" for kind in ARRAY_KINDS}
 
 
-class Envelope(BaseModel):
+class Envelope(Struct, frozen=True, forbid_unknown_fields=True):
     """Frame 0, as far as requests and replies share it. The file server's replies have nothing else."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     v: int
-    type: str
+    type: Annotated[str, Meta(max_length=60)]
     id: Id
     # Empty before Welcome.
-    run: Annotated[str, Field(max_length=200)]
+    run: Annotated[str, Meta(max_length=200)]
 
 
-class RequestHeader(Envelope):
+class RequestHeader(Envelope, frozen=True):
     """Frame 0 of a request. `sender` is the wire identity of a client, unique for each start of a process."""
 
     role: Role
     sender: Name
 
 
-class ReplyHeader(Envelope):
+class ReplyHeader(Envelope, frozen=True):
     """Frame 0 of a reply."""
 
     state: RunState
 
 
+class _Glance(Struct):
+    """What is read of a header that is malformed or of another version. Everything else is skipped, not decoded."""
+
+    v: Raw = Raw(b"\xc0")
+    id: Raw = Raw(b"\xc0")
+
+
 Frames = list[bytes]
 Header = TypeVar("Header", bound=Envelope)
+# What msgspec raises for bytes that it cannot decode. UnicodeDecodeError is a ValueError, too.
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
 
 @dataclass(slots=True)
@@ -82,32 +96,35 @@ def encode_request(
 ) -> Frames:
     """Return the multipart of a request."""
     header = {"role": role, "sender": sender, **_envelope(message, id, run)}
-    return [msgpack.packb(header), *frames]
+    return [_encode(header), *frames]
 
 
 def encode_reply(message: Message, *, id: int, run: str, state: RunState, frames: Sequence[bytes] = ()) -> Frames:
     """Return the multipart of a reply."""
-    header = {"state": state.model_dump(), **_envelope(message, id, run)}
-    return [msgpack.packb(header), *frames]
+    header = {"state": state, **_envelope(message, id, run)}
+    return [_encode(header), *frames]
 
 
 def encode_file_reply(message: Message, *, id: int, run: str, frames: Sequence[bytes] = ()) -> Frames:
     """Return the multipart of a reply without run state: of a snapshot server or a query server."""
-    return [msgpack.packb(_envelope(message, id, run)), *frames]
+    return [_encode(_envelope(message, id, run)), *frames]
 
 
 def decode_file_reply(frames: Sequence[memoryview], types: dict[str, type[Message]] = FILE_REPLIES) -> FileReply:
     """Validate a reply without run state, of one of these types. Raises WireError, VersionMismatch or Oversize."""
+    _check_sizes(frames, MAX_HEADER_BYTES, MAX_FRAME_BYTES)
     return _decode(frames, Envelope, types)
 
 
 def decode_request(frames: Sequence[memoryview], types: dict[str, type[Message]] = REQUESTS) -> Request:
     """Validate a request of one of these types. Raises WireError, VersionMismatch or Oversize."""
+    _check_sizes(frames, MAX_HEADER_BYTES, MAX_REQUEST_FRAME_BYTES)
     return _decode(frames, RequestHeader, types)
 
 
 def decode_reply(frames: Sequence[memoryview]) -> Reply:
     """Validate a reply. Raises WireError, VersionMismatch or Oversize."""
+    _check_sizes(frames, MAX_REPLY_HEADER_BYTES, MAX_FRAME_BYTES)
     return _decode(frames, ReplyHeader, REPLIES)
 
 
@@ -116,54 +133,59 @@ def request_id_of(frames: Sequence[memoryview]) -> int:
     if not frames or frames[0].nbytes > MAX_HEADER_BYTES:
         return 0
     try:
-        id_ = _unpack(frames[0]).get("id")
+        id_ = _integer(_glance(frames[0]).id)
     except WireError:
         return 0
-    return id_ if type(id_) is int and 0 <= id_ < 1 << 63 else 0
+    return id_ if id_ is not None and 0 <= id_ < 1 << 63 else 0
 
 
 def _envelope(message: Message, id_: int, run: str) -> dict[str, Any]:
-    return {"v": PROTOCOL_VERSION, "type": message.TYPE, "id": id_, "run": run, "body": message.model_dump()}
+    return {"v": PROTOCOL_VERSION, "type": message.TYPE, "id": id_, "run": run, "body": message}
 
 
 def _decode(
     frames: Sequence[memoryview], header_type: type[Header], types: dict[str, type[Message]]
 ) -> Decoded[Header]:
-    _check_sizes(frames)
-    fields = _unpack(frames[0])
-    version = fields.get("v")
-    if type(version) is not int:
-        raise WireError("the header has no protocol version")
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"protocol version {version} where this side speaks {PROTOCOL_VERSION}: run the same tba release everywhere"
-        )
     try:
-        body = fields.pop("body", None)
-        header = header_type.model_validate(fields)
-        message_type = types.get(header.type)
-        if message_type is None:
-            raise WireError(f"unknown message type {header.type!r:.60}")
-        if not isinstance(body, dict):
-            raise WireError("the header has no body that is a map")
-        message = message_type.model_validate(body)
-    except ValidationError as error:
+        fields = _decoder(_with_body(header_type)).decode(frames[0])
+    except _UNREADABLE as error:
+        # Another version may have other fields: that is the cause to name.
+        _check_version(_integer(_glance(frames[0]).v))
         raise WireError(_sentence(error)) from error
+    _check_version(fields.v)
+    message_type = types.get(fields.type)
+    if message_type is None:
+        raise WireError(f"unknown message type {fields.type!r}")
+    try:
+        message = _decoder(message_type).decode(fields.body)
+    except _UNREADABLE as error:
+        raise WireError(_sentence(error, "body")) from error
+    # Without the body, which refers to the whole frame: a request may be kept for a minute.
+    header = header_type(**{name: getattr(fields, name) for name in header_type.__struct_fields__})
     arrays = list(frames[1:])
     _check_arrays(message, arrays)
     return Decoded(header, message, arrays)
 
 
-def _check_sizes(frames: Sequence[memoryview]) -> None:
+def _check_version(version: int | None) -> None:
+    if version is None:
+        raise WireError("the header has no protocol version")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"protocol version {version} where this side speaks {PROTOCOL_VERSION}: run the same tba release everywhere"
+        )
+
+
+def _check_sizes(frames: Sequence[memoryview], header_bytes: int, frame_bytes: int) -> None:
     if not frames:
         raise WireError("empty message")
-    if frames[0].nbytes > MAX_HEADER_BYTES:
-        raise Oversize(f"header of {frames[0].nbytes} bytes, the limit is {MAX_HEADER_BYTES}")
+    if frames[0].nbytes > header_bytes:
+        raise Oversize(f"header of {frames[0].nbytes} bytes, the limit is {header_bytes}")
     if len(frames) > 1 + len(ARRAY_KINDS):
         raise WireError(f"{len(frames)} frames, at most {1 + len(ARRAY_KINDS)} are meaningful")
     for frame in frames[1:]:
-        if frame.nbytes > MAX_FRAME_BYTES:
-            raise Oversize(f"array frame of {frame.nbytes} bytes, the limit is {MAX_FRAME_BYTES}")
+        if frame.nbytes > frame_bytes:
+            raise Oversize(f"array frame of {frame.nbytes} bytes, the limit is {frame_bytes}")
 
 
 def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
@@ -182,21 +204,48 @@ def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
         check_tokens(counts, frames, failed=[error is not None for error in message.rows.error])
 
 
-def _unpack(frame: memoryview) -> dict[str, Any]:
+@functools.cache
+def _with_body(header_type: type[Envelope]) -> type[Any]:
+    """Return the type of a whole header, with the body undecoded: `type` says what it is."""
+    name = f"{header_type.__name__}AndBody"
+    return msgspec.defstruct(name, [("body", Raw)], bases=(header_type,), frozen=True, forbid_unknown_fields=True)
+
+
+@functools.cache
+def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(type_)
+
+
+def _plain(value: Any) -> Any:
+    """Return the Python number of a NumPy scalar, which a reward or a metric may be."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def _glance(frame: memoryview) -> _Glance:
     try:
-        fields = msgpack.unpackb(frame, ext_hook=_no_extension_types, max_array_len=1 << 20, max_map_len=1 << 12)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"the header is not msgpack: {error}"[:300]) from error
-    if not isinstance(fields, dict):
-        raise WireError("the header is not a map")
-    return fields
+        glance: _Glance = _decoder(_Glance).decode(frame)
+    except _UNREADABLE as error:
+        raise WireError(_sentence(error)) from error
+    return glance
 
 
-def _no_extension_types(code: int, _: bytes) -> Any:
-    raise ValueError(f"extension type {code}")
+def _integer(value: Raw) -> int | None:
+    try:
+        integer: int = _decoder(int).decode(value)
+    except _UNREADABLE:
+        return None
+    return integer
 
 
-def _sentence(error: ValidationError) -> str:
-    field, reason = first_problem(error)
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"field {'.'.join(field) or 'message'}: {reason}{more}"[:1000]
+def _sentence(error: Exception, root: str = "header") -> str:
+    """Return msgspec's reason with the field first: `field rows.reward[0]: Expected `float`, got `null``."""
+    if not isinstance(error, msgspec.ValidationError):
+        return f"the header is not msgpack: {error}"[:300]
+    reason, _, path = str(error).partition(" - at ")
+    field = path.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
+    return (f"field {field}: {reason}" if field else f"{root}: {reason}")[:1000]

@@ -6,14 +6,14 @@ the newest.
 
 from typing import Annotated
 
-from pydantic import Field
+from msgspec import Meta
 
 from tba.common.wire.messages import Id, Message, Name
 
 MAX_CHUNK_BYTES = 4 << 20
 
 
-class FetchChunk(Message):
+class FetchChunk(Message, frozen=True):
     """Searcher -> snapshot server, several at a time. Reply: Chunk, or Failure if the file is not here, or not yet.
 
     `file` is `manifest.json` or a file that the manifest of the version names.
@@ -23,10 +23,10 @@ class FetchChunk(Message):
     version: Id
     file: Name
     offset: Id
-    length: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
+    length: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]
 
 
-class Chunk(Message):
+class Chunk(Message, frozen=True):
     """Reply to FetchChunk. One frame of bytes follows, shorter than requested only at the end of the file."""
 
     TYPE = "chunk"

@@ -12,33 +12,43 @@ of those already held. The envelope and its checks are in `codec`, the files of 
 status in `status_messages`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+import sys
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
-
-# Pydantic refuses typing.TypedDict before Python 3.12.
-from typing_extensions import TypedDict
+from msgspec import Meta, Raw, Struct
 
 from tba.common.quantity import quantity
 
 PROTOCOL_VERSION = 1
+# The rows of a batch, and of a chunk of prompts.
 MAX_ROWS = 1 << 16
+# The rows of a put. A put is one transaction, which others wait for.
+MAX_PUT_ROWS = 1 << 12
 MAX_TOKENS = 1 << 24
+# Of one searcher. A request for more may wait for a minute, and is kept as long.
+MAX_LEASES = 1 << 12
 # Characters of a prompt's text: a longer one is cut, since people read it and nothing is computed from it.
 MAX_PROMPT_TEXT = 1 << 16
+MAX_REWARD_PARTS = 64
+MAX_METRICS = 64
+MAX_REASON = 1000
+MAX_CLIENTS = 1024
 # The ancestors of a node in a tree of 31.
 MAX_SOURCES = 4
 
-Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Id = Annotated[int, Field(ge=0, lt=1 << 63)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
-Sentence = Annotated[str, Field(max_length=4000)]
-PromptText = Annotated[str, Field(max_length=MAX_PROMPT_TEXT)]
-Seconds = Annotated[float, Field(ge=0)]
+T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+PromptText = Annotated[str, Meta(max_length=MAX_PROMPT_TEXT)]
+Sentence = Annotated[str, Meta(max_length=4000)]
+# A comparison with NaN is false, so the limits of a float also exclude NaN and infinity.
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 # Seconds since 1970, before the year 10000, so that every value is a valid date.
-UnixTime = Annotated[float, Field(ge=0, lt=253_402_300_800)]
+UnixTime = Annotated[float, Meta(ge=0, lt=253_402_300_800)]
 LONGEST_WAIT_SECONDS = 60
-Wait = Annotated[float, Field(ge=0, le=LONGEST_WAIT_SECONDS)]
+Wait = Annotated[float, Meta(ge=0, le=LONGEST_WAIT_SECONDS)]
 Role = Literal["searcher", "trainer", "publisher", "monitor", "importer"]
 # The version of a trajectory that no policy of this run generated, such as an imported one.
 NO_POLICY = -1
@@ -47,29 +57,36 @@ NO_VISIT = 0
 # The initial reference policy: the model at `model.path` before training.
 INITIAL_REFERENCE = "initial"
 LARGEST_REWARD = 1e9
-PolicyVersion = Annotated[int, Field(ge=NO_POLICY, lt=1 << 63)]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+PolicyVersion = Annotated[int, Meta(ge=NO_POLICY, le=(1 << 63) - 1)]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 StopReason = Literal["eos", "length", "error"]
+Column = Annotated[list[T], Meta(max_length=MAX_ROWS)]
+PutColumn = Annotated[list[T], Meta(max_length=MAX_PUT_ROWS)]
+RewardParts = Annotated[dict[Annotated[str, Meta(max_length=100)], Finite], Meta(max_length=MAX_REWARD_PARTS)]
+Metrics = Annotated[dict[Annotated[str, Meta(max_length=64)], Finite], Meta(max_length=MAX_METRICS)]
 
 
-class Message(BaseModel):
-    """Base of all messages. `TYPE` names it on the wire; `ARRAYS`: array frames follow; `RAW`: one frame of bytes."""
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages. `TYPE` names it on the wire; `ARRAYS`: array frames follow; `RAW`: one frame of bytes.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    The types of fields are checked when a message is decoded, not when it is constructed. Every list, map and text has
+    a maximal length, so that the memory of a decoded message is limited.
+    """
+
     TYPE: ClassVar[str]
     ARRAYS: ClassVar[bool] = False
     RAW: ClassVar[bool] = False
 
 
-class Request(Message):
+class Request(Message, frozen=True):
     """Base of the requests to the buffer. `codec` accepts all subclasses of this module."""
 
 
-class Reply(Message):
+class Reply(Message, frozen=True):
     """Base of the buffer's replies, as `Request`."""
 
 
-class WeightsRef(Message):
+class WeightsRef(Message, frozen=True):
     """Where a snapshot is, and the hash of its manifest.
 
     `address` is the trainer's file server, empty if the files can only be read at `path`.
@@ -82,7 +99,7 @@ class WeightsRef(Message):
     address: Sentence = ""
 
 
-class RunState(Message):
+class RunState(Message, frozen=True):
     """The state of the run that every reply carries: a separate announcement could contradict a reply.
 
     `weights` is the newest snapshot, `step` the number of optimiser steps that the trainer has reported. Once the
@@ -94,7 +111,7 @@ class RunState(Message):
     finished: bool
 
 
-class Visit(Message):
+class Visit(Message, frozen=True):
     """A prompt handed out once in an epoch. `lease` is its id, and the right to answer it."""
 
     lease: Id
@@ -102,57 +119,56 @@ class Visit(Message):
     prompt_key: Name
 
 
-@with_config(Message.model_config)
-class Sampling(TypedDict):
-    """The settings that a response was sampled with. A map, because building many objects would take too long."""
+class Sampling(Message, frozen=True):
+    """The settings that a response was sampled with."""
 
-    temperature: Annotated[float, Field(ge=0)]
-    top_p: Annotated[float, Field(gt=0, le=1)]
+    temperature: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+    top_p: Annotated[float, Meta(gt=0, le=1)]
 
 
-class ArrayCounts(Message):
+class ArrayCounts(Message, frozen=True):
     """The length of each array per trajectory, in units of its kind: tokens, or version runs."""
 
-    prompt_ids_count: list[Count]
-    response_ids_count: list[Count]
-    logprobs_count: list[Count]
-    version_runs_count: list[Annotated[int, Field(ge=1, le=MAX_TOKENS)]]
-    loss_mask_count: list[Count]
+    prompt_ids_count: Column[Count]
+    response_ids_count: Column[Count]
+    logprobs_count: Column[Count]
+    version_runs_count: Column[Annotated[int, Meta(ge=1, le=MAX_TOKENS)]]
+    loss_mask_count: Column[Count]
 
 
-class Rows(ArrayCounts):
+class Rows(ArrayCounts, omit_defaults=True, frozen=True):
     """The columns of a put, as `tba.common.wire.trajectory.pack` returns them.
 
     `reference_logprob` is the sequence log-probability under INITIAL_REFERENCE, if the searcher computed it. The column
-    is left out if no row has one.
+    is left out if no row has one. `metadata` are maps of any content, decoded row by row by `put_columns`; a sender
+    passes them as dicts.
     """
 
-    prompt_key: Annotated[list[Name], Field(min_length=1, max_length=MAX_ROWS)]
-    lease: list[Id]
-    reward: list[Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]]
-    reward_parts: list[dict[str, float]]
-    stop_reason: list[StopReason]
-    sampling: list[Sampling]
-    created_at: list[UnixTime]
-    generation_seconds: list[Seconds]
-    text: list[str | None]
-    error: list[Sentence | None]
-    metadata: list[dict[str, Any]]
-    reference_logprob: Annotated[list[float | None] | None, Field(exclude_if=lambda column: column is None)] = None
+    prompt_key: Annotated[list[Name], Meta(min_length=1, max_length=MAX_PUT_ROWS)]
+    lease: PutColumn[Id]
+    reward: PutColumn[Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]]
+    reward_parts: PutColumn[RewardParts]
+    stop_reason: PutColumn[StopReason]
+    sampling: PutColumn[Sampling]
+    created_at: PutColumn[UnixTime]
+    generation_seconds: PutColumn[Seconds]
+    text: PutColumn[str | None]
+    error: PutColumn[Sentence | None]
+    metadata: PutColumn[Raw]
+    reference_logprob: PutColumn[Finite | None] | None = None
 
-    @model_validator(mode="after")
-    def _columns_are_equally_long(self) -> Self:
+    def __post_init__(self) -> None:
         rows = len(self.prompt_key)
-        for name, column in self.__dict__.items():
+        for name in self.__struct_fields__:
+            column = getattr(self, name)
             if column is not None and len(column) != rows:
                 raise ValueError(f"column {name} has {quantity(len(column), 'row')}, prompt_key has {rows}")
-        return self
 
 
 # ---------------------------------------------------------------- requests
 
 
-class Hello(Request):
+class Hello(Request, frozen=True):
     """Any role -> buffer, once after start. Reply: Welcome, or Failure if the sender belongs to another run."""
 
     TYPE = "hello"
@@ -161,7 +177,7 @@ class Hello(Request):
     software: Name
 
 
-class RegisterPrompts(Request):
+class RegisterPrompts(Request, frozen=True, omit_defaults=True):
     """Searcher -> buffer, before the first lease: the prompt keys of the task, in chunks.
 
     `texts` are the prompts as text, for people who query the database: none at all, or one per key, None where it
@@ -174,21 +190,19 @@ class RegisterPrompts(Request):
     TYPE = "register_prompts"
     task: Name
     fingerprint: Sha256
-    total: Annotated[int, Field(ge=1)]
+    total: Annotated[int, Meta(ge=1)]
     offset: Id
-    keys: Annotated[list[Name], Field(max_length=MAX_ROWS)]
-    texts: Annotated[list[PromptText | None], Field(max_length=MAX_ROWS, exclude_if=lambda texts: not texts)] = []
+    keys: Column[Name]
+    texts: Column[PromptText | None] = []
 
-    @model_validator(mode="after")
-    def _a_chunk_lies_within_the_task(self) -> Self:
+    def __post_init__(self) -> None:
         if self.texts and len(self.texts) != len(self.keys):
             raise ValueError(f"{len(self.texts)} texts of {quantity(len(self.keys), 'prompt')}")
         if self.offset + len(self.keys) > self.total:
             raise ValueError(f"prompts {self.offset} to {self.offset + len(self.keys) - 1} of a task of {self.total}")
-        return self
 
 
-class LeasePrompts(Request):
+class LeasePrompts(Request, frozen=True):
     """Searcher -> buffer, when it has room for more prompts. Reply: Leases, after at most `wait_seconds`.
 
     `held` are the leases that the searcher has received. Other leases granted to this sender were lost with a reply,
@@ -196,13 +210,13 @@ class LeasePrompts(Request):
     """
 
     TYPE = "lease_prompts"
-    want: Annotated[int, Field(ge=0, le=MAX_ROWS)]
-    held: Annotated[list[Id], Field(max_length=MAX_ROWS)]
+    want: Annotated[int, Meta(ge=0, le=MAX_LEASES)]
+    held: Annotated[list[Id], Meta(max_length=MAX_LEASES)]
     weights_version: Id
     wait_seconds: Wait
 
 
-class PutTrajectories(Request):
+class PutTrajectories(Request, frozen=True):
     """Searcher or importer -> buffer, when a group is complete. Reply: PutAck, after the commit.
 
     Row i has sequence number `first_sequence + i` of this sender; rows already stored are counted as duplicates. Array
@@ -216,7 +230,7 @@ class PutTrajectories(Request):
     rows: Rows
 
 
-class SampleBatch(Request):
+class SampleBatch(Request, frozen=True):
     """Trainer -> buffer, before each step. Reply: Batch, or NotReady after at most `wait_seconds`.
 
     The batch of a step is recorded before it is handed out, and a repeated request returns the same batch: a trainer
@@ -225,19 +239,17 @@ class SampleBatch(Request):
 
     TYPE = "sample_batch"
     step: Id
-    prompts: Annotated[int, Field(ge=1, le=MAX_ROWS)]
-    samples: Annotated[int, Field(ge=1, le=MAX_ROWS)]
+    prompts: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    samples: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     reference: Name
     wait_seconds: Wait
 
-    @model_validator(mode="after")
-    def _a_batch_has_a_size(self) -> Self:
+    def __post_init__(self) -> None:
         if self.prompts * self.samples > MAX_ROWS:
             raise ValueError(f"{self.prompts} x {self.samples} trajectories in a batch, at most {MAX_ROWS}")
-        return self
 
 
-class ReportStep(Request):
+class ReportStep(Request, frozen=True):
     """Trainer -> buffer, after the optimiser step. Reply: Done.
 
     `reference_logprobs[i]`, the sequence log-probability of `trajectory_ids[i]` under `reference`, is computed once.
@@ -245,19 +257,17 @@ class ReportStep(Request):
 
     TYPE = "report_step"
     step: Id
-    metrics: dict[str, float]
+    metrics: Annotated[dict[Name, Finite], Meta(max_length=1024)]
     reference: Name
-    trajectory_ids: Annotated[list[Id], Field(max_length=MAX_ROWS)]
-    reference_logprobs: Annotated[list[float], Field(max_length=MAX_ROWS)]
+    trajectory_ids: Column[Id]
+    reference_logprobs: Column[Finite]
 
-    @model_validator(mode="after")
-    def _one_logprob_each(self) -> Self:
+    def __post_init__(self) -> None:
         if len(self.trajectory_ids) != len(self.reference_logprobs):
             raise ValueError("trajectory_ids and reference_logprobs differ in length")
-        return self
 
 
-class AnnounceSnapshot(Request):
+class AnnounceSnapshot(Request, frozen=True):
     """Publisher (a thread of the trainer) -> buffer, after the snapshot has its final name. Reply: Done."""
 
     TYPE = "announce_snapshot"
@@ -265,14 +275,14 @@ class AnnounceSnapshot(Request):
     bytes: Id
 
 
-class FinishRun(Request):
+class FinishRun(Request, frozen=True):
     """Trainer -> buffer, after its last step. Reply: Done. Every later reply carries `finished`."""
 
     TYPE = "finish_run"
     step: Id
 
 
-class Heartbeat(Request):
+class Heartbeat(Request, frozen=True):
     """Any role -> buffer, every second or two. Reply: Done or Sources. Keeps the sender's leases alive.
 
     `activity` is one word; `reason` is a warning, or what the sender waits for, if it waits. `serves` is the address at
@@ -280,14 +290,14 @@ class Heartbeat(Request):
     """
 
     TYPE = "heartbeat"
-    activity: Name
-    reason: Sentence
+    activity: Annotated[str, Meta(min_length=1, max_length=64)]
+    reason: Annotated[str, Meta(max_length=MAX_REASON)]
     weights_version: Id | None
-    metrics: dict[str, float]
+    metrics: Metrics
     serves: Sentence = ""
 
 
-class Goodbye(Request):
+class Goodbye(Request, frozen=True):
     """Any role -> buffer, before it exits. Reply: Done. The leases of a searcher are released immediately."""
 
     TYPE = "goodbye"
@@ -296,7 +306,7 @@ class Goodbye(Request):
 # ---------------------------------------------------------------- replies
 
 
-class Welcome(Reply):
+class Welcome(Reply, frozen=True):
     """Reply to Hello.
 
     `next_version` is the version of the trainer's next snapshot. The batches of steps before `recorded_steps` are
@@ -309,7 +319,7 @@ class Welcome(Reply):
     recorded_steps: Id
 
 
-class Registered(Reply):
+class Registered(Reply, frozen=True):
     """Reply to RegisterPrompts. The first `known` prompts of the task are registered."""
 
     TYPE = "registered"
@@ -317,15 +327,15 @@ class Registered(Reply):
     complete: bool
 
 
-class Leases(Reply):
+class Leases(Reply, frozen=True):
     """Reply to LeasePrompts. No visits and a `reason` if the searcher must wait."""
 
     TYPE = "leases"
-    visits: list[Visit]
+    visits: Column[Visit]
     reason: Sentence
 
 
-class PutAck(Reply):
+class PutAck(Reply, frozen=True):
     """Reply to PutTrajectories: the rows are committed."""
 
     TYPE = "put_ack"
@@ -334,7 +344,7 @@ class PutAck(Reply):
     duplicates: Id
 
 
-class Batch(ArrayCounts, Reply):
+class Batch(ArrayCounts, Reply, frozen=True):
     """Reply to SampleBatch: `prompts` x `samples` trajectories, those of a prompt adjacent.
 
     Array frames follow. A trajectory that was drawn twice occurs twice. `staleness` is in optimiser steps.
@@ -346,43 +356,43 @@ class Batch(ArrayCounts, Reply):
     TYPE = "batch"
     ARRAYS = True
     step: Id
-    trajectory_ids: list[Id]
-    prompt_key: list[Name]
-    reward: list[float]
-    reward_parts: list[dict[str, float]]
-    policy_version: list[PolicyVersion]
-    staleness: list[int]
-    plain_sampling: list[bool]
-    reference_logprobs: list[float | None]
+    trajectory_ids: Column[Id]
+    prompt_key: Column[Name]
+    reward: Column[Finite]
+    reward_parts: Column[RewardParts]
+    policy_version: Column[PolicyVersion]
+    staleness: Column[int]
+    plain_sampling: Column[bool]
+    reference_logprobs: Column[Finite | None]
     recency_window: Id
     recency_groups: Id
     recency_missed: Id
 
 
-class NotReady(Reply):
+class NotReady(Reply, frozen=True):
     """Reply to SampleBatch: there is too little data, and why."""
 
     TYPE = "not_ready"
     reason: Sentence
 
 
-class Sources(Reply):
+class Sources(Reply, frozen=True):
     """Reply to the Heartbeat of a searcher whose node serves snapshots: the nodes to ask before the trainer, in order.
 
     They form a binary tree in the order of their first messages: each node has its ancestors, the nearest first.
     """
 
     TYPE = "sources"
-    addresses: Annotated[list[Sentence], Field(max_length=MAX_SOURCES)]
+    addresses: Annotated[list[Sentence], Meta(max_length=MAX_SOURCES)]
 
 
-class Done(Reply):
+class Done(Reply, frozen=True):
     """Reply to requests without a reply of their own: the request is committed."""
 
     TYPE = "done"
 
 
-class Failure(Reply):
+class Failure(Reply, frozen=True):
     """Reply to a request that was refused or failed. `code` is for programs, `message` for people."""
 
     TYPE = "failure"

@@ -1,15 +1,19 @@
 """Messages of `tba status` and of the display of `tba run`: what the buffer knows of itself and of its clients."""
 
-from tba.common.wire.messages import Id, Message, Name, Role, Seconds
+from typing import Annotated
+
+from msgspec import Meta
+
+from tba.common.wire.messages import MAX_CLIENTS, Id, Message, Metrics, Name, Role, Seconds
 
 
-class GetStatus(Message):
+class GetStatus(Message, frozen=True):
     """Monitor -> buffer, at any time. Reply: Status."""
 
     TYPE = "get_status"
 
 
-class ClientStatus(Message):
+class ClientStatus(Message, frozen=True):
     """One client of the buffer in `tba status`. `trajectories` and `duplicates` are rows since the server started."""
 
     role: Role
@@ -19,13 +23,13 @@ class ClientStatus(Message):
     activity: str
     reason: str
     weights_version: Id | None
-    metrics: dict[str, float]
+    metrics: Metrics
     trajectories: Id
     duplicates: Id
     leases: Id
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Reply to GetStatus. `step` counts reported optimiser steps; `queued_bytes` wait for a transaction;
     `commit_seconds` is the mean duration of the last transactions, including the work of their handlers.
     `batches_without_recent_data` counts those since the server started; `no_recent_data` is a sentence if the last
@@ -51,4 +55,4 @@ class Status(Message):
     trainer_waits_for: str
     batches_without_recent_data: Id
     no_recent_data: str
-    clients: list[ClientStatus]
+    clients: Annotated[list[ClientStatus], Meta(max_length=MAX_CLIENTS)]

@@ -117,7 +117,7 @@ class Delivery:
         """Spool a complete group, and post it if the window has room. Raises StorageError like `step`."""
         assert self._spool is not None, "nothing is generated before `open`"
         columns, arrays = pack(trajectories)
-        message = messages.PutTrajectories(first_sequence=self.rows, rows=messages.Rows.model_validate(columns))
+        message = messages.PutTrajectories(first_sequence=self.rows, rows=messages.Rows(**columns))
         self.rows += len(trajectories)
         id_, frames = self._client.encode(message, arrays)
         spooled = self._append(self._spool, id_, frames)

@@ -5,14 +5,15 @@ import traceback
 from dataclasses import dataclass, field
 
 from tba.common.log import get_logger
-from tba.common.wire.messages import LARGEST_REWARD, Visit
+from tba.common.wire.messages import LARGEST_REWARD, MAX_REWARD_PARTS, Visit
 from tba.common.wire.trajectory import Int32, Trajectory
 from tba.searcher.tasks.task import Prompt, Reward, Task
 
 log = get_logger(__name__)
 
 _ERROR_CHARACTERS = 2_000
-_MAX_PARTS = 64
+# The reward model adds one.
+_MAX_PARTS = MAX_REWARD_PARTS - 1
 _MAX_NAME = 100
 
 

@@ -34,7 +34,7 @@ def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **
 def put_message(rows: Sequence[Trajectory], first: int = 0) -> tuple[messages.PutTrajectories, list[bytes]]:
     """Return a put and its frames; `first` is the sequence number of the first row."""
     columns, frames = pack(rows)
-    return messages.PutTrajectories(first_sequence=first, rows=messages.Rows.model_validate(columns)), frames
+    return messages.PutTrajectories(first_sequence=first, rows=messages.Rows(**columns)), frames
 
 
 @contextmanager

@@ -7,7 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights
 from tba.tests.process.conftest import clean_environment
@@ -26,6 +28,7 @@ exec "$@"
 # Assembles a snapshot as a searcher does, and prints where it lies.
 SEARCHER = """
 import json, sys
+import msgspec
 from pathlib import Path
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -34,7 +37,7 @@ from tba.common.weights.node_store import weights_directory
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.weights.assembly import SnapshotAssembler
 
-settings, ref = json.loads(sys.argv[1]), WeightsRef.model_validate_json(sys.argv[2])
+settings, ref = json.loads(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=WeightsRef)
 directory = weights_directory(Config.model_validate(settings))
 hashed = []
 blake3_of = snapshot.blake3_of
@@ -62,7 +65,7 @@ def state():
 def in_unit(state, settings, ref):
     command = ["unshare", "-m", "sh", "-c", UNIT, "sh", sys.executable, "-c", SEARCHER]
     done = subprocess.run(
-        [*command, json.dumps(settings), ref.model_dump_json()],
+        [*command, json.dumps(settings), msgspec.json.encode(ref).decode()],
         env=clean_environment() | {"STATE": str(state)},
         capture_output=True,
         text=True,
@@ -74,7 +77,7 @@ def in_unit(state, settings, ref):
 
 def publish(state):
     ref = RandomWeights(state / "runs/snapshots").full()
-    return ref.model_copy(update={"path": ref.path.replace(str(state), "/mnt")})
+    return replace(ref, path=ref.path.replace(str(state), "/mnt"))
 
 
 def test_instances_share_weights_in_memory(state):

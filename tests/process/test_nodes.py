@@ -17,13 +17,14 @@ NODES = 4
 ELEMENTS = 16 << 20
 TRAINER = """
 import json, sys
+import msgspec
 from pathlib import Path
 from tba.tests.helpers.weights import CountingServer, RandomWeights
 
 directory = Path(sys.argv[1])
 server = CountingServer(sys.argv[2], directory)
 weights = RandomWeights(directory, elements=int(sys.argv[3]), address=server.address)
-print(weights.full().model_dump_json(), flush=True)
+print(msgspec.json.encode(weights.full()).decode(), flush=True)
 input()
 print(json.dumps(server.served), flush=True)
 server.close()
@@ -31,6 +32,7 @@ server.close()
 # Its server counts what it sends, and ends the process after a number of chunks of weights (0: never).
 NODE = """
 import json, os, sys
+import msgspec
 from pathlib import Path
 from tba.common.clock import SystemClock
 from tba.common.weights.snapshot_server import NodeServer
@@ -53,7 +55,7 @@ directory.mkdir()
 server = Counting(endpoint, directory)
 assembler = SnapshotAssembler(directory, "trainer", SystemClock())
 print("ready", flush=True)
-ref = WeightsRef.model_validate_json(input())
+ref = msgspec.json.decode(input(), type=WeightsRef)
 found, pinned = assembler.assemble(ref, nodes=sources)
 print(str(found.weight_files[0]), flush=True)
 input()

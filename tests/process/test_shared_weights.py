@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tba.common.clock import SystemClock
@@ -18,6 +19,7 @@ from tba.tests.process.conftest import clean_environment
 CHILD = """
 import sys
 from pathlib import Path
+import msgspec
 from tba.common.clock import SystemClock
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.weights import fetch
@@ -30,7 +32,7 @@ class Printed(Progress):
 
 fetch._CHUNK_BYTES = int(sys.argv[3])
 assembler = SnapshotAssembler(Path(sys.argv[1]), "trainer", SystemClock(), Printed())
-snapshot, pinned = assembler.assemble(WeightsRef.model_validate_json(sys.argv[2]))
+snapshot, pinned = assembler.assemble(msgspec.json.decode(sys.argv[2], type=WeightsRef))
 print("has", snapshot.weight_files[0], flush=True)
 sys.stdin.read()
 """
@@ -54,7 +56,14 @@ def start_searcher(tmp_path):
     started = []
 
     def start(ref, chunk_bytes: int = 1 << 20) -> subprocess.Popen:
-        command = [sys.executable, "-c", CHILD, str(tmp_path / "node"), ref.model_dump_json(), str(chunk_bytes)]
+        command = [
+            sys.executable,
+            "-c",
+            CHILD,
+            str(tmp_path / "node"),
+            msgspec.json.encode(ref).decode(),
+            str(chunk_bytes),
+        ]
         started.append(
             subprocess.Popen(command, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )

@@ -118,7 +118,7 @@ def _check_groups(batch: Batch, samples: int) -> None:
 
 
 def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
-    columns = batch.model_dump(include={f"{kind.name}_count" for kind in ARRAY_KINDS})
+    columns = {f"{kind.name}_count": getattr(batch, f"{kind.name}_count") for kind in ARRAY_KINDS}
     arrays = unpack_arrays(columns, frames)
     rows = []
     for i, id_ in enumerate(batch.trajectory_ids):

@@ -44,7 +44,10 @@ class HeartbeatThread:
         """Set what `tba status` shows of the trainer, without waiting. Without `metrics` the last ones stay."""
         self._metrics = metrics or self._metrics
         self._heartbeat = messages.Heartbeat(
-            activity=activity, reason=reason, weights_version=self.weights_version, metrics=self._metrics
+            activity=activity,
+            reason=reason[: messages.MAX_REASON],
+            weights_version=self.weights_version,
+            metrics=self._metrics,
         )
 
     def close(self) -> None:

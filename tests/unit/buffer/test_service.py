@@ -149,7 +149,7 @@ def test_staleness_counts_from_the_earliest_step_even_if_its_version_is_newer(ha
 def test_a_put_is_refused_whole_or_not_at_all(harness, trajectory):
     buffer = harness()
     buffer.fill(1, 0)
-    with pytest.raises(WireError, match="metadata cannot be written as JSON"):
+    with pytest.raises(WireError, match="metadata of row 1 cannot be written as JSON"):
         buffer.put([trajectory(), trajectory(tokens=[9], metadata={"x": b"bytes"})], 0)
     with pytest.raises(Refused, match="was never announced"):
         buffer.put([trajectory(), trajectory(tokens=[9], version=7)], 0)

@@ -3,6 +3,7 @@
 import io
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -20,7 +21,7 @@ def make_status(step: int = 0, **changes) -> Status:
     fields = {"run_name": "r", "step": step, "finished": False, "rejected": {}, "clients": []} | dict.fromkeys(
         ("trainer_waits_for", "no_recent_data"), ""
     )
-    return Status.model_validate(numbers | fields | changes)
+    return msgspec.convert(numbers | fields | changes, Status)
 
 
 def make_client(role: str, **changes) -> ClientStatus:
@@ -39,7 +40,7 @@ def make_client(role: str, **changes) -> ClientStatus:
         "duplicates": 0,
         "leases": 0,
     }
-    return ClientStatus.model_validate(fields | numbers | changes)
+    return msgspec.convert(fields | numbers | changes, ClientStatus)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from tba.common.clock import SystemClock
@@ -185,7 +186,7 @@ def test_what_the_trainer_wrote_into_the_nodes_directory_is_only_pinned(tmp_path
     record_proof(node / key.name, ref.manifest_sha256)
     before = (node / key.name / WEIGHTS).stat()
     hashed.clear()
-    ref = ref.model_copy(update={"path": str(node / key.name)})
+    ref = replace(ref, path=str(node / key.name))
     found, pinned = SnapshotAssembler(node, "auto", SystemClock()).assemble(ref)
     assert not hashed
     assert found.weight_files == [node / key.name / WEIGHTS]

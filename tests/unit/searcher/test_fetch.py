@@ -4,6 +4,7 @@ import shutil
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -71,7 +72,7 @@ def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(t
     auto = SnapshotAssembler(tmp_path / "node", "auto", SystemClock())
     auto.assemble(trainer.full())
     assert server.served == {}
-    elsewhere = trainer.full().model_copy(update={"path": "/not/on/this/node/v00000001"})
+    elsewhere = replace(trainer.full(), path="/not/on/this/node/v00000001")
     found, _ = auto.assemble(elsewhere)
     assert found.weight_files[0].read_bytes() == trainer.truth[1]
     assert server.served[WEIGHTS] == len(trainer.truth[1])
@@ -79,11 +80,11 @@ def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(t
 
 def test_without_path_and_server_the_error_names_the_setting(trainer, assembler):
     with pytest.raises(SnapshotError, match="set train.serve_snapshots"):
-        assembler.assemble(trainer.full().model_copy(update={"address": ""}))
+        assembler.assemble(replace(trainer.full(), address=""))
 
 
 def test_a_path_of_another_machine_names_the_setting_too(trainer, tmp_path):
-    elsewhere = trainer.full().model_copy(update={"address": "", "path": "/not/on/this/node/v00000001"})
+    elsewhere = replace(trainer.full(), address="", path="/not/on/this/node/v00000001")
     with pytest.raises(SnapshotError, match="or train.serve_snapshots in the trainer's configuration"):
         SnapshotAssembler(tmp_path / "node", "auto", SystemClock()).assemble(elsewhere)
 
@@ -177,7 +178,7 @@ def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
 
 
 def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, preparation):
-    nowhere = trainer.full().model_copy(update={"address": "tcp://127.0.0.1:9"})
+    nowhere = replace(trainer.full(), address="tcp://127.0.0.1:9")
     preparation.want(nowhere, refresh=False)
     assert not preparation.wait(0.5)
     newer = trainer.full()

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tba.common.config import Config
 from tba.common.errors import EngineError
@@ -138,7 +139,7 @@ def test_a_snapshot_that_is_ready_is_loaded_before_a_newer_one_is_prepared(lab, 
 
 def test_an_unexpected_error_is_reported_and_retried(lab, follower):
     newest = lab.publish(0)
-    mute = newest.model_copy(update={"path": "/nowhere/v00000000", "address": "tcp://no such machine:9"})
+    mute = replace(newest, path="/nowhere/v00000000", address="tcp://no such machine:9")
     assert not follower.settle(mute)
     assert "ConfigError" in follower.weights.trouble
     follower.clock.advance(60)
@@ -153,7 +154,7 @@ def test_a_malformed_canary_is_refused(lab, follower):
     fields = json.loads(manifest.read_text())
     fields["canary"] = {"sequences": [5], "logprobs": [0.5]}
     manifest.write_text(json.dumps(fields))
-    lying = newest.model_copy(update={"manifest_sha256": sha256_of(manifest)})
+    lying = replace(newest, manifest_sha256=sha256_of(manifest))
     assert not follower.settle(lying)
     assert "v0: TypeError" in follower.weights.trouble
 
@@ -164,7 +165,7 @@ def with_wrong_canary(lab, ref):
     fields = json.loads(manifest.read_text())
     fields["canary"]["logprobs"] = [[one - 5.0 for one in logprobs] for logprobs in fields["canary"]["logprobs"]]
     manifest.write_text(json.dumps(fields))
-    return ref.model_copy(update={"manifest_sha256": sha256_of(manifest)})
+    return replace(ref, manifest_sha256=sha256_of(manifest))
 
 
 def test_a_searcher_gives_up_when_its_engine_refuses_five_snapshots_in_a_row(lab, follower):

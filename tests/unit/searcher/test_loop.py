@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
@@ -234,14 +235,14 @@ def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
     seen = set()
     for message, frames in client.puts:
         rows = message.rows
-        arrays = unpack_arrays(rows.model_dump(), [memoryview(frame) for frame in frames])
+        arrays = unpack_arrays(asdict(rows), [memoryview(frame) for frame in frames])
         for prompt, response, logprobs, sampling in zip(
             arrays["prompt_ids"], arrays["response_ids"], arrays["logprobs"], rows.sampling, strict=True
         ):
             ids = torch.tensor([[*prompt, *response]])
             with torch.no_grad():
-                logits = reference(ids).logits[0, len(prompt) - 1 : -1] / sampling["temperature"]
+                logits = reference(ids).logits[0, len(prompt) - 1 : -1] / sampling.temperature
             expected = logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(prompt) :]]
             np.testing.assert_allclose(logprobs, expected, atol=1e-4)
-            seen.add(sampling["temperature"])
+            seen.add(sampling.temperature)
     assert seen == {0.5, 1.0, 2.0}

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -173,7 +174,7 @@ def test_a_node_that_joins_late_fetches_the_base_and_one_adapter_and_then_adapte
     server = CountingServer("tcp://127.0.0.1:*", lab.config.snapshots)
     copies = SnapshotAssembler(tmp_path / "node", "trainer", SystemClock())
     for step in range(4, 12):
-        ref = lab.announced_ref().model_copy(update={"address": server.address})
+        ref = replace(lab.announced_ref(), address=server.address)
         found, held = copies.assemble(ref)
         held.release()
         assert same(policy(found), lab.merged())
@@ -267,7 +268,7 @@ def test_an_adapter_that_names_other_files_than_its_base_has_is_refused(lab, cop
     complete = json.loads((path / "manifest.json").read_text())["complete"]
     digest = reseal(path, complete=complete | {FULL: complete[FULL] | {"blake3": "0" * 64}})
     with pytest.raises(SnapshotCorrupt, match="names other files than its base has"):
-        copies.assemble(ref.model_copy(update={"manifest_sha256": digest}))
+        copies.assemble(replace(ref, manifest_sha256=digest))
 
 
 def test_a_manifest_with_a_base_and_no_adapter_or_a_delta_is_refused(lab):

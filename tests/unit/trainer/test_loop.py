@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from tba.buffer.offline.offline_buffer import OfflineBuffer
@@ -110,7 +111,7 @@ def test_a_run_makes_all_steps_and_is_declared_finished(make_run):
     assert state.step == STEPS
     # Its place in memory is cleared.
     newest = not_none(state.weights)
-    kept = verify(newest.model_copy(update={"path": str(run.config.snapshots / "v00000003")}))
+    kept = verify(replace(newest, path=str(run.config.snapshots / "v00000003")))
     assert (newest.version, kept.manifest.step) == (3, STEPS)
     searcher.close()
 

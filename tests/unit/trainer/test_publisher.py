@@ -7,6 +7,7 @@ import socket
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -141,7 +142,7 @@ def test_the_announcement_has_the_address_of_the_file_server(publisher_harness, 
     assert re.fullmatch(rf"tcp://{re.escape(socket.gethostname())}:\d+", ref.address)
     copies = SnapshotAssembler(tmp_path / "node", "trainer", SystemClock())
     local = ref.address.replace(socket.gethostname(), "127.0.0.1")
-    found, _ = copies.assemble(ref.model_copy(update={"address": local, "path": "/elsewhere/v00000000"}))
+    found, _ = copies.assemble(replace(ref, address=local, path="/elsewhere/v00000000"))
     assert AutoModelForCausalLM.from_pretrained(found.path).dtype == torch.float32
 
 

@@ -164,6 +164,11 @@ class ObjectiveSection(Section):
         return 0.5 if self.name == "tb_stale" else 0.0
 
     @property
+    def lacks_imitation(self) -> bool:
+        """Whether imitation could be turned on."""
+        return self.name in _CENTRED and not self.imitation_weight
+
+    @property
     def taper_kind(self) -> str:
         """The taper of negative advantages: "off", "response" or "mean"."""
         if self.taper != "auto":

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tba.common.config import ObjectiveSection
 from tba.common.log import get_logger
 
 log = get_logger(__name__)
@@ -23,7 +24,9 @@ _LOST_NATS = 1.0
 _LOST_NATS_PER_TOKEN = 0.005
 # In nats. The estimate of log Z may exceed its bound by noise.
 _LOG_Z_NOISE = 0.5
-_REMEDY = "lower train.learning_rate, or set objective.imitation = 0.5"
+# Of the probability of sampled responses, where they have most of it: then other responses are unlikely to be good.
+_LOST_SHARE = 0.15
+_MOST = 0.5
 
 
 @dataclass(slots=True)
@@ -48,10 +51,13 @@ class Smoothed:
 class Health:
     """Watches the metrics of the steps. `warning` is the sentence of the limits that are exceeded now, else empty."""
 
+    objective: ObjectiveSection
     warning: str = ""
     _lost: Smoothed = field(default_factory=Smoothed)
     _log_z: Smoothed = field(default_factory=Smoothed)
     _bound: Smoothed = field(default_factory=Smoothed)
+    _sampled_mass: Smoothed = field(default_factory=Smoothed)
+    _policy_mass: Smoothed = field(default_factory=Smoothed)
     _largest_reward: float = -math.inf
     _logged_at: dict[str, int] = field(default_factory=dict)
 
@@ -61,14 +67,36 @@ class Health:
         A skipped step has none of the metrics, and changes nothing.
         """
         found = {
+            "policy_mass": self._lost_share(metrics),
             "log_ratio_positive": self._lost_nats(metrics),
             "log_z": self._impossible_log_z(metrics, largest_reward),
         }
         for name, sentence in found.items():
             if sentence and step - self._logged_at.get(name, -_REPEAT_STEPS) >= _REPEAT_STEPS:
                 self._logged_at[name] = step
-                log.warning(sentence, step=step)
-        self.warning = "; ".join(filter(None, found.values()))
+                log.warning(f"{sentence}: {self._remedy}", step=step)
+        signs = "; ".join(filter(None, found.values()))
+        self.warning = f"{signs}: {self._remedy}" if signs else ""
+
+    @property
+    def _remedy(self) -> str:
+        if not self.objective.lacks_imitation:
+            return "lower train.learning_rate or buffer.max_staleness"
+        stale = 'objective.name = "tb_stale"' if self.objective.name == "tb" else "objective.imitation = 0.5"
+        return f"lower train.learning_rate, or set {stale}"
+
+    def _lost_share(self, metrics: Mapping[str, float]) -> str:
+        """Return a sentence if the policy gives much of its probability to responses that were not sampled."""
+        if "policy_mass" not in metrics:
+            return ""
+        sampled, policy = (
+            self._sampled_mass.add(metrics["sampled_mass"]),
+            self._policy_mass.add(metrics["policy_mass"]),
+        )
+        lost = 1 - policy / max(sampled, _MOST)
+        if self._sampled_mass.count < _FIRST_STEPS or sampled < _MOST or lost <= _LOST_SHARE:
+            return ""
+        return f"{lost:.0%} of the probability of stale answers has moved to answers that nobody sampled"
 
     def _lost_nats(self, metrics: Mapping[str, float]) -> str:
         """Return a sentence if good responses have become less likely than they were when they were sampled."""
@@ -78,7 +106,7 @@ class Health:
         limit = max(_LOST_NATS, _LOST_NATS_PER_TOKEN * metrics["response_tokens_mean"])
         if self._lost.count < _FIRST_STEPS or lost <= limit:
             return ""
-        return f"stale answers that were right have lost {lost:.1f} nats: {_REMEDY}"
+        return f"stale answers that were right have lost {lost:.1f} nats"
 
     def _impossible_log_z(self, metrics: Mapping[str, float], largest_reward: float) -> str:
         """Return a sentence if log Z is above max r / beta, which it never is on fresh data.
@@ -92,7 +120,4 @@ class Health:
         bound = self._bound.add(self._largest_reward / metrics["beta"])
         if self._log_z.count < _FIRST_STEPS or log_z <= bound + _LOG_Z_NOISE:
             return ""
-        return (
-            f"the mean log Z of {log_z:.1f} is above its bound of {bound:.1f} (largest reward / beta), so sampled "
-            f"answers have lost probability: {_REMEDY}"
-        )
+        return f"the mean log Z of {log_z:.1f} is above its bound of {bound:.1f}, the largest reward / beta"

@@ -58,6 +58,22 @@ def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float
 
 
 @torch.no_grad()
+def mass_metrics(policy_BK: Tensor, sampled_BK: Tensor, responses: Sequence[bytes]) -> dict[str, float]:
+    """Return the probability of all sampled responses of a prompt, as they were sampled and under the policy.
+
+    Means over prompts. A response that was sampled several times counts once; `responses` are the tokens of each, B x K
+    of them. Where few responses are likely, `sampled_mass` is near 1, and a `policy_mass` below it is probability of
+    responses that nobody sampled and no reward corrects. {} if a probability is not known (demonstrations).
+    """
+    if not (sampled_BK.isfinite() & (sampled_BK != 0)).all():
+        return {}
+    prompts, samples = sampled_BK.shape
+    distinct = {(index // samples, tokens): index for index, tokens in enumerate(responses)}
+    policy, sampled = (values.flatten()[list(distinct.values())].exp().sum() for values in (policy_BK, sampled_BK))
+    return {"sampled_mass": float(sampled) / prompts, "policy_mass": float(policy) / prompts}
+
+
+@torch.no_grad()
 def log_ratios_by_advantage(policy_BK: Tensor, sampled_BK: Tensor, reward_BK: Tensor) -> dict[str, float]:
     """Return the mean of log pi - log mu over responses with a reward above and below the mean of their group.
 

@@ -32,6 +32,7 @@ from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, sequ
 from tba.trainer.objectives.diagnostics import (
     balance_metrics,
     log_ratios_by_advantage,
+    mass_metrics,
     mismatch_metrics,
     off_policy_metrics,
     truncated_fraction,
@@ -183,6 +184,7 @@ class Learner:
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **self._policy_metrics(sums),
             **log_ratios_by_advantage(sums.policy_BK, sums.sampled_BK, batch.reward_BK),
+            **mass_metrics(sums.policy_BK, sums.sampled_BK, [row.response_ids.tobytes() for row in batch.rows]),
             **batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),

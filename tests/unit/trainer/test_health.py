@@ -2,7 +2,12 @@
 
 import pytest
 
+from tba.common.config import ObjectiveSection
 from tba.trainer.metrics.health import Health
+
+
+def watch(name: str = "tb", **keys) -> Health:
+    return Health(ObjectiveSection.model_validate({"name": name, **keys}))
 
 
 def after(health: Health, steps: range, *, largest_reward: float = 1.0, **metrics: float) -> str:
@@ -14,41 +19,58 @@ def after(health: Health, steps: range, *, largest_reward: float = 1.0, **metric
 
 
 def test_good_answers_that_have_lost_probability_are_told_with_the_remedy(caplog):
-    warning = after(Health(), range(5), log_ratio_positive=-1.2)
+    warning = after(watch("dr_grpo"), range(5), log_ratio_positive=-1.2)
     assert warning == (
         "stale answers that were right have lost 1.2 nats: lower train.learning_rate, or set objective.imitation = 0.5"
     )
     assert caplog.text.count(warning) == 1
 
 
-def test_a_log_z_above_its_bound_is_told():
-    assert after(Health(), range(9), log_z=10.4) == ""
-    assert after(Health(), range(9), log_z=13.2).startswith(
-        "the mean log Z of 13.2 is above its bound of 10.0 (largest"
+def test_probability_that_moves_to_answers_that_nobody_sampled_is_told():
+    assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.85) == ""
+    assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.76) == (
+        "20% of the probability of stale answers has moved to answers that nobody sampled: lower train.learning_rate, "
+        'or set objective.name = "tb_stale"'
     )
 
 
+def test_where_sampled_answers_are_a_small_part_of_all_their_share_says_nothing():
+    assert after(watch(), range(9), sampled_mass=0.4, policy_mass=0.01) == ""
+
+
+@pytest.mark.parametrize("objective", [watch("tb_stale"), watch("dr_grpo", imitation=0.5), watch("grpo")])
+def test_imitation_is_not_advised_where_it_is_on_or_impossible(objective):
+    assert after(objective, range(5), log_ratio_positive=-2.0).endswith(
+        ": lower train.learning_rate or buffer.max_staleness"
+    )
+
+
+def test_a_log_z_above_its_bound_is_told():
+    assert after(watch(), range(9), log_z=10.4) == ""
+    assert after(watch(), range(9), log_z=13.2).startswith("the mean log Z of 13.2 is above its bound of 10.0, the l")
+
+
 def test_the_bound_is_that_of_the_largest_reward_so_far():
-    health = Health()
+    health = watch()
     after(health, range(5), log_z=-5.0, largest_reward=1.0)
     assert after(health, range(5, 40), log_z=9.0, largest_reward=0.0) == ""
-    assert "bound of 0.0" in after(Health(), range(5), log_z=9.0, largest_reward=0.0)
+    assert "bound of 0.0" in after(watch(), range(5), log_z=9.0, largest_reward=0.0)
 
 
 def test_one_batch_and_the_first_steps_give_no_warning():
-    assert after(Health(), range(4), log_ratio_positive=-9.0) == ""
-    health = Health()
+    assert after(watch(), range(4), log_ratio_positive=-9.0) == ""
+    health = watch()
     after(health, range(20), log_ratio_positive=0.2)
     assert after(health, range(20, 21), log_ratio_positive=-9.0) == ""
 
 
 @pytest.mark.parametrize(("tokens", "warns"), [(200, True), (1000, False)])
 def test_long_responses_may_lose_more_by_rounding(tokens, warns):
-    assert bool(after(Health(), range(9), log_ratio_positive=-3.0, response_tokens_mean=tokens)) == warns
+    assert bool(after(watch(), range(9), log_ratio_positive=-3.0, response_tokens_mean=tokens)) == warns
 
 
 def test_a_warning_ends_with_its_cause_and_is_logged_again_after_a_hundred_steps(caplog):
-    health = Health()
+    health = watch()
     after(health, range(150), log_ratio_positive=-2.0)
     assert caplog.text.count("have lost 2.0 nats") == 2
     assert after(health, range(150, 180)) == ""
@@ -57,7 +79,7 @@ def test_a_warning_ends_with_its_cause_and_is_logged_again_after_a_hundred_steps
 
 
 def test_a_skipped_step_and_a_run_without_reference_give_no_warning():
-    health = Health()
+    health = watch()
     health.update(0, {"skipped": 1.0}, float("inf"))
     assert after(health, range(1, 9)) == ""
     health.update(9, {"log_ratio_positive": 0.0, "response_tokens_mean": 5.0}, 1.0)

@@ -14,7 +14,7 @@ from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.trainer import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
-from tba.trainer.objectives.diagnostics import log_ratios_by_advantage
+from tba.trainer.objectives.diagnostics import log_ratios_by_advantage, mass_metrics
 from tba.trainer.step.learner import Learner
 
 FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
@@ -158,6 +158,15 @@ def test_log_ratios_are_of_responses_above_and_below_the_mean_reward_without_dem
     found = log_ratios_by_advantage(policy, sampled, torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
     assert found == {"log_ratio_positive": 0.75, "log_ratio_negative": -2.0}
     assert "log_ratio_positive" not in make_learner().step(random_batch(1)).metrics
+
+
+def test_the_mass_of_a_prompt_counts_each_sampled_response_once():
+    policy, sampled = (
+        torch.tensor(p).log() for p in ([[0.1, 0.1, 0.2], [0.3, 0.0, 0.5]], [[0.4, 0.4, 0.2], [0.5, 0.1, 0.3]])
+    )
+    found = mass_metrics(policy, sampled, [b"a", b"a", b"b", b"a", b"b", b"c"])
+    assert found == pytest.approx({"sampled_mass": (0.6 + 0.9) / 2, "policy_mass": (0.3 + 0.8) / 2})
+    assert mass_metrics(policy, torch.zeros(2, 3), [b"a"] * 6) == {}
 
 
 def test_the_cosine_is_that_of_the_gradient_and_the_mean_of_the_earlier_ones():

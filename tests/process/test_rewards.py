@@ -128,9 +128,9 @@ class EchoEngine:
 
     def step(self) -> list[Generation]:
         some, self._requests = self._requests[:2], self._requests[2:]
-        none = np.zeros(0, np.float32)
+        none, runs = np.zeros(0, np.float32), np.zeros((0, 2), np.int32)
         return [
-            Generation(one.id, one.prompt_ids, none, none, "length" if one.prompt_ids[0] < 97 else "eos", 0.0)
+            Generation(one.id, one.prompt_ids, none, runs, "length" if one.prompt_ids[0] < 97 else "eos", 0.0)
             for one in some
         ]
 
@@ -150,9 +150,8 @@ class Letters:
 def evaluate(scorer, texts, snapshots):
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
     prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
-    return _answers(EchoEngine(), scorer, Letters(), prompts, greedy).result(
-        read(Path(RandomWeights(snapshots).full().path))
-    )
+    engine: Any = EchoEngine()
+    return _answers(engine, scorer, Letters(), prompts, greedy).result(read(Path(RandomWeights(snapshots).full().path)))
 
 
 def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer, tmp_path):

@@ -146,6 +146,32 @@ def show(
 
 @app.command()
 @with_config
+def search(
+    words: Annotated[list[str], typer.Argument(help="Words that a prompt or a response must all have.")],
+    options: ConfigOptions,
+    buffer: Database = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 20,
+    index: Annotated[
+        Path | None, typer.Option(help="The file of the index; default: the database's name and .search.")
+    ] = None,
+    as_json: Json = False,
+    as_csv: Csv = False,
+) -> None:
+    """Search prompts and responses for words. The first search builds an index in a file beside the database."""
+    not_both(as_json, as_csv, "--json", "--csv")
+    path = resolve_config(options, buffer).database
+    from tba.buffer.tools.search import COLUMNS
+    from tba.buffer.tools.search import search as run_search
+
+    found = run_search(path, " ".join(words), limit=limit, index=index)
+    if as_json:
+        print_json(found)
+    else:
+        _print_rows(COLUMNS, (list(row.values()) for row in found), as_json=False, as_csv=as_csv)
+
+
+@app.command()
+@with_config
 def tail(
     options: ConfigOptions,
     buffer: Database = None,

@@ -1,0 +1,87 @@
+"""Full-text search over prompts and responses, with SQLite's FTS5 as sqlite-utils sets it up.
+
+The index is a file of its own beside the database, `NAME.search`: the server never writes to it, and whoever never
+searches pays nothing. A search first adds what has arrived since the last one.
+"""
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from tba.buffer.store.reader import open_reader
+from tba.common.errors import StorageError, UsageError
+
+_BUSY_SECONDS = 60.0
+COLUMNS = ("id", "run", "prompt", "policy_version", "reward", "match")
+_TABLES = ("prompts", "responses")
+# A prompt that matches stands for each of its trajectories.
+_SEARCH = """
+WITH found (id, rank, match) AS (
+    SELECT rowid, rank, snippet(responses_fts, 0, '[', ']', '...', 16) FROM responses_fts
+    WHERE responses_fts MATCH :words
+    UNION ALL
+    SELECT t.id, f.rank, f.match
+    FROM (SELECT rowid AS prompt, rank, snippet(prompts_fts, 0, '[', ']', '...', 16) AS match FROM prompts_fts
+          WHERE prompts_fts MATCH :words) f
+    JOIN buffer.trajectory_rows t ON t.prompt = f.prompt
+)
+SELECT t.id, r.name AS run, p.key AS prompt, t.policy_version, t.reward, found.match
+FROM found
+JOIN buffer.trajectory_rows t ON t.id = found.id
+JOIN buffer.prompts p ON p.id = t.prompt
+JOIN buffer.runs r ON r.id = t.run
+ORDER BY found.rank, found.id DESC LIMIT :limit
+"""
+
+
+def index_path(database: Path) -> Path:
+    """Return the path of the index of a database."""
+    return Path(f"{database.resolve()}.search")
+
+
+def search(path: Path, words: str, *, limit: int, index: Path | None = None) -> list[dict[str, Any]]:
+    """Return the trajectories whose prompt or response has all of the words, the best matches first.
+
+    Raises UsageError if there is no database, StorageError if it is none of tba or the index cannot be written.
+    """
+    # Checks that the file is a buffer of this release.
+    with open_reader(path):
+        pass
+    index = index or index_path(path)
+    try:
+        with contextlib.closing(sqlite3.connect(index, timeout=_BUSY_SECONDS, uri=True)) as connection:
+            connection.execute("ATTACH ? AS buffer", (f"{path.absolute().as_uri()}?mode=ro",))
+            db = Database(connection)
+            _update(db, path)
+            quoted = db.quote_fts(words)
+            if not quoted.strip('" '):
+                raise UsageError("name at least one word to search for")
+            return list(db.query(_SEARCH, {"words": quoted, "limit": limit}))
+    except sqlite3.DatabaseError as error:
+        raise StorageError(f"the index {index} cannot be used ({error}): name another one with --index") from error
+
+
+def _update(db: Database, path: Path) -> None:
+    """Add what the database has and the index lacks. A restored database gets a new index."""
+    identity = path.stat().st_ino & 0x7FFFFFFF
+    if db.execute("PRAGMA main.user_version").fetchone()[0] != identity:
+        for table in _TABLES:
+            if table in db.table_names():
+                db[table].disable_fts()
+                db[table].drop()
+            db[table].create({"id": int, "text": str}, pk="id")
+            db[table].enable_fts(["text"], create_triggers=True)
+        db.execute(f"PRAGMA main.user_version = {identity}")
+    with db.conn:
+        # Ids of trajectories ascend in the order of their commits; a known prompt may get its text later.
+        db.execute(
+            "INSERT INTO responses SELECT id, text FROM buffer.trajectory_rows WHERE text IS NOT NULL"
+            " AND id > (SELECT COALESCE(MAX(id), 0) FROM main.responses)"
+        )
+        db.execute(
+            "INSERT INTO main.prompts SELECT id, text FROM buffer.prompts WHERE text IS NOT NULL"
+            " AND id NOT IN (SELECT id FROM main.prompts)"
+        )

@@ -19,6 +19,7 @@ import tba
 from tba.buffer.commands import app as buffer_app
 from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError
 from tba.common.terminal import (
+    Assume,
     ConfigOptions,
     Json,
     console,
@@ -35,7 +36,7 @@ from tba.trainer.commands import Resume, sft_command
 
 if TYPE_CHECKING:
     from tba.buffer.offline.recorded_run import RecordedRun
-    from tba.common.config import Config, RewardModelSection
+    from tba.common.config import Config
     from tba.common.config.layers import Resolved
     from tba.common.system.process import StopSignal
 
@@ -365,38 +366,29 @@ def config_check(options: ConfigOptions) -> None:
         note(sentence)
     if config.task.is_own:
         from tba.common.system.process import die_with_parent
-        from tba.searcher.tasks import load_task
-        from tba.searcher.tasks.task import check_prompts
+        from tba.searcher.checks import check_task
 
         # `tba run` starts this command as a child to check the task.
         die_with_parent()
-        check_prompts(load_task(config.task))
+        check_task(config.task)
     typer.echo(f"ok: run {config.run.name} in {config.run.dir}")
 
 
 @app.command()
 @with_config
-def doctor(options: ConfigOptions, as_json: Json = False) -> None:
+def doctor(options: ConfigOptions, as_json: Json = False, assume: Assume = None) -> None:
     """Check this machine: packages, GPUs and driver, compiler, caches, disk, addresses, model, task, reward model."""
     config = options.resolve().config
+    from tba.common.system.devices import assumed_gpus
     from tba.deploy.doctor import examine
-    from tba.searcher.tasks import load_task
-    from tba.searcher.tasks.task import check_prompts
+    from tba.searcher.checks import check_reward_model, check_task
     from tba.trainer.preflight.before_start import trainer_memory
 
-    findings = examine(config, lambda section: check_prompts(load_task(section)), _check_reward_model, trainer_memory)
+    node = assumed_gpus(assume) if assume else None
+    findings = examine(config, check_task, check_reward_model, trainer_memory, node)
     if as_json:
         print_json(findings)
     else:
         print_table(["check", "result", "detail"], findings)
     if any(finding["result"] == "fail" for finding in findings):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _check_reward_model(section: "RewardModelSection") -> str:
-    """Return a description of the reward model. Imports torch, which only a reward model needs on this machine."""
-    need("torch", "train")
-    need("transformers", "train")
-    from tba.searcher.scoring.classifier import check_files
-
-    return check_files(section)

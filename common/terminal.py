@@ -34,6 +34,10 @@ _ConfigFile = Annotated[
 ]
 _Sets = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Assume = Annotated[
+    str | None,
+    typer.Option(metavar="GPUSxGB", help="Check for a node with such GPUs, such as 8x80, instead of this machine."),
+]
 Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
 DEFAULT_FILE = Path("tba.toml")
 _PIPE_WIDTH = 1000

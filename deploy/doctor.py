@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Protocol
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tba.common.config import Config, RewardModelSection, TaskSection
 from tba.common.config.paths import check_data
 from tba.common.errors import MissingExtra, TbaError
-from tba.common.system.devices import CPU, choose_gpus, list_gpus
+from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
 from tba.common.weights.model_files import check_model, is_hub_name
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status
@@ -20,6 +20,8 @@ from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, chec
 from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weights_directory, unchecked_data
 
 Finding = dict[str, str]
+# Checks that need not run on the node.
+_ANYWHERE = ("gpus", "trainer memory", "model", "task", "reward model")
 
 
 class MemoryReport(Protocol):
@@ -37,26 +39,28 @@ def examine(
     config: Config,
     check_task: Callable[[TaskSection], None],
     check_reward_model: Callable[[RewardModelSection], str],
-    trainer_memory: Callable[[Config], MemoryReport | None],
+    trainer_memory: Callable[[Config, Sequence[Gpu] | None], MemoryReport | None],
+    assumed: Sequence[Gpu] | None = None,
 ) -> list[Finding]:
     """Run all checks and return their findings; `result` is ok, warn, fail, or unchecked.
 
     `check_task` and `check_reward_model` raise TbaError for what cannot be used. The latter returns a description of
     the model. `trainer_memory` estimates the trainer's memory, None if nothing can be said. They are passed in, because
-    this package imports neither searcher nor trainer.
+    this package imports neither searcher nor trainer. `assumed` are the GPUs of a node that is not this one: then only
+    what does not depend on this machine is checked.
     """
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
         ("python", _python),
         ("packages", _packages),
         ("engine", _engine),
-        ("gpus", _gpus),
+        ("gpus", partial(_gpus, assumed)),
         ("cuda", check_cuda),
         ("compiler", check_compiler),
         ("caches", check_caches),
         ("topology", check_topology),
         ("disk", check_disk),
         ("weights directory", check_weights_directory),
-        ("trainer memory", partial(_memory, trainer_memory)),
+        ("trainer memory", partial(_memory, trainer_memory, assumed)),
         ("buffer address", _address),
         ("other nodes", check_other_nodes),
         ("model", _model),
@@ -65,6 +69,8 @@ def examine(
     ]
     findings = []
     for name, check in checks:
+        if assumed is not None and name not in _ANYWHERE:
+            continue
         result, detail = check(config)
         findings.append({"check": name, "result": result, "detail": detail})
     return findings
@@ -93,20 +99,25 @@ def _engine(config: Config) -> tuple[str, str]:
     return "warn", f"search.engine = {config.search.engine} is not installed here: see docs/install.md"
 
 
-def _gpus(config: Config) -> tuple[str, str]:
+def _gpus(assumed: Sequence[Gpu] | None, config: Config) -> tuple[str, str]:
     try:
-        present = list_gpus()
+        present = list_gpus() if assumed is None else assumed
         for key, wanted in (("search.gpus", config.search.gpus), ("train.gpu", config.train.gpu)):
             if wanted != CPU:
                 choose_gpus(wanted, present, key)
     except TbaError as error:
         return "fail", str(error)
-    return "ok", f"{len(present)} present; search.gpus = {config.search.gpus}, train.gpu = {config.train.gpu}"
+    known = "present" if assumed is None else "assumed"
+    return "ok", f"{len(present)} {known}; search.gpus = {config.search.gpus}, train.gpu = {config.train.gpu}"
 
 
-def _memory(estimate: Callable[[Config], MemoryReport | None], config: Config) -> tuple[str, str]:
+def _memory(
+    estimate: Callable[[Config, Sequence[Gpu] | None], MemoryReport | None],
+    assumed: Sequence[Gpu] | None,
+    config: Config,
+) -> tuple[str, str]:
     try:
-        report = estimate(config)
+        report = estimate(config, assumed)
     except TbaError as error:
         return "fail", str(error)
     if report is None:

@@ -130,10 +130,11 @@ class Job:
         self._plan, self._clock, self._ranks = plan, clock, ranks
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
         offload = config.train.offload == "optimizer"
-        # FSDP moves each layer's shard to the GPU, HostAdamW the rounded weights.
-        home = device if ranks.size == 1 else torch.device("cpu")
-        policy = load_model(files, torch.device("cpu") if offload else home)
-        self._unwrapped = structure_of(policy)
+        # Only rank 0 loads the model. FSDP moves each layer's shard to the GPU, HostAdamW the rounded weights.
+        host = torch.device("cpu" if ranks.rank == 0 else "meta")
+        home = device if ranks.size == 1 else host
+        policy = load_model(files, host if offload else home)
+        self._unwrapped = structure_of(policy) if ranks.rank == 0 else policy
         encoder = _encoder(files, tokenizer, policy)
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []

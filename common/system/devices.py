@@ -15,6 +15,9 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 # Values of CUDA_VISIBLE_DEVICES that hide every GPU.
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 _NVIDIA_SMI_SECONDS = 30
+_NODE = re.compile(r"(\d{1,4})x(\d{1,5}(?:\.\d+)?)")
+_MOST_ASSUMED = 1024
+_SHOWN = 0.99
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,27 @@ def choose_gpus(wanted: str, present: Sequence[Gpu], key: str, flag: str = "") -
         if (gpu is not None and found.count(gpu) > 1) or chosen.count(name) > 1:
             raise UsageError(f"GPU {name} is named twice in {wanted}")
     return chosen
+
+
+def assumed_gpus(text: str) -> list[Gpu]:
+    """Return the GPUs of a node that is not this one, from their number and size, such as `8x80`.
+
+    The size is that of the product's name: a GPU sold with 80 GB shows a percent less than 80 GiB.
+    Raises UsageError for any other text.
+    """
+    match = _NODE.fullmatch(text.strip())
+    if match is None or not (1 <= int(match[1]) <= _MOST_ASSUMED and float(match[2]) > 0):
+        raise UsageError(f"--assume {text}: write the number of GPUs and the GB of each, such as 8x80")
+    total_mib = int(float(match[2]) * 1024 * _SHOWN)
+    return [Gpu(str(index), total_mib=total_mib) for index in range(int(match[1]))]
+
+
+def count_gpus() -> int:
+    """Return how many GPUs this machine has, also those that this process may not use; 0 if nvidia-smi cannot say."""
+    try:
+        return len(_query("--query-gpu=index", columns=1))
+    except UsageError:
+        return 0
 
 
 def group_gpus(gpus: Sequence[str], tensor_parallel: int) -> list[list[str]]:

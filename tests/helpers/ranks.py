@@ -6,6 +6,7 @@ scenario NAME/again is NAME with another directory, so that it can resume.
 """
 
 import os
+import resource
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tba.common.config import LoraSection, ReferenceSection, TrainSection
+from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
 from tba.common.system.process import RENDEZVOUS_VARIABLE
 from tba.tests.helpers.trainer import objective, random_batch, tiny_model
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.distributed.ranks import ALONE, Ranks, join
+from tba.trainer.distributed.sharding import full_tensor
 from tba.trainer.model.adapters import BASE, FACTORS, MERGED, add_adapters, gathered
-from tba.trainer.model.scorer import halve
+from tba.trainer.model.scorer import halve, weights_of
+from tba.trainer.step.build import build
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner
 
@@ -160,4 +163,30 @@ def main(rank: int, ranks: int, directory: Path, scenarios: list[str]) -> None:
         result = run(name, directory, group)
         if rank == 0:
             torch.save(result, directory / f"{name}.pt")
+    group.close()
+
+
+def load(rank: int, ranks: int, directory: Path, offload: str) -> None:
+    """Build a learner of DIRECTORY/model as one of the ranks.
+
+    Writes what it has, gathered, and by how many bytes the process has grown, to DIRECTORY/`offload`RANK.pt.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "rendezvous")
+    model = {"path": str(directory / "model"), "dtype": "float32"}
+    train = {"offload": offload, "gradient_checkpointing": True}
+    config = Config.model_validate({"model": model, "task": {"train": "t"}, "train": train})
+    group = join(torch.device("cpu"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    learner, _ = build(config, directory / "model", torch.device("cpu"), group)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    weights, masters = dict(learner.policy.named_parameters()), learner.masters()
+    found = {
+        "bytes": grown << 10,
+        "policy": {name: full_tensor(weight) for name, weight in weights_of(learner.policy).items()},
+        "reference": {name: full_tensor(weight) for name, weight in weights_of(learner.reference.scorer.model).items()},
+        "masters": {name: full_tensor(master, weights[name]) for name, master in masters.items()},
+        "buffers": dict(learner.policy.named_buffers()),
+    }
+    torch.save(found, directory / f"{offload}{rank}.pt")
     group.close()

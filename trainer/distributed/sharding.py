@@ -1,14 +1,18 @@
 """FSDP2: the policy's weights, gradients and optimiser state sharded over the ranks, and gathered again.
 
 Each decoder layer is gathered when it is needed; embeddings, last norm and head (the root) are gathered together,
-around all layers. Sharded weights are float32. In bfloat16 runs all of them are gathered in bfloat16, to which autocast
-would convert the matrices anyway. Each rank's gradient of a gathered weight is in bfloat16; it is added over
-micro-batches and over the ranks in float32.
+around all layers. Rank 0 alone loads the weights; the others receive each layer when it is sharded.
+
+Sharded weights are float32. In bfloat16 runs all of them are gathered in bfloat16, to which autocast would convert the
+matrices anyway. Each rank's gradient of a gathered weight is in bfloat16; it is added over micro-batches and over the
+ranks in float32.
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,15 +21,18 @@ from tba.trainer.distributed.ranks import Ranks
 
 
 def shard(scorer: nn.Module, layer_types: Collection[str], ranks: Ranks, *, autocast: bool) -> None:
-    """Shard a scorer's model over the ranks, in place: its parameters become DTensors.
+    """Shard a scorer's model over the ranks, in place: its parameters become DTensors, of rank 0's weights.
 
-    `layer_types` are the class names of the layers that are gathered one at a time.
+    `layer_types` are the class names of the layers that are gathered one at a time. On ranks other than 0 the model may
+    be on the meta device.
     """
     half = torch.bfloat16 if autocast else None
     policy = MixedPrecisionPolicy(half, torch.float32 if autocast else None, cast_forward_inputs=False)
     for module in list(scorer.modules()):
         if type(module).__name__ in layer_types:
+            _receive(module, ranks)
             fully_shard(module, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
+    _receive(scorer, ranks)
     fully_shard(scorer, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
@@ -33,6 +40,35 @@ def shard(scorer: nn.Module, layer_types: Collection[str], ranks: Ranks, *, auto
             # FSDP would use a scaled sum, which gloo does not have.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _receive(module: nn.Module, ranks: Ranks) -> None:
+    """Give rank 0's weights and buffers to a module on all ranks, on the device. Weights that are sharded stay."""
+    assert ranks.mesh is not None
+    # By the identity of the old tensor, which is kept, so that tied weights stay one.
+    new: dict[int, tuple[Tensor, Tensor]] = {}
+    for owner in module.modules():
+        for name, old in (*owner._parameters.items(), *owner._buffers.items()):
+            if old is None or isinstance(old, DTensor):
+                continue
+            if id(old) not in new:
+                new[id(old)] = old, _from_rank_0(old, ranks)
+            tensors: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            tensors[name] = new[id(old)][1]
+
+
+def _from_rank_0(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Return rank 0's values of a tensor, on the device. On rank 0 the tensor itself moves, which frees the host's."""
+    assert ranks.mesh is not None
+    device = ranks.mesh.device_type
+    if ranks.rank == 0:
+        tensor.data = tensor.data.to(device)
+    else:
+        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        tensor = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    # As bytes: gloo does not have all dtypes.
+    dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
+    return tensor
 
 
 def keep_gathered(scorer: nn.Module, *, last: bool) -> None:
@@ -69,6 +105,15 @@ def full_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_of_rank_0(tensor: Tensor, value: Tensor) -> Tensor:
+    """Shard rank 0's full `value` as `tensor` is sharded. On the other ranks it may be on the meta device."""
+    if not isinstance(tensor, DTensor):
+        return value
+    device = tensor.device_mesh.device_type
+    whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=0)
 
 
 def shard_like(tensor: Tensor, value: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tba.trainer.batch.micro_batches import forward_passes
 from tba.trainer.model.chunked_logprobs import token_logprobs
 from tba.trainer.model.packing import ATTENTION, pack
 from tba.trainer.objectives.responses import row_sums
+from tba.trainer.preflight.shape import meta_model
 
 # The row of an empty pass: one token, and no response.
 _EMPTY_ROW = Row(
@@ -43,7 +44,14 @@ _PROBE_TOKENS = 64
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load a causal language model with float32 weights and without dropout. Raises ConfigError, MemoryShort."""
+    """Load a causal language model with float32 weights and without dropout. Raises ConfigError, MemoryShort.
+
+    On the meta device nothing but its configuration is read: `shard` puts rank 0's weights and buffers into it.
+    """
+    if device.type == "meta":
+        model = meta_model(directory).eval()
+        _remove_dropout(model)
+        return model
     with loading(f"the model in {directory}", device):
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
@@ -101,8 +109,13 @@ def _remove_dropout(model: PreTrainedModel) -> None:
 def enable_gradient_checkpointing(model: PreTrainedModel, *, autocast: bool) -> None:
     """Recompute activations in the backward pass, which layers do only in training mode.
 
-    Raises ConfigError if the model computes other log-probabilities in that mode.
+    Raises ConfigError if the model computes other log-probabilities in that mode. A model on the meta device is not
+    tried: rank 0 does that.
     """
+    if model.device.type == "meta":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        return
     tokens_NT = torch.arange(min(_PROBE_TOKENS, model.config.get_text_config().vocab_size), device=model.device)[None]
     with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
         expected = model.eval()(input_ids=tokens_NT, use_cache=False).logits

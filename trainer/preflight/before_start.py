@@ -1,10 +1,11 @@
 """The memory estimate of a trainer that does not run yet, for `tba run` and `tba doctor`. Imports torch lazily."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tba.common.config import Config
-from tba.common.system.devices import CPU, choose_gpus, list_gpus
+from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
 from tba.common.weights.model_files import local_model
 
 if TYPE_CHECKING:
@@ -20,17 +21,18 @@ def check_memory(config: Config) -> None:
         report.check()
 
 
-def trainer_memory(config: Config) -> "Report | None":
+def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Report | None":
     """Return the estimate for `train.gpu`; None without torch, or if the model is not on this machine.
 
-    Raises UsageError for a GPU that does not exist, ConfigError for a model that does not load.
+    `assumed` are the GPUs of a node that is not this one, whose host memory is not known. Raises UsageError for a GPU
+    that does not exist, ConfigError for a model that does not load.
     """
     directory = local_model(config.model.path)
     if directory is None or find_spec("torch") is None:
         return None
     ranks, gpu_total = 1, None
     if config.train.gpu != CPU:
-        present = list_gpus()
+        present = list_gpus() if assumed is None else assumed
         chosen = choose_gpus(config.train.gpu, present, "train.gpu")
         total = min((gpu.total_mib for gpu in present for name in chosen if gpu.is_called(name)), default=0)
         # MIG slices are not in nvidia-smi's list: the trainer asks torch.
@@ -39,4 +41,5 @@ def trainer_memory(config: Config) -> "Report | None":
         ranks, gpu_total = len(chosen), total << 20
     from tba.trainer.preflight.check import report_on
 
-    return report_on(config, directory, ranks=ranks, gpu_total=gpu_total)
+    node = None if assumed is None else len(assumed)
+    return report_on(config, directory, ranks=ranks, gpu_total=gpu_total, assumed=node)

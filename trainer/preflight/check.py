@@ -8,6 +8,7 @@ from pathlib import Path
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
+from tba.common.system.devices import count_gpus
 from tba.trainer.preflight.memory import Setup, device_bytes, host_bytes
 from tba.trainer.preflight.shape import ModelShape, meta_model, shape_of
 
@@ -29,20 +30,22 @@ class Report:
     """The estimate for one trainer.
 
     `device` and `host` are bytes by component, of one GPU and of all ranks together; without a GPU, `gpu_total` is None
-    and the components of the device are in `host`. `instead` are settings that would fit, as text.
+    and the components of the device are in `host`. `host_total` is None for a host that is not this one. `node` is how
+    many GPUs the node has, 0 if that is not known. `instead` are settings that would fit, as text.
     """
 
     setup: Setup
     device: dict[str, int]
     host: dict[str, int]
     gpu_total: int | None
-    host_total: int
+    host_total: int | None
+    node: int = 0
     instead: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether the GPUs have enough memory, and the host has enough for what training cannot do without."""
-        return self.fits_device and self.host_needed <= self.host_total
+        return self.fits_device and (self.host_total is None or self.host_needed <= self.host_total)
 
     @property
     def fits_device(self) -> bool:
@@ -75,7 +78,8 @@ class Report:
 
     def sentence(self) -> str:
         """Return whether it fits, what is needed where, and what would fit instead."""
-        host = f"{_gb(self.host_peak)} of {_gb(self.host_total)} on the host ({_parts(self.host)})"
+        of = "" if self.host_total is None else f" of {_gb(self.host_total)}"
+        host = f"{_gb(self.host_peak)}{of} on the host ({_parts(self.host)})"
         if self.fits:
             return f"fits: the trainer needs {self._device()}, and at most {host}" if self.device else f"fits: {host}"
         missing = host if self.fits_device else self._device()
@@ -102,29 +106,39 @@ def examine(
     gpu_total: int | None,
     host_total: int | None = None,
     supervised: bool = False,
+    assumed: int | None = None,
 ) -> Report:
     """Estimate the memory of `ranks` processes that train a model, each with a GPU of `gpu_total` bytes or on the CPU.
 
     `host_total` is by default the memory of this machine. `supervised` is `tba sft`: no reference, no snapshots.
+    `assumed` is the number of GPUs of a node that is not this one.
     """
     setup = setup_of(config, shape, ranks=ranks, gpu_total=gpu_total, supervised=supervised)
-    host_total = host_memory() if host_total is None else host_total
+    if host_total is None and assumed is None:
+        host_total = host_memory()
     device, host = device_bytes(shape, setup), host_bytes(shape, setup)
     if supervised:
         host["snapshots"] = 0
     if gpu_total is None:
         host |= {name: ranks * size for name, size in device.items()}
         return Report(setup, {}, host, None, host_total)
-    report = Report(setup, device, host, gpu_total, host_total)
+    node = count_gpus() if assumed is None else assumed
+    report = Report(setup, device, host, gpu_total, host_total, node)
     return report if report.fits else replace(report, instead=tuple(_instead(report, shape, adapters=not supervised)))
 
 
 def report_on(
-    config: Config, directory: Path, *, ranks: int, gpu_total: int | None, supervised: bool = False
+    config: Config,
+    directory: Path,
+    *,
+    ranks: int,
+    gpu_total: int | None,
+    supervised: bool = False,
+    assumed: int | None = None,
 ) -> Report:
     """Return the report for the model of a directory, of which only config.json is read. Raises ConfigError."""
     shape = shape_of(meta_model(directory), config.lora.targets)
-    return examine(config, shape, ranks=ranks, gpu_total=gpu_total, supervised=supervised)
+    return examine(config, shape, ranks=ranks, gpu_total=gpu_total, supervised=supervised, assumed=assumed)
 
 
 def require(config: Config, directory: Path, *, ranks: int, gpu_total: int | None, supervised: bool = False) -> Report:
@@ -188,7 +202,8 @@ def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[s
         )
         found = next((one for one in estimates if one.fits), None)
         if found is not None:
-            yield f"{_described(name, setup, found.setup)} ({_gb(sum(found.device.values()))} per GPU)"
+            beyond = f", more than the {report.node} of this node" if 0 < report.node < found.setup.ranks else ""
+            yield f"{_described(name, setup, found.setup)} ({_gb(sum(found.device.values()))} per GPU{beyond})"
 
 
 def _leaner(setup: Setup) -> Iterator[Setup]:

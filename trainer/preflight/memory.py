@@ -148,10 +148,10 @@ def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """
     trained = trained_parameters(shape, setup)
     checkpoint = 4 + _ADAM_BYTES + (4 if setup.reference in ("reset", "ema") else 0)
-    # Each rank loads policy and reference in float32, before they are cast or sharded.
+    # Rank 0 loads policy and reference in float32, before they are cast or sharded.
     models = 2 if setup.reference and setup.ranks > 1 else 1
     return {
-        "loading": 4 * models * setup.ranks * shape.parameters,
+        "loading": 4 * models * shape.parameters,
         "offloaded optimizer": _offloaded(shape, setup) if setup.offload else 0,
         "checkpoint": checkpoint * trained,
         "snapshots": 4 * setup.published * shape.parameters,

@@ -43,9 +43,10 @@ class ModelShape:
 
 
 def meta_model(directory: Path) -> PreTrainedModel:
-    """Return the model of a directory on the meta device, from its config.json alone. Raises ConfigError."""
+    """Return the float32 model of a directory on the meta device, from its config.json alone. Raises ConfigError."""
     with loading(f"the configuration of the model in {directory}"), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        config = AutoConfig.from_pretrained(directory)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 

@@ -31,15 +31,17 @@ def build(
     """Return a learner at step 0, and its model unwrapped: without adapters and not sharded, as the files have it.
 
     The unwrapped model is the policy itself, or a copy of its structure without weights if the policy has adapters, is
-    sharded or has its optimiser on the host. `report` is the preflight's. Raises ConfigError, MemoryShort.
+    sharded or has its optimiser on the host. Only rank 0 needs it, and only rank 0 loads weights. `report` is the
+    preflight's. Raises ConfigError, MemoryShort.
     """
-    # FSDP moves each layer's shard to the GPU; the whole model is never there.
-    home = device if ranks.size == 1 else torch.device("cpu")
+    # FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.
+    host = torch.device("cpu" if ranks.rank == 0 else "meta")
+    home = device if ranks.size == 1 else host
     half = device.type == "cuda" and config.model.dtype == "bfloat16"
     offload = config.train.offload == "optimizer"
-    policy = load_model(files, torch.device("cpu") if offload else home)
+    policy = load_model(files, host if offload else home)
     unwrapped, reference, adapter, masters = policy, None, None, None
-    if config.lora.rank or ranks.size > 1 or offload:
+    if ranks.rank == 0 and (config.lora.rank or ranks.size > 1 or offload):
         unwrapped = structure_of(policy)
     if config.lora.rank:
         add_adapters(policy, config.lora)
@@ -48,7 +50,7 @@ def build(
         # `publish` may change between starts: it does not affect the adapters.
         adapter = {**config.lora.model_dump(mode="json", exclude={"publish"}), "base": fingerprint(files)}
     elif config.objective.uses_reference:
-        reference = _load_reference(config, files, home, half=half)
+        reference = _load_reference(config, files, host, home, half=half)
     if offload:
         masters = take_masters(policy, home, half=half)
     objective = make_objective(config.objective, longest_response=config.search.max_tokens)
@@ -80,11 +82,13 @@ def lineage_of(config: Config) -> str:
     return xxhash.xxh32_hexdigest(determining.encode())
 
 
-def _load_reference(config: Config, files: Path, device: torch.device, *, half: bool) -> PreTrainedModel:
+def _load_reference(
+    config: Config, files: Path, host: torch.device, device: torch.device, *, half: bool
+) -> PreTrainedModel:
     """Load the reference, with matrices in bfloat16 if `half`, so that only these ever are on the device."""
     # A moving average of bfloat16 weights would lose small changes.
     narrow = half and config.reference.kind != "ema"
-    reference = load_model(files, torch.device("cpu") if narrow else device).requires_grad_(False)
+    reference = load_model(files, host if narrow else device).requires_grad_(False)
     if narrow:
         halve(reference)
     return reference.to(device)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba.trainer.distributed.ranks import Ranks
-from tba.trainer.distributed.sharding import local_part, shard_like
+from tba.trainer.distributed.sharding import local_part, shard_of_rank_0
 from tba.trainer.model.scorer import halve
 
 # Values that are converted and added at a time.
@@ -40,7 +40,7 @@ def take_masters(policy: PreTrainedModel, device: torch.device, *, half: bool) -
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW on the masters of `parameters`, which may be sharded. `masters` are their whole float32 values.
+    """AdamW on the masters of `parameters`, which may be sharded. `masters` are their whole float32 values, on rank 0.
 
     Call `collect` after the last backward pass of a step, and `push` after a change of masters other than by `step`.
     """
@@ -50,7 +50,7 @@ class HostAdamW(torch.optim.AdamW):
     ) -> None:
         self._parameters = list(parameters)
         self.masters = [
-            nn.Parameter(local_part(shard_like(parameter, master)).cpu())
+            nn.Parameter(local_part(shard_of_rank_0(parameter, master)).cpu())
             for parameter, master in zip(parameters, masters, strict=True)
         ]
         super().__init__(self.masters, fused=True, **settings)

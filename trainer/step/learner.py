@@ -109,7 +109,9 @@ class Learner:
         device = policy.device.type if ranks.mesh is None else ranks.mesh.device_type
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(policy, autocast=autocast)
-        packed = packs(config.packing, policy, device, half=autocast)
+        # The others have no weights to try it with. They wait here, without a limit, while rank 0 loads.
+        tried = packs(config.packing, policy, device, half=autocast) if ranks.rank == 0 else False
+        packed = bool(ranks.sum(torch.tensor(int(tried))))
         self.scorer = scorer = Scorer(policy, autocast=autocast, packed=packed, exact_logits=exact_logits)
         if reference is not None:
             reference.requires_grad_(False)

@@ -288,6 +288,6 @@ def test_what_was_not_looked_at_is_unchecked(tmp_path):
         run={"dir": tmp_path}, model={"path": "org/model"}, task={"name": "gsm8k", "train": "openai/gsm8k"},
         search={"gpus": "cpu"}, train={"gpu": "cpu"}, buffer={"address": f"ipc://{tmp_path}/b"},
     )  # fmt: skip
-    findings = {row["check"]: row for row in examine(config, lambda _: None, lambda _: "", lambda _: None)}
+    findings = {row["check"]: row for row in examine(config, lambda _: None, lambda _: "", lambda *_: None)}
     assert [findings[name]["result"] for name in ("model", "task", "weights directory")] == ["unchecked"] * 3
     assert findings["task"]["detail"] == "openai/gsm8k: a data set of the hub, downloaded at the start"

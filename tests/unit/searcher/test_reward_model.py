@@ -128,7 +128,7 @@ def diagnosis(path: object, template: str) -> tuple[str, str]:
     """(result, detail) of `tba doctor`."""
     config = Config.model_validate({"reward_model": {"path": str(path), "template": template}})
     (finding,) = [
-        row for row in examine(config, lambda _: None, check_files, lambda _: None) if row["check"] == "reward model"
+        row for row in examine(config, lambda _: None, check_files, lambda *_: None) if row["check"] == "reward model"
     ]
     return finding["result"], finding["detail"]
 

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tba.common.config import Config
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, UsageError
+from tba.common.system.devices import assumed_gpus
 from tba.deploy.doctor import _memory
 from tba.tests.helpers.trainer import make_row, save_tiny_model
 from tba.trainer.metrics.flops import ModelFlops
@@ -192,7 +193,7 @@ def test_the_host_by_hand_for_7_b_with_offload():
     assert found["offloaded optimizer"] == 16 * n + 16 * GIB
     assert found["loading"] == 4 * n
     assert found["checkpoint"] == 12 * n
-    assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=2))["loading"] == 2 * 2 * 4 * n
+    assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=8))["loading"] == 2 * 4 * n
 
 
 # GB per GPU, and whether an H100 of 80 GB is enough (80.3 GB are usable): worked out as above.
@@ -323,9 +324,9 @@ def test_what_fits_instead_is_computed_and_itself_fits():
 
 
 def test_what_would_not_fit_the_host_is_not_advised():
-    # With offload, 7 B need 230 GB of the host; three ranks load two models of 30 GB each.
+    # With offload, 7 B need 230 GB of the host; on three GPUs 91 GB, for a checkpoint.
     found = report("Qwen2.5-7B", host=160 * GIB)
-    assert [text.split(" with ")[0] for text in found.instead] == ["lora.rank = 16"]
+    assert [text.split(" with ")[0] for text in found.instead] == ["3 GPUs", "lora.rank = 16"]
 
 
 def test_a_host_that_is_too_small_has_advice_too():
@@ -333,6 +334,34 @@ def test_a_host_that_is_too_small_has_advice_too():
     assert found.fits_device
     assert "on the host" in found.sentence()
     assert found.instead[0].startswith("lora.rank = 16 (")
+
+
+def test_advice_says_when_a_node_has_not_so_many_gpus():
+    sections = {"model": {"path": "m"}, "task": {"train": "t"}}
+    for node, said in ((2, True), (3, False)):
+        found = examine(
+            Config.model_validate(sections), shape("Qwen2.5-7B"), ranks=1, gpu_total=H100, host_total=None, assumed=node
+        )
+        (more,) = (text for text in found.instead if text.startswith("3 GPUs"))
+        assert (f", more than the {node} of this node)" in more) is said
+
+
+def test_a_node_that_is_not_this_one_is_estimated_from_its_number_and_size_of_gpus(tmp_path):
+    (tmp_path / "m").mkdir()
+    CONFIGS["Qwen2.5-7B"].save_pretrained(tmp_path / "m")
+    sections = {"model": {"path": str(tmp_path / "m")}, "task": {"train": "t"}}
+    node = assumed_gpus("8x80")
+    assert len(node) == 8
+    assert abs((node[0].total_mib << 20) - H100) < 0.01 * H100
+    for gpu, result in (("7", "fail"), ("4-7", "ok")):
+        train = {"gpu": gpu, "gradient_checkpointing": True}
+        found, detail = _memory(trainer_memory, node, Config.model_validate(sections | {"train": train}))
+        assert found == result
+        assert "GB on the host (loading" in detail or result == "fail"
+    with pytest.raises(UsageError, match="--assume 8xH100: write the number of GPUs and the GB of each, such as 8x80"):
+        assumed_gpus("8xH100")
+    outside = Config.model_validate(sections | {"train": {"gpu": "8"}})
+    assert _memory(trainer_memory, node, outside)[0] == "fail"
 
 
 def test_supervised_training_is_not_told_to_train_adapters():
@@ -393,11 +422,11 @@ def test_tba_run_and_doctor_look_at_the_memory_that_nvidia_smi_tells(tmp_path, m
     check_memory(config("cpu"))
     with pytest.raises(ConfigError, match="needs .* on each of 2 GPUs"):
         check_memory(config("0,1"))
-    result, detail = _memory(trainer_memory, config("1"))
+    result, detail = _memory(trainer_memory, None, config("1"))
     assert result == "ok"
     assert detail.startswith("fits: the trainer needs")
-    assert _memory(trainer_memory, config("0"))[0] == "fail"
-    assert _memory(trainer_memory, config("cpu"))[0] == "ok"
+    assert _memory(trainer_memory, None, config("0"))[0] == "fail"
+    assert _memory(trainer_memory, None, config("cpu"))[0] == "ok"
 
 
 def test_memory_of_a_gpu_that_tensors_can_use():

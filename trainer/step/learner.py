@@ -106,12 +106,9 @@ class Learner:
         self._objective = objective
         self._ranks = ranks
         self._entropy = entropy
-        device = policy.device.type if ranks.mesh is None else ranks.mesh.device_type
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(policy, autocast=autocast)
-        # The others have no weights to try it with. They wait here, without a limit, while rank 0 loads.
-        tried = packs(config.packing, policy, device, half=autocast) if ranks.rank == 0 else False
-        packed = bool(ranks.sum(torch.tensor(int(tried))))
+        packed = _decide_packing(config, policy, ranks, half=autocast)
         self.scorer = scorer = Scorer(policy, autocast=autocast, packed=packed, exact_logits=exact_logits)
         if reference is not None:
             reference.requires_grad_(False)
@@ -352,6 +349,16 @@ class Learner:
                 reward_floor=floor,
                 step=batch.step,
             )
+
+
+def _decide_packing(config: TrainSection, policy: PreTrainedModel, ranks: Ranks, *, half: bool) -> bool:
+    """Return rank 0's answer, on every rank: the others have no weights to try it with.
+
+    They wait here for as long as rank 0 loads, since commands have no time limit, unlike the collectives of NCCL.
+    """
+    device = policy.device.type if ranks.mesh is None else ranks.mesh.device_type
+    packed = ranks.rank == 0 and packs(config.packing, policy, device, half=half)
+    return bool(ranks.sum(torch.tensor(int(packed))))
 
 
 def _ids(ids: Sequence[int]) -> str:

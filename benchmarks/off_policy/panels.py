@@ -15,8 +15,6 @@ from benchmarks.off_policy.setting import SWEEP_SEEDS, Setting
 from benchmarks.off_policy.tasks import load_task
 
 RATES = (1e-5, 3e-5, 1e-4, 3e-4)
-# Where no sweep chose one.
-DEFAULT_RATE = 1e-4
 OBJECTIVES = (
     "tb",
     "tb_stale",
@@ -31,17 +29,22 @@ FRESH = "fresh"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`columns` are the changes of a setting by the label of the column; `paper` is what the paper says on it."""
+    """`columns` are the changes of a setting by the label of the column; `paper` is what the paper says on it.
+
+    `rate` is used where no sweep chose one; by default it is the task's.
+    """
 
     columns: dict[str, dict[str, Any]]
     objectives: Sequence[str] = OBJECTIVES
-    rate: float = DEFAULT_RATE
+    rate: float | None = None
     paper: str = ""
     common: dict[str, Any] = field(default_factory=dict)
 
     def template(self, task: str, objective: str, column: str) -> Setting:
-        """Return the setting of a cell, with the default rate and the first sweep seed."""
-        base = Setting(task=task, objective=objective, rate=self.rate, seed=SWEEP_SEEDS[0], beta=load_task(task).beta)
+        """Return the setting of a cell, with the rate that no sweep chose and the first sweep seed."""
+        known = load_task(task)
+        rate = self.rate or known.rate
+        base = Setting(task=task, objective=objective, rate=rate, seed=SWEEP_SEEDS[0], beta=known.beta)
         beta = {key: factor * base.beta for key, factor in self.columns[column].items() if key.startswith("beta")}
         return base.replace(**self.common | self.columns[column] | beta)
 
@@ -144,9 +147,8 @@ def cells(
         for objective in objectives:
             template = panel.template(task, objective, column)
             fresh = best_rate(results, panel.template(task, objective, FRESH)) if FRESH in panel.columns else None
-            yield Cell(
-                objective, column, "given" if fresh is None else FRESH, template.replace(rate=fresh or panel.rate)
-            )
+            first = template.replace(rate=fresh or template.rate)
+            yield Cell(objective, column, "given" if fresh is None else FRESH, first)
             own = best_rate(results, template)
-            if own is not None and own != (fresh or panel.rate):
+            if own is not None and own != first.rate:
                 yield Cell(objective, column, "own", template.replace(rate=own))

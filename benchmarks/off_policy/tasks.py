@@ -34,6 +34,8 @@ class Problem:
 class Task:
     """Problems of one length of prompt. `longest` is the limit of responses in tokens, `beta` the KL coefficient.
 
+    `rate` is the learning rate where no sweep has chosen one.
+
     With `graded` the reward is the fraction of positions of the answer that are right, otherwise 1 for the right
     answer and 0 for any other.
     """
@@ -42,6 +44,7 @@ class Task:
     model: Path
     longest: int
     beta: float
+    rate: float
     graded: bool
     end: int
     training: Sequence[Problem]
@@ -75,6 +78,7 @@ def _arithmetic() -> Task:
         model=path,
         longest=5,
         beta=0.1,
+        rate=1e-4,
         graded=False,
         end=tokenizer.eos_token_id,
         training=_encoded(problems[:-REPORTED], tokenizer),
@@ -100,6 +104,7 @@ def _copying(digits: int) -> Task:
         longest=digits + 1,
         # A position is worth 1 / (digits + 1): beta keeps the odds of a right one in the optimum, e^8.
         beta=1 / (8 * (digits + 1)),
+        rate=3e-4,
         graded=True,
         end=tokenizer.eos_token_id,
         training=problems[2 * COPYING_HELD_OUT :],

@@ -110,3 +110,21 @@ def test_measurements_from_probabilities_agree_with_samples(benchmark, example_m
     # Standard errors of 512 samples: 0.02, and 0.05 for the 64 groups.
     assert exact.reward == pytest.approx(sampled.reward, abs=0.08)
     assert exact.pass_at_8 == pytest.approx(sampled.pass_at_8, abs=0.15)
+
+
+def test_gains_are_relative_to_fresh_data_of_the_objective_and_of_tb(benchmark):
+    panels, report = benchmark.panels, importlib.import_module("benchmarks.off_policy.report")
+    panel, seeds = panels.PANELS["staleness"], benchmark.setting.REPORT_SEEDS
+    ends = {("tb", "fresh"): 0.75, ("dr_grpo", "fresh"): 0.625, ("dr_grpo", "D = 64"): 0.5625}
+    flat = {name: [0.5] for name in ("greedy", "pass_at_8")} | {name: [0.0, 1.0] for name in ("drift", "age")}
+    results = {
+        panel.template("arithmetic", objective, column).replace(seed=seed): benchmark.results.Result(
+            reward=[0.5, end], cpu_seconds=30.0, **flat
+        )
+        for (objective, column), end in ends.items()
+        for seed in seeds[:2]
+    }
+    cells = list(panels.cells(panel, results, "arithmetic", ["tb", "dr_grpo"], list(panel.columns)))
+    lines = report.table(panel, results, cells, seeds)
+    assert "| dr_grpo | D = 64 | 1e-04 (not swept) | 2 | 0.562 ± 0.000 | 50% | 25% | 0.500 |" in lines[4]
+    assert "took 3 CPU minutes" in lines[-1]

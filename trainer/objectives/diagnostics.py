@@ -58,33 +58,33 @@ def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float
 
 
 @torch.no_grad()
-def mass_metrics(policy_BK: Tensor, sampled_BK: Tensor, responses: Sequence[bytes]) -> dict[str, float]:
+def log_ratios_by_advantage(log_ratio_BK: Tensor, known_BK: Tensor, reward_BK: Tensor) -> dict[str, float]:
+    """Return the mean of log pi / mu over responses with a reward above and below the mean of their group.
+
+    On fresh data both are near 0. Training on stale data should raise the first; if it falls, good answers that were
+    sampled are being lost. `known_BK` is whether the sampler of a response is known.
+    """
+    advantage_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
+    chosen = {"positive": known_BK & (advantage_BK > 0), "negative": known_BK & (advantage_BK < 0)}
+    return {f"log_ratio_{sign}": float(log_ratio_BK[rows_BK].mean()) for sign, rows_BK in chosen.items()}
+
+
+@torch.no_grad()
+def mass_metrics(log_ratio_BK: Tensor, sampled_BK: Tensor, responses: Sequence[bytes]) -> dict[str, float]:
     """Return the probability of all sampled responses of a prompt, as they were sampled and under the policy.
 
     Means over prompts. A response that was sampled several times counts once; `responses` are the tokens of each, B x K
     of them. Where few responses are likely, `sampled_mass` is near 1, and a `policy_mass` below it is probability of
-    responses that nobody sampled and no reward corrects. {} if a probability is not known (demonstrations).
+    responses that nobody sampled and no reward corrects.
     """
-    if not (sampled_BK.isfinite() & (sampled_BK != 0)).all():
-        return {}
     prompts, samples = sampled_BK.shape
     distinct = {(index // samples, tokens): index for index, tokens in enumerate(responses)}
-    policy, sampled = (values.flatten()[list(distinct.values())].exp().sum() for values in (policy_BK, sampled_BK))
-    return {"sampled_mass": float(sampled) / prompts, "policy_mass": float(policy) / prompts}
-
-
-@torch.no_grad()
-def log_ratios_by_advantage(policy_BK: Tensor, sampled_BK: Tensor, reward_BK: Tensor) -> dict[str, float]:
-    """Return the mean of log pi - log mu over responses with a reward above and below the mean of their group.
-
-    On fresh data both are near 0. Training on stale data should raise the first; if it falls, good answers that were
-    sampled are being lost. Responses with a probability of 1 are left out: demonstrations have no log-probabilities.
-    """
-    advantage_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
-    known_BK = sampled_BK.isfinite() & (sampled_BK != 0)
-    chosen = {"positive": known_BK & (advantage_BK > 0), "negative": known_BK & (advantage_BK < 0)}
-    log_ratio_BK = policy_BK - sampled_BK
-    return {f"log_ratio_{sign}": float(log_ratio_BK[rows_BK].mean()) for sign, rows_BK in chosen.items()}
+    sampled_D = sampled_BK.flatten()[list(distinct.values())]
+    policy_D = sampled_D + log_ratio_BK.flatten()[list(distinct.values())]
+    return {
+        "sampled_mass": float(sampled_D.exp().sum()) / prompts,
+        "policy_mass": float(policy_D.exp().sum()) / prompts,
+    }
 
 
 # Names and upper ends of the bins of the staleness histogram. One more bin has no upper end.

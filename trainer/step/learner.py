@@ -31,8 +31,6 @@ from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, sequence_logprobs
 from tba.trainer.objectives.diagnostics import (
     balance_metrics,
-    log_ratios_by_advantage,
-    mass_metrics,
     mismatch_metrics,
     off_policy_metrics,
     truncated_fraction,
@@ -41,7 +39,7 @@ from tba.trainer.objectives.from_config import Objective
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import HostAdamW
 from tba.trainer.step.schedule import beta_at, learning_rate_schedule
-from tba.trainer.step.step_metrics import batch_metrics, gradient_cosine, only_finite
+from tba.trainer.step.step_metrics import batch_metrics, gradient_cosine, only_finite, stale_metrics
 
 log = get_logger(__name__)
 
@@ -182,8 +180,7 @@ class Learner:
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **self._policy_metrics(sums),
-            **log_ratios_by_advantage(sums.policy_BK, sums.sampled_BK, batch.reward_BK),
-            **mass_metrics(sums.policy_BK, sums.sampled_BK, [row.response_ids.tobytes() for row in batch.rows]),
+            **stale_metrics(batch, sums.policy_BK - sums.sampled_BK),
             **batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),

@@ -10,7 +10,12 @@ from torch.optim import AdamW
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.distributed.sharding import local_part
-from tba.trainer.objectives.diagnostics import reward_part_metrics, staleness_metrics
+from tba.trainer.objectives.diagnostics import (
+    log_ratios_by_advantage,
+    mass_metrics,
+    reward_part_metrics,
+    staleness_metrics,
+)
 
 # Of each tensor. For small models these are all elements, and for large ones it costs nothing.
 _COSINE_ELEMENTS = 1 << 16
@@ -41,6 +46,19 @@ def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
     """Return the fraction of responses without an end token: they were cut off at the length limit."""
     finished = sum(len(row.response_ids) > 0 and int(row.response_ids[-1]) in end_ids for row in rows)
     return 1.0 - finished / len(rows)
+
+
+def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:
+    """Return the metrics that show whether stale data is used up; `log_ratio_BK` is log pi / mu of whole responses.
+
+    Demonstrations have no log-probabilities: they are left out, and a batch with any has no masses.
+    """
+    sampled = [float(row.sampling_logprobs[row.loss_mask != 0].sum(dtype="float64")) for row in batch.rows]
+    sampled_BK = torch.tensor(sampled, dtype=torch.float64).view_as(log_ratio_BK)
+    known_BK = sampled_BK != 0
+    responses = [row.response_ids.tobytes() for row in batch.rows]
+    masses = mass_metrics(log_ratio_BK, sampled_BK, responses) if known_BK.all() else {}
+    return {**log_ratios_by_advantage(log_ratio_BK, known_BK, batch.reward_BK), **masses}
 
 
 @torch.no_grad()

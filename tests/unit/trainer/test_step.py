@@ -14,8 +14,8 @@ from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.trainer import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
-from tba.trainer.objectives.diagnostics import log_ratios_by_advantage, mass_metrics
 from tba.trainer.step.learner import Learner
+from tba.trainer.step.step_metrics import stale_metrics
 
 FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
 
@@ -154,19 +154,25 @@ def test_all_metrics_are_finite_floats():
 
 
 def test_log_ratios_are_of_responses_above_and_below_the_mean_reward_without_demonstrations():
-    policy, sampled = (torch.tensor([row], dtype=torch.float64) for row in ([-1, -2, -3, -4.0], [-2, -2.5, -1, 0.0]))
-    found = log_ratios_by_advantage(policy, sampled, torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
-    assert found == {"log_ratio_positive": 0.75, "log_ratio_negative": -2.0}
+    log_ratio, reward = torch.tensor([[1.0, 0.5, -2.0, -4.0]]), [[1.0, 1.0, 0.0, 1.0]]
+    rows = [
+        make_row(n, [1], [2, 3], sampling_logprobs=np.array([-1.0 * (n < 3), -9.0 * (n < 3)], np.float32))
+        for n in range(4)
+    ]
+    assert stale_metrics(make_batch(rows, reward), log_ratio) == {"log_ratio_positive": 0.75, "log_ratio_negative": -2}
     assert "log_ratio_positive" not in make_learner().step(random_batch(1)).metrics
 
 
-def test_the_mass_of_a_prompt_counts_each_sampled_response_once():
-    policy, sampled = (
-        torch.tensor(p).log() for p in ([[0.1, 0.1, 0.2], [0.3, 0.0, 0.5]], [[0.4, 0.4, 0.2], [0.5, 0.1, 0.3]])
-    )
-    found = mass_metrics(policy, sampled, [b"a", b"a", b"b", b"a", b"b", b"c"])
-    assert found == pytest.approx({"sampled_mass": (0.6 + 0.9) / 2, "policy_mass": (0.3 + 0.8) / 2})
-    assert mass_metrics(policy, torch.zeros(2, 3), [b"a"] * 6) == {}
+def test_the_mass_of_a_prompt_counts_each_sampled_response_once_and_no_masked_token():
+    sampled, ratio = ([[0.4, 0.4, 0.2], [0.5, 0.1, 0.3]], [[0.25, 0.25, 1.0], [0.6, 0.1, 2.0]])
+    mask = np.array([1, 0], np.uint8)
+    rows = [
+        make_row(n, [1], [ord(name), 0], sampling_logprobs=np.array([np.log(p), -7.0], np.float32), loss_mask=mask)
+        for n, (name, p) in enumerate(zip("aababc", np.ravel(sampled), strict=True))
+    ]
+    found = stale_metrics(make_batch(rows, np.zeros((2, 3))), torch.tensor(ratio).log())
+    expected = {"sampled_mass": (0.6 + 0.9) / 2, "policy_mass": (0.1 + 0.2 + 0.3 + 0.01 + 0.6) / 2}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_the_cosine_is_that_of_the_gradient_and_the_mean_of_the_earlier_ones():

@@ -90,7 +90,8 @@ class TrainSection(Section):
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep on disk."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass: less memory, more time. It needs training mode, in which dropout and
+    noise of routers are turned off; a model that is then still random is refused."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: float32 weights, gradients and optimiser states are in the memory of the host, and the GPU has the
     weights in model.dtype. The optimiser's step is computed on the CPU. Not with adapters."""

@@ -1,7 +1,7 @@
 """Warnings that a run is about to be lost: sentences that say what is wrong with the metrics, and what to change.
 
 Each limit applies to an exponential mean over about ten steps, because the metrics of a batch are noisy. Warnings do
-not change training, and their means start anew with each start of the trainer.
+not change training, and their means begin again with each start of the trainer.
 """
 
 import math
@@ -16,9 +16,9 @@ log = get_logger(__name__)
 _DECAY = 0.9
 # Before it, a mean is of too few batches.
 _FIRST_STEPS = 5
-# A warning that persists is logged again after so many steps.
+# Steps after which a warning that persists is logged again.
 _REPEAT_STEPS = 100
-# In nats per response. Rounding alone lowers the mean log-ratio in proportion to the length of the responses: the
+# In nats per response. Rounding lowers the mean log-ratio in proportion to the length of the responses, so the
 # second limit is per token.
 _LOST_NATS = 1.0
 _LOST_NATS_PER_TOKEN = 0.005
@@ -96,7 +96,7 @@ class Health:
         lost = 1 - policy / max(sampled, _MOST)
         if self._sampled_mass.count < _FIRST_STEPS or sampled < _MOST or lost <= _LOST_SHARE:
             return ""
-        return f"{lost:.0%} of the probability of stale answers has moved to answers that nobody sampled"
+        return f"{lost:.0%} of the probability of stale answers has moved to answers that were never sampled"
 
     def _lost_nats(self, metrics: Mapping[str, float]) -> str:
         """Return a sentence if good responses have become less likely than they were when they were sampled."""

@@ -75,7 +75,7 @@ def mass_metrics(log_ratio_BK: Tensor, sampled_BK: Tensor, responses: Sequence[b
 
     Means over prompts. A response that was sampled several times counts once; `responses` are the tokens of each, B x K
     of them. Where few responses are likely, `sampled_mass` is near 1, and a `policy_mass` below it is probability of
-    responses that nobody sampled and no reward corrects.
+    responses that were never sampled, which no reward corrects.
     """
     prompts, samples = sampled_BK.shape
     distinct = {(index // samples, tokens): index for index, tokens in enumerate(responses)}

@@ -26,11 +26,11 @@ def test_good_answers_that_have_lost_probability_are_told_with_the_remedy(caplog
     assert caplog.text.count(warning) == 1
 
 
-def test_probability_that_moves_to_answers_that_nobody_sampled_is_told():
+def test_probability_that_moves_to_answers_that_were_never_sampled_is_told():
     assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.85) == ""
     assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.76) == (
-        "20% of the probability of stale answers has moved to answers that nobody sampled: lower train.learning_rate, "
-        'or set objective.name = "tb_stale"'
+        "20% of the probability of stale answers has moved to answers that were never sampled: lower "
+        'train.learning_rate, or set objective.name = "tb_stale"'
     )
 
 

@@ -329,15 +329,13 @@ def status(options: ConfigOptions, as_json: Json = False) -> None:
 
     from tba.common.wire.client import BufferClient
     from tba.common.wire.status_messages import GetStatus, Status
-    from tba.deploy.display import clients_table, explain
+    from tba.deploy.display import explain, print_status
 
     with closing(BufferClient(address, role="monitor", name="status")) as client:
         answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
     if as_json:
         return print_json({**msgspec.to_builtins(answer), "explanation": explain(answer)})
-    terminal = console()
-    terminal.print(f"run {answer.run_name} at {address}: {explain(answer)}", highlight=False, soft_wrap=True)
-    return terminal.print(clients_table(answer))
+    return print_status(console(), answer, address)
 
 
 @config_app.command("show")

@@ -119,4 +119,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    # A name from the network must not send escape sequences to the terminal of a reader of the log.
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return f'"{text}"' if " " in text else text

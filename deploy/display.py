@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.quantity import quantity
+from tba.common.terminal import printable
 from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.child import Child
 
@@ -35,7 +36,7 @@ class Display:
 
     def note(self, sentence: str) -> None:
         """Print a sentence above or after the display."""
-        self._console.print(sentence, highlight=False)
+        self._console.print(printable(sentence, keep="\n"), highlight=False, markup=False)
 
     def show(self, status: Status, *, starting: Collection[str] = (), last: bool = False) -> None:
         """Replace the display. In a pipe, print a line every few seconds, and the `last` one if it is new.
@@ -61,7 +62,7 @@ class Display:
         now, changed = self._clock.monotonic(), line != self._line
         if (last and changed) or now - self._line_at >= (_LINE_SECONDS if changed else _SAME_LINE_SECONDS):
             self._line, self._line_at = line, now
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class Eta:
@@ -89,6 +90,11 @@ def client_of(status: Status, role: str) -> ClientStatus | None:
 
 def explain(status: Status, starting: Collection[str] = ()) -> str:
     """Return one sentence: what the run does or waits for. `starting` are the roles that are loading their model."""
+    # Names and reasons come from the network.
+    return printable(_explanation(status, starting))
+
+
+def _explanation(status: Status, starting: Collection[str]) -> str:
     trainer = client_of(status, "trainer")
     if status.finished:
         return f"finished after {quantity(status.step, 'step')}"
@@ -134,7 +140,7 @@ def summary_line(status: Status, steps: int, remaining: float | None, starting: 
     trainer = client_of(status, "trainer")
     parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else ""])
     at_work = status.step and not status.trainer_waits_for and "trainer" not in starting
-    return "  ".join(parts) if at_work else f"{parts[0]}  {explain(status, starting)}"
+    return printable("  ".join(parts)) if at_work else f"{parts[0]}  {explain(status, starting)}"
 
 
 def _trainer_metrics(status: Status) -> list[str]:
@@ -168,7 +174,7 @@ def fleet_line(children: Sequence[Child], max_restarts: int, status: Status | No
     reported = {client.sender.rpartition(".")[0]: client for client in searchers(status)}
     senders = {child.name: f"{socket.gethostname()}-{child.name}" for child in children}
     ours = {name: reported[sender] for name, sender in senders.items() if sender in reported}
-    return "; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours)])
+    return printable("; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours)]))
 
 
 def _trouble(child: Child, broken: bool) -> str:
@@ -202,6 +208,13 @@ def _fleet_waits(clients: dict[str, ClientStatus]) -> list[str]:
     return [f"waiting: {reason} ({', '.join(labels)})" for reason, labels in reasons.items()]
 
 
+def print_status(console: Console, status: Status, address: str) -> None:
+    """Print what `tba status` shows."""
+    about = f"run {printable(status.run_name)} at {address}: {explain(status)}"
+    console.print(about, highlight=False, markup=False, soft_wrap=True)
+    console.print(clients_table(status))
+
+
 def clients_table(status: Status) -> Table:
     """Return a table with one row per searcher and trainer."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -215,8 +228,8 @@ def clients_table(status: Status) -> Table:
             rate = client.metrics.get("tokens_per_second")
             table.add_row(
                 client.role,
-                client.sender.rpartition(".")[0],
-                Text(activity, style="yellow" if client.activity == "waiting" else ""),
+                Text(printable(client.sender.rpartition(".")[0])),
+                Text(printable(activity), style="yellow" if client.activity == "waiting" else ""),
                 _version(client),
                 f"{rate:,.0f}" if rate is not None else "",
                 f"{client.trajectories:,}" if client.role == "searcher" else "",

@@ -5,8 +5,10 @@ Everything else waits in the senders.
 """
 
 import contextlib
+import math
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +20,9 @@ from tba.common.wire.codec import RequestHeader
 # One transaction: large enough that many requests share its sync, small enough that none waits long for it.
 GROUP_ROWS = 256
 GROUP_BYTES = 1 << 20
+# Urgent requests in one transaction, and those of one connection that may wait: more are dropped, and sent again.
+_URGENT_PER_GROUP = 32
+_URGENT_PER_PEER = 64
 # Longest wait of `paused` for the transaction in progress.
 _LONGEST_TRANSACTION_SECONDS = 1.0
 
@@ -38,6 +43,11 @@ class Arrival:
     deadline: float
 
     @property
+    def is_batch(self) -> bool:
+        """Whether the request is for a batch, which takes far longer than any other."""
+        return isinstance(self.message, messages.SampleBatch)
+
+    @property
     def is_urgent(self) -> bool:
         """Whether the request overtakes puts because a process waits for the reply.
 
@@ -49,12 +59,22 @@ class Arrival:
 
 
 class Mailbox:
-    """Two first-in-first-out queues of arrivals: urgent ones and the others. Thread-safe."""
+    """Three first-in-first-out queues of arrivals: requests for batches, other urgent ones, and the rest. Thread-safe.
+
+    The queues take turns: each transaction has some of each, and at most one batch. While puts wait, batches get half
+    of the writer's time, so that a client that asks for batch after batch slows ingest but does not stop it. `dropped`
+    counts urgent requests of connections that had too many.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._changed = threading.Condition()
         self._urgent: deque[Arrival] = deque()
+        self._batches: deque[Arrival] = deque()
+        self._of_peer: Counter[Peer] = Counter()
+        # Monotonic time before which puts have priority over a batch.
+        self._batches_from = -math.inf
+        self.dropped = 0
         self._others: deque[Arrival] = deque()
         self._bytes = 0
         self._paused = False
@@ -72,16 +92,27 @@ class Mailbox:
 
     @property
     def empty(self) -> bool:
-        """Whether both queues are empty."""
-        return not (self._urgent or self._others)
+        """Whether all queues are empty."""
+        return not (self._urgent or self._batches or self._others)
 
     def add(self, arrival: Arrival) -> None:
         """Append an arrival to its queue."""
         with self._changed:
-            (self._urgent if arrival.is_urgent else self._others).append(arrival)
+            if arrival.is_batch or arrival.is_urgent:
+                if self._of_peer[arrival.peer] >= _URGENT_PER_PEER:
+                    self.dropped += 1
+                    return
+                self._of_peer[arrival.peer] += 1
+                (self._batches if arrival.is_batch else self._urgent).append(arrival)
+            else:
+                self._others.append(arrival)
             self._bytes += arrival.bytes
-            if self._urgent or not self._paused:
+            if self._urgent or self._batches or not self._paused:
                 self._changed.notify_all()
+
+    def note_batch(self, seconds: float, now: float) -> None:
+        """Give puts as much time as the batches of the last transaction took, if any puts wait."""
+        self._batches_from = now + seconds
 
     def wake(self) -> None:
         """Make `take` return immediately."""
@@ -102,18 +133,24 @@ class Mailbox:
                 self._changed.notify_all()
 
     def take(self, timeout_seconds: float) -> list[Arrival]:
-        """Remove and return the next transaction's requests: all urgent ones, then others up to the group size.
+        """Remove and return the next transaction's requests: some urgent ones, a batch, others up to the group size.
 
         Waits up to the timeout for a first request. Called by the writer alone.
         """
         with self._changed:
             self._writer_waits = True
             self._changed.notify_all()
-            if not self._urgent and (self._paused or not self._others):
+            if not (self._urgent or self._batches) and (self._paused or not self._others):
                 self._changed.wait(timeout_seconds)
             self._writer_waits = False
-            taken = list(self._urgent)
-            self._urgent.clear()
+            taken = [self._urgent.popleft() for _ in range(min(len(self._urgent), _URGENT_PER_GROUP))]
+            # After the urgent ones: a trainer reports a step before it asks for the next batch.
+            if self._batches and (self._paused or not self._others or time.monotonic() >= self._batches_from):
+                taken.append(self._batches.popleft())
+            for arrival in taken:
+                self._of_peer[arrival.peer] -= 1
+                if not self._of_peer[arrival.peer]:
+                    del self._of_peer[arrival.peer]
             if not self._paused:
                 taken += self._take_group()
             self._bytes -= sum(arrival.bytes for arrival in taken)

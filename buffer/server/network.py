@@ -7,8 +7,9 @@ It needs no state of the run, so it works while the writer is in a transaction.
 """
 
 import contextlib
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.service.put_columns import PutColumns, to_columns
@@ -18,6 +19,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import Frames, decode_request, request_id_of
+from tba.common.wire.messages import Message
 
 log = get_logger(__name__)
 
@@ -26,8 +28,21 @@ _POLL_SECONDS = 0.1
 _READ_LIMIT = 64
 # Memory of a decoded request, and of each row of a put, in addition to its frames: measured, rounded up.
 _OBJECT_BYTES = 2048
+# Of an element of a list or a map: an integer, or a short text and its place.
+_ELEMENT_BYTES = 96
+# The columns of a put whose values may be of any length: a text may be four times as long in memory as on the wire.
+_TEXTS = ("text", "error", "reward_parts", "metadata")
 # Rejections that may wait for the writer; further messages wait in the senders.
 _REJECTION_LIMIT = 1024
+
+
+def _decoded_bytes(message: Message | PutColumns) -> int:
+    """Return approximately what a decoded message takes in memory in addition to its frames."""
+    if isinstance(message, PutColumns):
+        texts = sum(sys.getsizeof(text) for name in _TEXTS for text in message.fields[name])
+        return _OBJECT_BYTES * len(message) + texts
+    values = (getattr(message, name) for name in message.__struct_fields__)
+    return _ELEMENT_BYTES * sum(len(value) for value in values if isinstance(value, list | dict))
 
 
 class Network:
@@ -45,6 +60,10 @@ class Network:
         self._mailbox = mailbox
         self._clock = clock
         self._outbox: deque[tuple[Peer, Frames]] = deque()
+        # Batches on their way, with a function that says whether one has left the process; and for each of their peers
+        # the next batch, if there is one. A peer that asks and does not read costs two batches of memory, not many.
+        self._leaving: dict[Peer, Callable[[], bool]] = {}
+        self._ahead: dict[Peer, Frames] = {}
 
     def send(self, replies: Sequence[tuple[Peer, Frames]]) -> None:
         """Queue replies. Called by the syncer."""
@@ -55,6 +74,7 @@ class Network:
         while not self.thread.stopping.is_set():
             can_read = not self._mailbox.full and len(self.rejections) < _REJECTION_LIMIT
             received = self._channel.receive(_POLL_SECONDS, _READ_LIMIT if can_read else 0)
+            self._send_ahead()
             self._send_outbox()
             for peer, frames in received:
                 self._queue(peer, frames)
@@ -80,13 +100,31 @@ class Network:
         message = to_columns(request)
         now = self._clock.monotonic()
         deadline = now + getattr(message, "wait_seconds", 0.0)
-        objects = 1 + len(message) if isinstance(message, PutColumns) else 1
-        size = sum(frame.nbytes for frame in frames) + _OBJECT_BYTES * objects
+        size = sum(frame.nbytes for frame in frames) + _OBJECT_BYTES + _decoded_bytes(message)
         return Arrival(peer, request.header, message, size, now, deadline)
 
     def _send_outbox(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
                 peer, frames = self._outbox.popleft()
-                if not self._channel.send(peer, frames):
-                    self.undeliverable += 1
+                if len(frames) > 1 and peer in self._leaving:
+                    self._ahead[peer] = frames
+                else:
+                    self._send(peer, frames)
+
+    def _send_ahead(self) -> None:
+        """Send the batches that had to wait for an earlier one of their peer."""
+        for peer in [peer for peer, has_left in self._leaving.items() if has_left()]:
+            del self._leaving[peer]
+            if peer in self._ahead:
+                self._send(peer, self._ahead.pop(peer))
+
+    def _send(self, peer: Peer, frames: Frames) -> None:
+        if len(frames) > 1:
+            has_left = self._channel.send_large(peer, frames)
+            if has_left is not None:
+                self._leaving[peer] = has_left
+                return
+        elif self._channel.send(peer, frames):
+            return
+        self.undeliverable += 1

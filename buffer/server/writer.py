@@ -8,6 +8,7 @@ thread, the checkpointer, moves the WAL into the database file. Only the writer 
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -90,12 +91,18 @@ class BufferServer:
             self._service.expire_leases()
         counters = self._service.counters
         counters.queued_bytes = self._mailbox.bytes
+        if self._mailbox.dropped:
+            counters.rejected["too_many"] = self._mailbox.dropped
         if self._network.undeliverable:
             counters.rejected["undeliverable"] = self._network.undeliverable
         refused = self._network.rejections
         replies = [self._rejection(*refused.popleft()) for _ in range(len(refused))]
+        started = time.monotonic()
         replies += self._answer(arrived)
         replies += self._answer(self._woken(has_news=bool(arrived)))
+        if any(arrival.is_batch for arrival in arrived):
+            finished = time.monotonic()
+            self._mailbox.note_batch(finished - started, finished)
         if not replies:
             return
         run, state = self._service.state.run.uuid, self._service.state.for_replies()

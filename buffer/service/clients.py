@@ -68,6 +68,9 @@ class Clients:
         """Start counting the silence of senders now: they could not be received before."""
         self._opened = self._clock.monotonic()
 
+    def __contains__(self, sender: str) -> bool:
+        return sender in self._by_sender
+
     def __getitem__(self, sender: str) -> Client:
         return self._by_sender[sender]
 
@@ -75,11 +78,14 @@ class Clients:
         """Record that a message of a sender arrived at this monotonic time, by default now.
 
         Called once for each message, not when a parked one is tried again. A trainer and its publisher are one
-        sender, of role trainer whichever is seen first.
+        sender, of role trainer whichever is seen first. At the limit a new sender is remembered only in the place of
+        one that fell silent or that holds nothing: those at work are not harmed by a crowd of names.
         """
         at = self._clock.monotonic() if at is None else at
         client = self._by_sender.get(sender)
         if client is None:
+            if len(self._by_sender) >= messages.MAX_CLIENTS and not self._forget_one():
+                return
             client = self._by_sender[sender] = Client(role, at)
             self.recount()
         if role == "trainer" and client.role != role:
@@ -102,6 +108,14 @@ class Clients:
         for sender, client in list(self._by_sender.items()):
             if now - client.seen_at > max(10 * self._patience(client), 2 * messages.LONGEST_WAIT_SECONDS):
                 del self._by_sender[sender]
+
+    def _forget_one(self) -> bool:
+        """Forget a client that nothing depends on. Returns False if there is none."""
+        for sender, client in self._by_sender.items():
+            if client.role in ("monitor", "importer") or client.activity == GONE or self.is_silent(sender):
+                del self._by_sender[sender]
+                return True
+        return False
 
     def replace_earlier(self, sender: str) -> None:
         """Shorten the patience with earlier starts under this sender's name: they are probably dead.

@@ -30,6 +30,14 @@ class Ingest:
             versions = [oldest[versions] for versions in put.versions]
         sender_id = state.sender_id(sender)
         stored = state.stored_sequences(sender, put.first_sequence, len(put))
+        for sequence, content in stored.items():
+            row = sequence - put.first_sequence
+            if content != (prompts[row], put.dedup_hash[row]):
+                raise Refused(
+                    "sequence_taken",
+                    f"row {row} is trajectory {sequence} of {sender}, which is stored with another prompt or response: "
+                    "a sender that numbers from 0 again needs a new name",
+                )
         rows = [row for row in range(len(put)) if put.first_sequence + row not in stored]
         if rows:
             now = state.clock.wall()

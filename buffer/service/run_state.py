@@ -126,15 +126,15 @@ class RunState:
             self._sender_ids[sender] = self.store.senders.number(self.run, sender, self.clients[sender].role)
         return self._sender_ids[sender]
 
-    def stored_sequences(self, sender: str, first: int, count: int) -> set[int]:
-        """Return which of the sequence numbers from `first` on are stored of a sender: the rows that came again.
+    def stored_sequences(self, sender: str, first: int, count: int) -> dict[int, tuple[int, int]]:
+        """Return (prompt, dedup_hash) of the stored rows with sequence numbers from `first` on: those that came again.
 
         The usual put follows all earlier ones of its sender, so it needs no query.
         """
         if sender not in self.next_sequences:
             self.next_sequences[sender] = self.store.trajectories.next_sequence(self.sender_id(sender))
         if first >= self.next_sequences[sender]:
-            return set()
+            return {}
         return self.store.trajectories.stored_sequences(self.sender_id(sender), first, count)
 
     def note_stored(self, sender: str, stop: int) -> None:

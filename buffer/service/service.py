@@ -105,6 +105,11 @@ class BufferService:
                 f"a trainer on {host} took over run {run.name} while this one was silent: the steps it made since then "
                 "do not count",
             )
+        if header.sender not in self.state.clients and not isinstance(message, GetStatus):
+            raise Refused(
+                "too_many_clients",
+                f"the buffer has {messages.MAX_CLIENTS} clients, the most it remembers: stop some, or try later",
+            )
         return self._handlers[type(message)](message, header.sender)
 
     def handle_durably(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:

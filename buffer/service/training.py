@@ -11,11 +11,16 @@ from tba.buffer.sampling.index import Entry
 from tba.buffer.sampling.rules import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
+from tba.buffer.store.tables.trajectories import header_bytes
 from tba.common.errors import Refused
 from tba.common.wire import messages
-from tba.common.wire.codec import MAX_FRAME_BYTES
+from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REPLY_HEADER_BYTES
 from tba.common.wire.trajectory import ARRAY_KINDS
 
+# Without the envelope and the run state.
+_MAX_BATCH_HEADER = MAX_REPLY_HEADER_BYTES - (64 << 10)
+# Trajectories that are named in the refusal of a batch.
+_NAMED = 3
 _decode_parts = msgspec.json.Decoder(dict[str, float]).decode
 
 
@@ -55,11 +60,14 @@ class DrawnBatches:
             return draw
         entries = list(chain.from_iterable(draw.groups))
         self._check_size(entries)
+        ids = [entry.id for entry in entries]
+        each = state.store.trajectories.header_bytes(set(ids))
+        _refuse_oversize(ids, [each[id_] for id_ in ids])
         state.store.batches.record(
             state.run,
             message.step,
             prompts=message.prompts,
-            trajectories=[entry.id for entry in entries],
+            trajectories=ids,
             staleness=[stale_from - entry.step for entry in entries],
             recency=Recency(draw.recency_window, draw.recency_groups, draw.recency_missed),
             now=state.clock.wall(),
@@ -86,6 +94,19 @@ class DrawnBatches:
             )
 
 
+def _refuse_oversize(trajectories: Sequence[int], header_bytes: Sequence[int]) -> None:
+    """Raise Refused for a batch whose header fits no message, with the trajectories that take the most of it."""
+    size = sum(header_bytes)
+    if size > _MAX_BATCH_HEADER:
+        by_size = sorted(set(zip(header_bytes, trajectories, strict=True)), reverse=True)
+        largest = ", ".join(f"{id_} with {size}" for size, id_ in by_size[:_NAMED])
+        raise Refused(
+            "oversize",
+            f"the header of the batch would have {size} bytes, at most {_MAX_BATCH_HEADER} fit a message; the largest "
+            f"rows are trajectories {largest}: lower train.prompts_per_step, or use fewer and shorter reward parts",
+        )
+
+
 class Training:
     """Handles SampleBatch, ReportStep, AnnounceSnapshot and FinishRun."""
 
@@ -108,6 +129,8 @@ class Training:
             return None
         state.trainer_waits_for = ""
         rows = state.store.batches.rows(state.run, message.step, message.reference)
+        # The batch may be of an earlier release.
+        _refuse_oversize(rows["id"], list(map(header_bytes, rows["prompt_key"], rows["reward_parts"])))
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
         recency = state.store.batches.recency(state.run, message.step)
         counts = {
@@ -136,6 +159,12 @@ class Training:
         state = self._state
         if not state.store.batches.has(state.run, message.step):
             raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
+        if unknown := state.store.trajectories.unknown(message.trajectory_ids):
+            raise Refused(
+                "unknown_trajectory",
+                f"the report of step {message.step} has log-probabilities of trajectory {unknown[0]}, which does not "
+                "exist: report those of the batch",
+            )
         state.store.batches.report(state.run, message, state.clock.wall())
         state.steps_done = max(state.steps_done, message.step + 1)
         return ReplyBody(messages.Done())

@@ -11,14 +11,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tba.common.errors import AddressInUse, ConfigError, TbaError
-from tba.common.wire.codec import MAX_FRAME_BYTES
+from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 # Limits in messages, not bytes. Replies are small, and a client keeps its unanswered requests in memory anyway. The
@@ -31,6 +31,7 @@ _MOST_FRAMES = 1 + len(ARRAY_KINDS)
 _READ_BYTES = 4 << 20
 # A frame over the codec's limit gets an error reply. A frame over this limit is not read: ZeroMQ disconnects the peer.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
+_HARD_REQUEST_LIMIT = 2 * MAX_REQUEST_FRAME_BYTES
 # A connection broken by the network is detected within 12 s: each side pings every 2 s and closes the connection if
 # nothing arrives for 10 s after a ping. A new connection is abandoned after 5 s and tried again. Otherwise the outage
 # would outlast the network's: TCP retries at growing intervals, and ZeroMQ waits 30 s for the greeting.
@@ -60,6 +61,7 @@ class ServerChannel:
         self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
         self._socket.setsockopt(zmq.SNDHWM, unsent)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _HARD_REQUEST_LIMIT)
         try:
             with _free_socket_file(address):
                 self._socket.bind(address)
@@ -129,6 +131,14 @@ class ServerChannel:
         except zmq.ZMQError:
             return False
         return True
+
+    def send_large(self, peer: Peer, frames: Sequence[bytes]) -> Callable[[], bool] | None:
+        """Send a reply like `send`. Returns a function that says whether it has left the process, None for False."""
+        try:
+            tracker = self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError:
+            return None
+        return lambda: tracker is None or bool(tracker.done)
 
     def close(self) -> None:
         """Send what is queued for at most half a second, then close."""

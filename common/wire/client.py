@@ -17,8 +17,16 @@ from tba.common.clock import Clock, SystemClock
 from tba.common.errors import BufferUnavailable, Refused, WireError
 from tba.common.log import get_logger
 from tba.common.wire.channels import ClientChannel
-from tba.common.wire.codec import Frames, Reply, decode_reply, encode_request
-from tba.common.wire.messages import Failure, Message, Role, RunState
+from tba.common.wire.codec import (
+    MAX_FRAME_BYTES,
+    Frames,
+    Reply,
+    ReplyHeader,
+    decode_reply,
+    encode_request,
+    request_id_of,
+)
+from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Message, Role, RunState
 
 log = get_logger(__name__)
 
@@ -226,12 +234,22 @@ class BufferClient:
             pending.sent_at = None
         self._due_at = -math.inf
 
+    def _unreadable(self, frames: list[memoryview], error: WireError) -> Reply | None:
+        """Return a Failure instead of a malformed reply to a pending request: repeated, it would be malformed again."""
+        id_ = request_id_of(frames, MAX_FRAME_BYTES)
+        if self._pending.pop(id_, None) is None:
+            log.warning("reply dropped", reason=str(error))
+            return None
+        state = self.state or RunState(weights=None, step=0, finished=False)
+        header = ReplyHeader(v=PROTOCOL_VERSION, type=Failure.TYPE, id=id_, run=self.run, state=state)
+        sentence = f"the buffer at {self.address} sent a reply that cannot be read: {error}"
+        return Reply(header, Failure(code=error.code, message=sentence), [])
+
     def _accept(self, frames: list[memoryview]) -> Reply | None:
         try:
             reply = decode_reply(frames)
         except WireError as error:
-            log.warning("reply dropped", reason=str(error))
-            return None
+            return self._unreadable(frames, error)
         self._last_reply_at = self._clock.monotonic()
         self.run = self.run or reply.header.run
         self.state = reply.header.state

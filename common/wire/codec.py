@@ -100,9 +100,13 @@ def encode_request(
 
 
 def encode_reply(message: Message, *, id: int, run: str, state: RunState, frames: Sequence[bytes] = ()) -> Frames:
-    """Return the multipart of a reply."""
-    header = {"state": state, **_envelope(message, id, run)}
-    return [_encode(header), *frames]
+    """Return the multipart of a reply, or that of a Failure if no receiver would accept the reply for its size."""
+    header = _encode({"state": state, **_envelope(message, id, run)})
+    if len(header) <= MAX_REPLY_HEADER_BYTES and all(len(frame) <= MAX_FRAME_BYTES for frame in frames):
+        return [header, *frames]
+    size = max([len(header), *map(len, frames)])
+    failure = messages.Failure(code=Oversize.code, message=f"the reply {message.TYPE} has a frame of {size} bytes")
+    return [_encode({"state": state, **_envelope(failure, id, run)})]
 
 
 def encode_file_reply(message: Message, *, id: int, run: str, frames: Sequence[bytes] = ()) -> Frames:
@@ -128,9 +132,9 @@ def decode_reply(frames: Sequence[memoryview]) -> Reply:
     return _decode(frames, ReplyHeader, REPLIES)
 
 
-def request_id_of(frames: Sequence[memoryview]) -> int:
-    """Return the id of a request that may be malformed, for the error reply; 0 if it has none."""
-    if not frames or frames[0].nbytes > MAX_HEADER_BYTES:
+def request_id_of(frames: Sequence[memoryview], header_bytes: int = MAX_HEADER_BYTES) -> int:
+    """Return the id of a request or a reply that may be malformed; 0 if it has none, or a longer header than this."""
+    if not frames or frames[0].nbytes > header_bytes:
         return 0
     try:
         id_ = _integer(_glance(frames[0]).id)

@@ -19,6 +19,8 @@ from tba.common.wire.trajectory import ARRAY_KINDS, ROW_FIELDS
 _BLOCK_ROWS = 256
 # Approximate size of a trajectory in the write-ahead log, without its payload.
 _ROW_BYTES = 1024
+# Those of a row in the header of a batch.
+_NUMBER_BYTES = 128
 TRAJECTORY_COLUMNS = (
     "id",
     "run",
@@ -40,6 +42,14 @@ _SELECT_PAYLOADS = f"""
 SELECT p.trajectory, {", ".join(f"p.{name}" for name in _ARRAYS)}
 FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
 """  # noqa: S608
+
+
+def header_bytes(prompt_key: str, reward_parts: str) -> int:
+    """Return how many bytes a row takes at most in the header of a batch. `reward_parts` is JSON text.
+
+    A part is never more than twice as long in msgpack as in JSON, and a row has a dozen numbers.
+    """
+    return _NUMBER_BYTES + len(prompt_key.encode()) + 2 * len(reward_parts.encode())
 
 
 class Trajectories:
@@ -100,11 +110,27 @@ class Trajectories:
         (largest,) = self._database.one("SELECT MAX(sequence) FROM trajectory_rows WHERE sender = ?", sender)
         return 0 if largest is None else int(largest) + 1
 
-    def stored_sequences(self, sender: int, first: int, count: int) -> set[int]:
-        """Return which of the sequence numbers from `first` on are stored of a sender."""
+    def stored_sequences(self, sender: int, first: int, count: int) -> dict[int, tuple[int, int]]:
+        """Return (prompt, dedup_hash) of the stored rows of a sender with these sequence numbers, by number."""
         self.flush()
-        query = "SELECT sequence FROM trajectory_rows WHERE sender = ? AND sequence BETWEEN ? AND ?"
-        return {sequence for (sequence,) in self._database.all(query, sender, first, first + count - 1)}
+        query = "SELECT sequence, prompt, dedup_hash FROM trajectory_rows WHERE sender = ? AND sequence BETWEEN ? AND ?"
+        rows = self._database.all(query, sender, first, first + count - 1)
+        return {sequence: (prompt, dedup_hash) for sequence, prompt, dedup_hash in rows}
+
+    def unknown(self, trajectories: Sequence[int]) -> list[int]:
+        """Return which of these ids no trajectory has."""
+        self.flush()
+        query = """SELECT asked.value FROM json_each(?) asked
+                   WHERE NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.id = asked.value)"""
+        return [id_ for (id_,) in self._database.all(query, json.dumps(list(trajectories)))]
+
+    def header_bytes(self, trajectories: Sequence[int]) -> dict[int, int]:
+        """Return how many bytes each trajectory takes at most in the header of a batch."""
+        self.flush()
+        query = """SELECT t.id, p.key, t.reward_parts FROM json_each(?) asked
+                   CROSS JOIN trajectory_rows t ON t.id = asked.value JOIN prompts p ON p.id = t.prompt"""
+        rows = self._database.all(query, json.dumps(list(trajectories)))
+        return {id_: header_bytes(key, parts) for id_, key, parts in rows}
 
     def blocks(self, run: Run) -> Iterator[tuple[int, tuple[Sequence[Any], ...]]]:
         """Yield (prompt, columns) of all trajectories that may be sampled, oldest first.

@@ -1,5 +1,8 @@
 """Which requests the client sends again."""
 
+import pytest
+
+from tba.common.errors import Refused
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
@@ -53,6 +56,21 @@ def test_a_reply_to_an_earlier_request_delays_the_resending_of_later_ones():
         # A reply to a later request does not restart the timeout of earlier ones.
         clock.advance(2)
         assert received(2) == ids[1:3]
+    finally:
+        client.close()
+        server.channel.close()
+
+
+def test_a_reply_that_cannot_be_read_raises_instead_of_being_asked_for_again():
+    server = Server()
+    client = BufferClient(server.channel.address, role="trainer", name="t")
+    try:
+        id_ = client.ask_ahead(messages.Goodbye())
+        wait_until(lambda: client.poll(0.05) or server.receive() == [id_], 60)
+        frames = encode_reply(messages.Done(), id=id_, run="r", state=STATE, frames=[b"stray"])
+        assert server.channel.send(server.peer, frames)
+        with pytest.raises(Refused, match="cannot be read: done carries no arrays"):
+            client.collect(id_, messages.Done, stop=lambda: False)
     finally:
         client.close()
         server.channel.close()

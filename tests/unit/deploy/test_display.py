@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tba.common.quantity import quantity
 from tba.common.wire.status_messages import ClientStatus, Status
-from tba.deploy.display import Display, explain, summary_line
+from tba.deploy.display import Display, clients_table, explain, summary_line
 from tba.tests.helpers.clock import ManualClock
 
 
@@ -95,3 +95,18 @@ def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
 def test_a_noun_agrees_with_its_number():
     assert [quantity(n, "step") for n in (0, 1, 2, 1024)] == ["0 steps", "1 step", "2 steps", "1024 steps"]
     assert [quantity(n, "entry is", "entries are") for n in (1, 2)] == ["1 entry is", "2 entries are"]
+
+
+def test_names_from_the_network_are_neither_markup_nor_escape_sequences():
+    status = make_status(clients=[])
+    hostile = make_client("searcher", sender="x[/].1", activity="[bold]\x1b[2J", reason="\x1b]0;title\x07")
+    status = msgspec.structs.replace(status, clients=[hostile], trainer_waits_for="[/]\x1b[31m")
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    console.print(clients_table(status))
+    display = Display(console, steps=10, clock=ManualClock())
+    display.note("a sentence with [/] in it")
+    display.show(status)
+    assert "x[/]" in output.getvalue()
+    assert "[bold]" in output.getvalue()
+    assert "\x1b" not in output.getvalue()

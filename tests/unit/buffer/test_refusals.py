@@ -1,0 +1,91 @@
+"""What a service refuses, so that no client can harm the data or the memory of others."""
+
+import pytest
+
+from tba.buffer.server.mailbox import Arrival, Mailbox
+from tba.buffer.service import training
+from tba.common.errors import Refused
+from tba.common.wire import messages
+from tba.common.wire.codec import RequestHeader
+from tba.common.wire.status_messages import GetStatus
+
+
+def report(ids):
+    return messages.ReportStep(
+        step=0, metrics={}, reference="initial", trajectory_ids=ids, reference_logprobs=[-1.0] * len(ids)
+    )
+
+
+def sample(step=0):
+    return messages.SampleBatch(step=step, prompts=1, samples=2, reference="initial", wait_seconds=0.0)
+
+
+def test_a_put_under_a_known_number_with_another_response_is_refused(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.put([trajectory(tokens=[1, 2])], first_sequence=0, sender="new.1")
+    assert buffer.put([trajectory(tokens=[1, 2])], first_sequence=0, sender="new.1").duplicates == 1
+    with pytest.raises(Refused, match="trajectory 0 of new.1, which is stored with another") as refused:
+        buffer.put([trajectory(tokens=[1, 3])], first_sequence=0, sender="new.1")
+    assert refused.value.code == "sequence_taken"
+
+
+def test_log_probabilities_of_trajectories_that_do_not_exist_are_refused(harness):
+    buffer = harness()
+    buffer.fill(1, 4)
+    batch = buffer.ask(sample(), role="trainer", sender="t.1").message
+    known = batch.trajectory_ids
+    with pytest.raises(Refused, match="trajectory 999, which does not exist"):
+        buffer.ask(report([known[0], 999]), role="trainer", sender="t.1")
+    buffer.ask(report(sorted(set(known))), role="trainer", sender="t.1")
+
+
+def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(harness, monkeypatch):
+    buffer = harness()
+    buffer.fill(1, 4)
+    monkeypatch.setattr(training, "_MAX_BATCH_HEADER", 200)
+    with pytest.raises(Refused, match="the largest rows are trajectories") as refused:
+        buffer.ask(sample(), role="trainer", sender="t.1")
+    assert refused.value.code == "oversize"
+    assert not buffer.store.batches.has(buffer.run, 0)
+
+
+def test_a_crowd_of_names_is_refused_and_those_at_work_are_not(harness):
+    buffer = harness()
+    beat = messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={})
+    for n in range(messages.MAX_CLIENTS):
+        buffer.ask(beat, sender=f"s{n}.1")
+    with pytest.raises(Refused, match="1024 clients"):
+        buffer.ask(beat, sender="late.1")
+    buffer.ask(beat, sender="s0.1")
+    assert len(buffer.ask(GetStatus(), role="monitor", sender="m.1").message.clients) == messages.MAX_CLIENTS
+    buffer.clock.advance(buffer.config.buffer.lease_seconds + 1)
+    buffer.ask(beat, sender="late.1")
+
+
+def arrival(message, peer=b"p", role="monitor"):
+    header = RequestHeader(v=1, type=message.TYPE, id=1, run="", role=role, sender="s.1")
+    return Arrival(peer, header, message, 1, 0.0, 0.0)
+
+
+def test_a_transaction_takes_some_of_each_queue_and_one_batch():
+    mailbox = Mailbox(1 << 20)
+    for n in range(50):
+        mailbox.add(arrival(GetStatus(), peer=bytes([n])))
+    for _ in range(3):
+        mailbox.add(arrival(sample()))
+    mailbox.add(arrival(messages.Goodbye(), role="searcher"))
+    types = [taken.header.type for taken in mailbox.take(0)]
+    assert types == [*["get_status"] * 32, "sample_batch", "goodbye"]
+    assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
+
+
+def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
+    mailbox = Mailbox(1 << 20)
+    for _ in range(100):
+        mailbox.add(arrival(GetStatus()))
+    mailbox.add(arrival(GetStatus(), peer=b"other"))
+    assert (mailbox.dropped, mailbox.bytes) == (36, 65)
+    mailbox.take(0)
+    mailbox.add(arrival(GetStatus()))
+    assert mailbox.dropped == 36

@@ -62,8 +62,14 @@ class TbaError(Exception):
 
 def first_problem(error: "ValidationError") -> tuple[tuple[str, ...], str]:
     """Return the path of the first invalid field that pydantic found (empty for the whole object), and the reason."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return tuple(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    # The words that the same field takes instead of a number: pydantic lists an error for each alternative.
+    words = "".join(
+        f"; or {other['msg'].removeprefix('Input should be ')}"
+        for other in others
+        if other["type"] == "literal_error" and other["loc"][:-1] == first["loc"][:-1]
+    )
+    return tuple(map(str, first["loc"])), first["msg"].removeprefix("Value error, ") + words
 
 
 def first_line(error: BaseException) -> str:

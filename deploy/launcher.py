@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import check_paths
+from tba.common.config.paths import check_gpus_apart, check_paths
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
 from tba.common.system.devices import CPU, choose_gpus, list_gpus
 from tba.common.terminal import need
@@ -171,6 +171,8 @@ def check_start(config: Config, *, resume: bool) -> None:
         searcher_groups(config)
     if config.train.gpu != CPU:
         choose_gpus(config.train.gpu, list_gpus(), "train.gpu")
+    if CPU not in (config.search.gpus, config.train.gpu):
+        check_gpus_apart(config, list_gpus())
     if not resume and holds_run(config):
         raise UsageError(
             f"{config.run.dir} already holds a run: add --resume to continue it, or choose another run.dir"

@@ -1,7 +1,16 @@
 """The engine arguments of vLLM that `search.vllm` must not set, since tba sets them.
 
-Which other arguments there are is known only where vLLM is installed (searcher/engines/vllm/start.py).
+Which other arguments there are is known only where vLLM is installed. They are read from its source, since its import
+takes many seconds.
 """
+
+import ast
+import difflib
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+
+from tba.common.errors import ConfigError
 
 _HOT_RELOAD = "hot reload of weights depends on it"
 _TOKENS = "tba passes token ids and decodes responses itself"
@@ -36,6 +45,34 @@ _OWN = {
     "distributed_executor_backend": _ONE_PROCESS,
     "nnodes": _ONE_PROCESS,
 }
+
+
+def check_arguments(names: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError for the first name of `search.vllm` that is not among the engine arguments of this vLLM."""
+    for name in names:
+        if name not in known:
+            near = [one for one in difflib.get_close_matches(name, known, n=3) if own_argument(one) is None]
+            hint = f"did you mean {' or '.join(near)}?" if near else "see the engine arguments in vLLM's documentation"
+            raise ConfigError(f"search.vllm: vLLM has no engine argument {name!r}: {hint}")
+
+
+def installed_arguments() -> list[str]:
+    """Return the engine arguments of the vLLM that is installed here; [] if there is none, or its source differs."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return []
+    try:
+        tree = ast.parse((Path(found.origin).parent / "engine/arg_utils.py").read_bytes())
+    except (OSError, SyntaxError):
+        return []
+    fields = (
+        field.target
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    )
+    return [target.id for target in fields if isinstance(target, ast.Name)]
 
 
 def own_argument(name: str) -> str | None:

@@ -186,6 +186,10 @@ def _check_key(key: str, origin: str) -> None:
     known = [name for name, _ in fields()]
     if key in known:
         return
+    section, _, rest = key.partition(".")
+    table, _, name = rest.partition(".")
+    if name and f"{section}.{table}" == "search.vllm":
+        raise ConfigError(f"unknown key {key} ({origin}): write the table, search.vllm={{ {name} = VALUE }}")
     near = _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
     raise ConfigError(f"unknown key {key} ({origin}): {hint}")

@@ -1,11 +1,17 @@
-"""Checks that the files and directories of a configuration exist. No file is opened, no directory created."""
+"""Checks that what a configuration names exists and goes together. No directory is created."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tba.common.config import Config, TaskSection
+from tba.common.config.engine_arguments import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
+from tba.common.system.devices import Gpu, shared_gpus
 from tba.common.weights.model_files import check_model
+
+_SHARED_UTILIZATION = 0.5
+_THIS_MACHINE = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 
 def check_paths(config: Config) -> list[str]:
@@ -19,7 +25,37 @@ def check_paths(config: Config) -> list[str]:
     elsewhere = [key for key, path in models.items() if not check_model(path, setting=key)]
     check_data(config.task)
     check_directories(config)
-    return [f"{key} {models[key]} is not a local directory: it will be downloaded from the hub" for key in elsewhere]
+    notes = [f"{key} {models[key]} is not a local directory: it will be downloaded from the hub" for key in elsewhere]
+    return notes + check_gpus_apart(config) + _check_engine_arguments(config)
+
+
+def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
+    """Raise ConfigError if searchers and trainer use the same GPU and the searchers' share is more than a half of it.
+
+    `present` are the GPUs of this machine, which `all` names. If the buffer's address is on a network, the roles may be
+    on different nodes: then this returns a sentence.
+    """
+    search, train = config.search, config.train
+    shared = shared_gpus(search.gpus, train.gpu, present)
+    if not shared or search.engine != "vllm" or search.gpu_memory_utilization <= _SHARED_UTILIZATION:
+        return []
+    sentence = f"search.gpus = {search.gpus} and train.gpu = {train.gpu} both name GPU {', '.join(shared)}"
+    if not present and not config.buffer.address.startswith(_THIS_MACHINE):
+        return [f"{sentence}: they must be on different nodes"]
+    raise ConfigError(
+        f"{sentence}: name different ones, or lower search.gpu_memory_utilization to {_SHARED_UTILIZATION} or less"
+    )
+
+
+def _check_engine_arguments(config: Config) -> list[str]:
+    """Raise ConfigError for an unknown name in `search.vllm`. Returns a sentence if vLLM is not installed here."""
+    if not config.search.vllm or config.search.engine != "vllm":
+        return []
+    known = installed_arguments()
+    if known:
+        check_arguments(config.search.vllm, known)
+        return []
+    return [f"search.vllm sets {', '.join(config.search.vllm)}: not checked, vLLM is not installed here"]
 
 
 def check_data(task: TaskSection) -> None:
@@ -56,3 +92,8 @@ def check_directories(config: Config) -> None:
             raise ConfigError(f"{key} {directory} cannot be created: {existing} is not a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(f"{key} {directory} is not writable: {existing} belongs to another user or is read-only")
+    if config.search.weights_dir is not None:
+        own = config.search.weights_dir / config.run.name
+        # As the searchers require (tba.common.weights.node_store).
+        if os.path.exists(own) and not (own.is_dir() and own.stat().st_uid == os.getuid()):
+            raise ConfigError(f"search.weights_dir: {own} is no directory of this user: set another one")

@@ -64,12 +64,21 @@ def choose_gpus(wanted: str, present: Sequence[Gpu], key: str, flag: str = "") -
         )
     if wanted == "all":
         return [gpu.index for gpu in present]
-    chosen = [name for part in wanted.split(",") for name in _expand(part.strip(), wanted)]
+    chosen = _expand_all(wanted)
     found = [_find(name, wanted, present) for name in chosen]
     for name, gpu in zip(chosen, found, strict=True):
         if (gpu is not None and found.count(gpu) > 1) or chosen.count(name) > 1:
             raise UsageError(f"GPU {name} is named twice in {wanted}")
     return chosen
+
+
+def shared_gpus(one: str, other: str, present: Sequence[Gpu] = ()) -> list[str]:
+    """Return the GPUs that two lists name, as far as that can be said; `all` are those `present`, by default none."""
+    if CPU in (one, other):
+        return []
+    here = [gpu.index for gpu in present]
+    first, second = (set(here if wanted == "all" else _expand_all(wanted)) for wanted in (one, other))
+    return sorted(first & second, key=lambda name: (len(name), name))
 
 
 def assumed_gpus(text: str) -> list[Gpu]:
@@ -154,6 +163,10 @@ def _find(name: str, wanted: str, present: Sequence[Gpu]) -> Gpu | None:
 def _named(name: str, present: Sequence[Gpu]) -> Gpu:
     # A GPU that a scheduler allows exists, even if nvidia-smi is missing and cannot describe it.
     return next((gpu for gpu in present if gpu.is_called(name)), Gpu(name))
+
+
+def _expand_all(wanted: str) -> list[str]:
+    return [name for part in wanted.split(",") for name in _expand(part.strip(), wanted)]
 
 
 def _expand(part: str, whole: str) -> list[str]:

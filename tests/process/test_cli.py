@@ -140,6 +140,13 @@ def test_config_check_requires_a_model(tba, make_config, example_model):
         ({"reward_model.path": "./nothing"}, "reward_model.path ./nothing does not exist"),
         ({"task.name": "gsm8k", "task.train": "missing.jsonl"}, "task.train missing.jsonl does not exist"),
         ({"run.dir": "TMP/run.toml/run"}, "run.toml is not a directory"),
+        ({"search.weights_dir": "TMP/run.toml"}, "run.toml is not a directory"),
+        ({"search.weights_dir": "/proc/self"}, "/proc/self is not writable"),
+        ({"search.weights_dir": "TMP/taken"}, "is no directory of this user"),
+        (
+            {"search.engine": "vllm", "train.gpu": "7", "search.gpus": "0-7"},
+            "search.gpus = 0-7 and train.gpu = 7 both name GPU 7: name different ones",
+        ),
     ],
 )
 def test_config_check_names_the_key_and_the_path_of_missing_files(
@@ -149,6 +156,8 @@ def test_config_check_names_the_key_and_the_path_of_missing_files(
         shutil.copytree(example_model, tmp_path / name, ignore=shutil.ignore_patterns(removed))
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "half/model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/test").touch()
     file = make_config(model={"path": str(example_model)}).file
     sets = [f"--set={key}={value.replace('TMP', str(tmp_path))}" for key, value in settings.items()]
     refused(tba("config", "check", file, *sets), 78, sentence, next(reversed(settings)))

@@ -103,3 +103,13 @@ def test_logits_in_float32_are_those_of_the_rounded_factors(lab, old):
         steps[head_dtype] = engine.score([ids])[0]
         engine.close()
     assert 0 < np.abs(steps["float32"] - steps["model"]).max() < 0.5
+
+
+def test_the_names_of_engine_arguments_in_vllms_source_are_those_of_the_class():
+    import dataclasses
+
+    from vllm import EngineArgs
+
+    from tba.common.config.engine_arguments import installed_arguments
+
+    assert installed_arguments() == [field.name for field in dataclasses.fields(EngineArgs)]

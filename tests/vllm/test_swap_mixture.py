@@ -13,19 +13,36 @@ from tba.tests.vllm.test_swap_proof import addresses, assert_serves
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
-def mixture(seed):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+SHAPE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+EXPERTS = {
+    "Qwen3-MoE": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": None},
+    # With a shared expert, and a dense MLP of another width.
+    "Qwen2-MoE": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+        "intermediate_size": 128,
+    },
+}
 
+
+def mixture(seed, family="Qwen3-MoE"):
+    import transformers
+
+    name = family.replace("-", "").replace("MoE", "Moe")
     torch.manual_seed(seed)
     special = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
-    shape = {"vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
-    config = Qwen3MoeConfig(**shape, **heads, **special, max_position_embeddings=512, initializer_range=0.2)
-    return Qwen3MoeForCausalLM(config).float().eval()
+    shape = SHAPE | HEADS | EXPERTS[family] | special
+    config = getattr(transformers, f"{name}Config")(**shape, initializer_range=0.2)
+    return getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
 
 
-def test_packed_experts_are_reloaded_and_packed_again(lab):
-    old, new = (mixture(seed) for seed in (1, 2))
+@pytest.mark.parametrize("family", EXPERTS)
+def test_packed_experts_are_reloaded_and_packed_again(lab, family):
+    old, new = (mixture(seed, family) for seed in (1, 2))
     engine = lab.engine(old)
     before = addresses(engine)
     for model in (new, old, new):

@@ -1,12 +1,11 @@
 """Starting and ending vLLM: its environment, and the arguments that this project depends on."""
 
 import dataclasses
-import difflib
 import os
 import shutil
 from typing import Any
 
-from tba.common.config.engine_arguments import own_argument
+from tba.common.config.engine_arguments import check_arguments
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
 from tba.common.errors import ConfigError, EngineError, MissingExtra
@@ -100,12 +99,7 @@ def most_in_flight(search: SearchSection) -> int:
 
 def _asked(search: SearchSection, arguments: Any) -> dict[str, Any]:
     """The arguments of `search.vllm`. Raises ConfigError for one that this vLLM does not have."""
-    known = [field.name for field in dataclasses.fields(arguments)]
-    for name in search.vllm:
-        if name not in known:
-            near = [one for one in difflib.get_close_matches(name, known, n=3) if own_argument(one) is None]
-            hint = f"did you mean {' or '.join(near)}?" if near else "see the engine arguments in vLLM's documentation"
-            raise ConfigError(f"search.vllm: vLLM has no engine argument {name!r}: {hint}")
+    check_arguments(search.vllm, [field.name for field in dataclasses.fields(arguments)])
     return search.vllm
 
 

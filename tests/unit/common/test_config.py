@@ -1,13 +1,17 @@
 """The configuration: layers, origins, and one sentence per mistake."""
 
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
 
 from tba.common.config import Config
+from tba.common.config.engine_arguments import check_arguments, installed_arguments
 from tba.common.config.layers import fields, resolve, value_of
+from tba.common.config.paths import check_gpus_apart
 from tba.common.errors import ConfigError
+from tba.common.system.devices import Gpu
 
 # Keys whose value None means that it is derived from other keys.
 OPTIONAL = {"buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
@@ -151,3 +155,46 @@ def test_every_key_has_a_value():
 @pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.toml")), ids=lambda path: path.name)
 def test_every_shipped_configuration_is_valid(file):
     assert resolve(file, environment={}).config.model.path
+
+
+def test_an_engine_argument_with_dots_is_told_the_form_of_the_table():
+    assert "unknown key search.vllm.x (--set): write the table, search.vllm={ x = VALUE }" in refusal(
+        assignments=["search.vllm.x=1"]
+    )
+
+
+def test_a_key_that_also_takes_a_word_names_it():
+    assert refusal(assignments=["search.max_in_flight=lots"]).endswith("; or 'auto'")
+    assert refusal(assignments=["buffer.max_staleness=-1"]).endswith("; or 'unbounded'")
+
+
+def test_names_of_engine_arguments_are_checked_where_vllm_is_installed(tmp_path, monkeypatch):
+    (tmp_path / "vllm/engine").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert installed_arguments() == []
+    (tmp_path / "vllm/engine/arg_utils.py").write_text(
+        "class EngineArgs:\n    model: str = 'm'\n    block_size: int = 1\n"
+    )
+    assert installed_arguments() == ["model", "block_size"]
+    with pytest.raises(ConfigError, match="no engine argument 'blok_size': did you mean block_size"):
+        check_arguments({"block_size": 1, "blok_size": 2}, installed_arguments())
+
+
+def test_a_gpu_of_both_roles_is_refused_on_one_machine_and_noted_on_a_network(monkeypatch):
+    def checked(search: str, train: str, *, address: str = "tcp://127.0.0.1:5757", share: float = 0.9, here: int = 0):
+        search_section = {"gpus": search, "gpu_memory_utilization": share}
+        config = Config.model_validate(
+            {"task": {"train": "t"}, "buffer": {"address": address}, "search": search_section, "train": {"gpu": train}}
+        )
+        return check_gpus_apart(config, [Gpu(str(index)) for index in range(here)])
+
+    assert checked("0-6", "7") == checked("cpu", "0") == checked("0-7", "7", share=0.4) == checked("all", "0") == []
+    assert checked("0-7", "4-7", address="tcp://node0:5757") == [
+        "search.gpus = 0-7 and train.gpu = 4-7 both name GPU 4, 5, 6, 7: they must be on different nodes"
+    ]
+    with pytest.raises(ConfigError, match="both name GPU 7: name different ones"):
+        checked("0-7", "7")
+    with pytest.raises(ConfigError, match="both name GPU 0"):
+        checked("all", "0", address="tcp://node0:5757", here=2)

@@ -39,8 +39,10 @@ _REDECLARED = {
 _REBUILT = {
     "senders": (
         """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), sender TEXT NOT NULL,
-    role TEXT NOT NULL, host TEXT, pid INTEGER) STRICT""",
-        "SELECT id, run, sender, role, host, pid FROM senders",
+    role TEXT NOT NULL, host TEXT, pid INTEGER, trajectories INTEGER NOT NULL DEFAULT 0,
+    errors INTEGER NOT NULL DEFAULT 0, response_tokens INTEGER NOT NULL DEFAULT 0, reward_sum REAL NOT NULL DEFAULT 0.0,
+    first_received_at REAL, last_received_at REAL) STRICT""",
+        "SELECT id, run, sender, role, host, pid, 0, 0, 0, 0.0, NULL, NULL FROM senders",
     ),
     "visits": (
         """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), epoch INTEGER NOT NULL,
@@ -54,8 +56,9 @@ _REBUILT = {
         """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), step INTEGER NOT NULL,
     prompts INTEGER NOT NULL, samples INTEGER NOT NULL, handed_out_at REAL NOT NULL, trained_at REAL, metrics TEXT,
     newest_trajectory INTEGER, recency_window INTEGER NOT NULL DEFAULT 0, recency_groups INTEGER NOT NULL DEFAULT 0,
-    recency_missed INTEGER NOT NULL DEFAULT 0, UNIQUE (run, step)) STRICT""",
-        "SELECT rowid, * FROM batches",
+    recency_missed INTEGER NOT NULL DEFAULT 0, trajectories INTEGER, min_staleness INTEGER, mean_staleness REAL,
+    max_staleness INTEGER, mean_age_seconds REAL, max_age_seconds REAL, mean_reward REAL, UNIQUE (run, step)) STRICT""",
+        "SELECT rowid, *, NULL, NULL, NULL, NULL, NULL, NULL, NULL FROM batches",
     ),
     "consumption_rows": (
         """(batch INTEGER NOT NULL REFERENCES batches (id), slot INTEGER NOT NULL,
@@ -65,6 +68,22 @@ _REBUILT = {
         " FROM consumption_rows c JOIN batches b ON b.run = c.run AND b.step = c.step ORDER BY c.rowid",
     ),
 }
+# A batch never changes, so what its rows say about it is stored with it: a view that read them would take milliseconds
+# for each batch.
+SUMMARY = "trajectories, min_staleness, mean_staleness, max_staleness, mean_age_seconds, max_age_seconds, mean_reward"
+SUMMARISE_BATCHES = f"""
+UPDATE batches SET ({SUMMARY}) =
+    (SELECT COUNT(DISTINCT c.trajectory), MIN(c.staleness), AVG(c.staleness), MAX(c.staleness),
+            AVG(handed_out_at - t.received_at), MAX(handed_out_at - t.received_at), AVG(t.reward)
+     FROM consumption_rows c LEFT JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = batches.id)
+"""  # noqa: S608
+# The store counts further ones as it writes them.
+_COUNT_DELIVERED = """
+UPDATE senders SET (trajectories, errors, response_tokens, reward_sum, first_received_at, last_received_at) =
+    (SELECT COUNT(*), COUNT(t.error), COALESCE(SUM(t.response_tokens), 0),
+            COALESCE(SUM(CASE WHEN t.error IS NULL THEN t.reward END), 0.0), MIN(t.received_at), MAX(t.received_at)
+     FROM trajectory_rows t WHERE t.sender = senders.id)
+"""
 _INDEXES = (
     "CREATE UNIQUE INDEX idx_senders_sender ON senders (sender)",
     "CREATE UNIQUE INDEX idx_visits_run_epoch_place ON visits (run, epoch, place)",
@@ -86,6 +105,8 @@ def declare_references(db: Database) -> None:
         db.execute(f"DROP TABLE {table}")
         db.execute(f"ALTER TABLE new_{table} RENAME TO {table}")
     _redeclare(db)
+    db.execute(SUMMARISE_BATCHES)
+    db.execute(_COUNT_DELIVERED)
     for statement in (*_INDEXES, *VIEWS):
         db.execute(statement)
 

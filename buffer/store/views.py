@@ -77,19 +77,10 @@ LEFT JOIN prompts p ON p.id = t.prompt
 LEFT JOIN runs r ON r.id = b.run
 """
 
-_SLOTS = "FROM consumption_rows c WHERE c.batch = b.id"
-_SLOT_ROWS = "FROM consumption_rows c JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = b.id"
-
-STALENESS = f"""
+STALENESS = """
 CREATE VIEW staleness AS
-SELECT r.name AS run, b.step, b.prompts * b.samples AS slots,
-       (SELECT COUNT(DISTINCT c.trajectory) {_SLOTS}) AS trajectories,
-       (SELECT MIN(c.staleness) {_SLOTS}) AS min_staleness,
-       (SELECT AVG(c.staleness) {_SLOTS}) AS mean_staleness,
-       (SELECT MAX(c.staleness) {_SLOTS}) AS max_staleness,
-       (SELECT AVG(b.handed_out_at - t.received_at) {_SLOT_ROWS}) AS mean_age_seconds,
-       (SELECT MAX(b.handed_out_at - t.received_at) {_SLOT_ROWS}) AS max_age_seconds,
-       (SELECT AVG(t.reward) {_SLOT_ROWS}) AS mean_reward,
+SELECT r.name AS run, b.step, b.prompts * b.samples AS slots, b.trajectories,
+       b.min_staleness, b.mean_staleness, b.max_staleness, b.mean_age_seconds, b.max_age_seconds, b.mean_reward,
        b.recency_window, b.recency_groups, b.recency_missed,
        b.handed_out_at, b.trained_at
 FROM batches b
@@ -98,15 +89,8 @@ LEFT JOIN runs r ON r.id = b.run
 
 CLIENTS = """
 CREATE VIEW clients AS
-SELECT s.id, r.name AS run, s.sender, s.role, s.host, s.pid,
-       (SELECT COUNT(*) FROM trajectory_rows t WHERE t.sender = s.id) AS trajectories,
-       (SELECT COUNT(t.error) FROM trajectory_rows t WHERE t.sender = s.id) AS errors,
-       (SELECT SUM(t.response_tokens) FROM trajectory_rows t WHERE t.sender = s.id) AS response_tokens,
-       (SELECT AVG(t.reward) FROM trajectory_rows t WHERE t.sender = s.id AND t.error IS NULL) AS mean_reward,
-       (SELECT t.received_at FROM trajectory_rows t WHERE t.sender = s.id ORDER BY t.sequence LIMIT 1)
-           AS first_received_at,
-       (SELECT t.received_at FROM trajectory_rows t WHERE t.sender = s.id ORDER BY t.sequence DESC LIMIT 1)
-           AS last_received_at
+SELECT s.id, r.name AS run, s.sender, s.role, s.host, s.pid, s.trajectories, s.errors, s.response_tokens,
+       s.reward_sum / NULLIF(s.trajectories - s.errors, 0) AS mean_reward, s.first_received_at, s.last_received_at
 FROM senders s
 LEFT JOIN runs r ON r.id = s.run
 """

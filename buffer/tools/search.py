@@ -72,8 +72,8 @@ def _update(db: Database, path: Path) -> None:
             if table in db.table_names():
                 db[table].disable_fts()
                 db[table].drop()
-            db[table].create({"id": int, "text": str}, pk="id")
-            db[table].enable_fts(["text"], create_triggers=True)
+            created = db.create_table(table, {"id": int, "text": str}, pk="id")
+            created.enable_fts(["text"], create_triggers=True)
         db.execute(f"PRAGMA main.user_version = {identity}")
     with db.conn:
         # Ids of trajectories ascend in the order of their commits; a known prompt may get its text later.

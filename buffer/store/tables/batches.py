@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tba.buffer.store.database import DatabaseFile
+from tba.buffer.store.references_migration import SUMMARISE_BATCHES
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
 from tba.common.wire.messages import ReportStep
@@ -65,6 +66,7 @@ class Batches:
         count = len(trajectories)
         columns = ([cursor.lastrowid] * count, range(count), trajectories, staleness)
         self._database.insert("OR ROLLBACK", "consumption_rows", _CONSUMPTION_COLUMNS, columns)
+        self._database.execute(f"{SUMMARISE_BATCHES} WHERE id = ?", (cursor.lastrowid,))
 
     def recency(self, run: Run, step: int) -> Recency:
         """Return what the recency rule found for the recorded batch of a step."""

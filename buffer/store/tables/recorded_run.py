@@ -3,10 +3,14 @@
 from pathlib import Path
 
 from tba.buffer.store.database import DatabaseFile
+from tba.buffer.store.references_migration import SUMMARY
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.store.tables.runs import Run
 
-_COPIED = "step, prompts, samples, handed_out_at, newest_trajectory, recency_window, recency_groups, recency_missed"
+_COPIED = (
+    "step, prompts, samples, handed_out_at, newest_trajectory, recency_window, recency_groups, recency_missed, "
+    f"{SUMMARY}"
+)
 
 
 def overlay(database: DatabaseFile, run: Run, recorded: Path, recorded_run: int, newest: int) -> None:

@@ -37,6 +37,11 @@ TRAJECTORY_COLUMNS = (
     *ROW_FIELDS,
 )
 _ARRAYS = tuple(kind.name for kind in ARRAY_KINDS)
+_ADD_DELIVERED = """
+UPDATE senders SET trajectories = trajectories + ?, errors = errors + ?, response_tokens = response_tokens + ?,
+    reward_sum = reward_sum + ?, first_received_at = COALESCE(first_received_at, ?), last_received_at = ?
+WHERE id = ?
+"""
 # Without ORDER BY: SQLite's sorter would copy every blob, which takes as long as reading them.
 _SELECT_PAYLOADS = f"""
 SELECT p.trajectory, {", ".join(f"p.{name}" for name in _ARRAYS)}
@@ -95,9 +100,25 @@ class Trajectories:
         rows = self._new_rows
         self._database.insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, list(rows.values()))
         self._database.insert("OR ROLLBACK", "payloads", ("trajectory", *_ARRAYS), [rows["id"], *self._new_payloads])
+        self._count_delivered()
         self._unlogged += sum(rows["payload_bytes"]) + _ROW_BYTES * len(rows["id"])
         self.insert_references(self._new_references)
         self._forget_new()
+
+    def _count_delivered(self) -> None:
+        """Add the new rows to the counts of their senders, for which a view would have to read all rows."""
+        rows, start = self._new_rows, 0
+        changes = []
+        for sender, same in groupby(rows["sender"]):
+            part = slice(start, start + len(list(same)))
+            start = part.stop
+            errors, rewards = rows["error"][part], rows["reward"][part]
+            failed = len(errors) - errors.count(None)
+            if failed:
+                rewards = [reward for reward, error in zip(rewards, errors, strict=True) if error is None]
+            tokens, times = sum(rows["response_tokens"][part]), rows["received_at"][part]
+            changes.append((len(errors), failed, tokens, sum(rewards), times[0], times[-1], sender))
+        self._database.execute_many(_ADD_DELIVERED, changes)
 
     def insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Write (trajectory, reference, log-probability) rows now, except those that exist."""

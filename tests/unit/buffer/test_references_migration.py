@@ -4,14 +4,16 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
+import msgpack
 import pytest
-from pydantic import ValidationError
 from sqlite_utils import Database
 
 from tba.buffer.store.schema import migrations
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
+from tba.common.errors import WireError
 from tba.common.wire import messages
+from tba.common.wire.codec import decode_request, encode_request
 from tba.tests.conftest import ROOT
 
 ROWS = """
@@ -157,5 +159,10 @@ def test_an_imported_prompt_gets_the_text_of_the_task(harness):
 
 @pytest.mark.parametrize("texts", [["one"], ["x" * (messages.MAX_PROMPT_TEXT + 1), None]])
 def test_texts_have_a_limit_and_are_as_many_as_the_keys(texts):
-    with pytest.raises(ValidationError):
-        messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=2, offset=0, keys=["p0", "p1"], texts=texts)
+    message = messages.RegisterPrompts(
+        task="t", fingerprint="0" * 64, total=2, offset=0, keys=["p0", "p1"], texts=["one", "two"]
+    )
+    header = msgpack.unpackb(encode_request(message, id=1, role="searcher", sender="s.1", run="")[0])
+    header["body"]["texts"] = texts
+    with pytest.raises(WireError):
+        decode_request([memoryview(msgpack.packb(header))])

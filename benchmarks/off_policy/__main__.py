@@ -27,27 +27,32 @@ def main() -> None:
     options = parse_arguments()
     deadline = time.monotonic() + options.budget_minutes * 60
     for name in options.panels:
-        panel, file, seeds = PANELS[name], options.results, REPORT_SEEDS[: options.seeds]
-        objectives = options.objectives or panel.objectives
-        for objective in objectives:
-            objective_section(objective)
-        columns = [column for column in panel.columns if not options.columns or column in options.columns]
-        choice = (options.task, objectives, columns)
+        run_panel(name, options, deadline)
 
-        def run(settings: Sequence[Setting], file: Path = file) -> Results:
-            announce(settings, load(file), options.workers)
-            return complete(file, settings, workers=options.workers, deadline=deadline)
 
-        if not options.tables_only:
-            results = run(list(sweep(panel, *choice))) if options.sweep else load(file)
-            chosen = list(cells(panel, results, *choice))
-            run([setting for seed in seeds for cell in chosen for setting in cell.of_seeds([seed])])
-        results = load(file)
-        chosen = list(cells(panel, results, *choice))
-        print(f"\n{name}, {options.task}" + (f". The paper: {panel.paper}." if panel.paper else ""))
-        print("\n".join(table(panel, results, chosen, seeds)))
-        if name not in ABLATIONS:
-            draw(file.with_name(f"off_policy_{name}_{options.task}.png"), results, chosen, seeds)
+def run_panel(name: str, options: argparse.Namespace, deadline: float) -> None:
+    """Make the runs that are missing, print the table, draw the picture. Ablations have none."""
+    panel, file, seeds = PANELS[name], options.results, REPORT_SEEDS[: options.seeds]
+    objectives = options.objectives or panel.objectives
+    for objective in objectives:
+        objective_section(objective)
+    columns = [column for column in panel.columns if not options.columns or column in options.columns]
+    if options.sweep:
+        run_missing(list(sweep(panel, options.task, objectives, columns)), options, deadline)
+    chosen = list(cells(panel, load(file), options.task, objectives, columns))
+    run_missing([setting for seed in seeds for cell in chosen for setting in cell.of_seeds([seed])], options, deadline)
+    results = load(file)
+    print(f"\n{name}, {options.task}" + (f". The paper: {panel.paper}." if panel.paper else ""))
+    print("\n".join(table(panel, results, chosen, seeds)))
+    if name not in ABLATIONS:
+        draw(file.with_name(f"off_policy_{name}_{options.task}.png"), results, chosen, seeds)
+
+
+def run_missing(settings: Sequence[Setting], options: argparse.Namespace, deadline: float) -> None:
+    """Make the runs that are not in the file, unless only tables are wanted."""
+    if not options.tables_only:
+        announce(settings, load(options.results), options.workers)
+        complete(options.results, settings, workers=options.workers, deadline=deadline)
 
 
 def parse_arguments() -> argparse.Namespace:

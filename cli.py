@@ -27,6 +27,7 @@ from tba.common.terminal import (
     need,
     not_both,
     note,
+    own_command,
     print_json,
     print_table,
     start_process,
@@ -169,6 +170,7 @@ def train(
     resolved = options.resolve({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
     from tba.common.system.devices import CPU, choose_and_pin
     from tba.common.weights.model_files import local_model
+    from tba.deploy.drain import trainer_drain_seconds
 
     need("torch", "train")
     # Checked before anything is loaded or created. A trainer needs no tokenizer.
@@ -177,6 +179,7 @@ def train(
     if resolved.config.train.gpu != CPU:
         device, count = f"cuda:{rank or 0}", len(choose_and_pin(resolved.config.train.gpu, "train.gpu", "--cpu"))
     stop = start_process("train", level="INFO" if os.environ.get("RANK", "0") == "0" else "ERROR")
+    stop.drain_seconds = trainer_drain_seconds(resolved.config)
     if count > 1 and rank is None:
         return _train_together(resolved.config, count, stop)
     from tba.trainer.loop import train as run_trainer
@@ -245,7 +248,7 @@ def run(
 
 def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
     """Run all roles to the end of the run or until `stop()`, and print how to continue."""
-    from tba.common.weights.node_store import clear, weights_directory
+    from tba.common.weights.node_store import MEMORY, clear, weights_directory
     from tba.deploy.display import Display
     from tba.deploy.launcher import Launcher, evaluate_at_end
     from tba.deploy.run_directory import holds_run, sole_launcher
@@ -260,8 +263,11 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
             clear(weights_directory(config))
         else:
             how, flags = ("continue", ["--resume"]) if resume or holds_run(config) else ("start again", [])
-            again = shlex.join(["tba", "run", *options.arguments(option=False), *flags])
+            again = shlex.join([*own_command(), "run", *options.arguments(option=False), *flags])
             terminal.print(f"stopped; {how} with: {again}", soft_wrap=True, highlight=False)
+            if (kept := weights_directory(config)).is_relative_to(MEMORY) and kept.exists():
+                free = shlex.join(["rm", "-r", str(kept)])
+                terminal.print(f"the newest weights stay in memory for that; to free it: {free}", soft_wrap=True)
         terminal.print(f"everything is in {config.run.dir}", soft_wrap=True)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,14 @@ def need(module: str, extra: str) -> None:
 
     if find_spec(module) is None:
         raise MissingExtra(module, extra)
+
+
+def own_command() -> list[str]:
+    """Return the command that started this process, to be typed again: `tba`, or its path if it is not on the PATH."""
+    program = sys.argv[0]
+    if Path(program).name == "__main__.py":
+        return [sys.executable, "-m", "tba"]
+    return ["tba"] if shutil.which("tba") == program else [program]
 
 
 def note(sentence: str) -> None:

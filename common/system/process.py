@@ -66,6 +66,8 @@ class StopSignal:
         self._exits_immediately = False
         # Whether the first signal was SIGINT (Ctrl-C).
         self.interrupted = False
+        # How long the work under way may take, if that may be longer than the unit's TimeoutStopSec.
+        self.drain_seconds = 0.0
         if listens:
             signal.signal(signal.SIGTERM, self._on_signal)
             signal.signal(signal.SIGINT, self._on_signal)
@@ -99,7 +101,8 @@ class StopSignal:
             self.interrupted = number == signal.SIGINT
         elif now - self._stopped_at > _SAME_REQUEST_SECONDS:
             os._exit(128 + number)
-        notify_systemd("STOPPING=1")
+        more = f"\nEXTEND_TIMEOUT_USEC={self.drain_seconds * 1e6:.0f}" if self.drain_seconds else ""
+        notify_systemd(f"STOPPING=1{more}")
         if self._exits_immediately:
             self._exit()
 

@@ -37,6 +37,8 @@ _LONGEST_TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _CONNECT_POLL_SECONDS = 0.05
 _WARN_SECONDS = 15.0
+# Without any connection yet, the buffer has probably not been started.
+_FIRST_WARN_SECONDS = 2.0
 M = TypeVar("M", bound=Message)
 
 
@@ -166,7 +168,7 @@ class BufferClient:
         self, wanted: int, expect: type[M], deadline_seconds: float | None, stop: Callable[[], bool]
     ) -> tuple[M, list[memoryview]]:
         started = self._clock.monotonic()
-        warn_at = started + _WARN_SECONDS
+        warn_at = started + (_WARN_SECONDS if self._channel.connections else _FIRST_WARN_SECONDS)
         reply = self._ahead.pop(wanted, None)
         while reply is None:
             for other in self.poll(_POLL_SECONDS):
@@ -181,7 +183,8 @@ class BufferClient:
                 why = self.trouble or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
                 raise BufferUnavailable(f"the buffer at {self.address}: {why}")
             if reply is None and deadline_seconds is None and now > warn_at:
-                log.warning("waiting for the buffer", silent_seconds=self.silent_seconds, reason=self.trouble)
+                reason = self.trouble or f"{self.address} does not answer: is `tba buffer serve` running?"
+                log.warning("waiting for the buffer", silent_seconds=self.silent_seconds, reason=reason)
                 warn_at = now + _WARN_SECONDS
         if isinstance(reply.message, Failure):
             raise Refused(reply.message.code, reply.message.message)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -285,7 +286,7 @@ def test_ctrl_c_while_the_trainer_loads_ends_immediately_and_announces_no_checkp
     assert launcher.wait(60) == EXIT_INTERRUPTED, log_of(tmp_path)
     output = (tmp_path / "tba0.log").read_text()
     assert "stopping: nothing was trained yet" in output
-    assert f"stopped; start again with: tba run {run.file}\n" in output
+    assert f"stopped; start again with: {sys.executable} -m tba run {run.file}\n" in output
     assert "checkpoint" not in output
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tba.common.errors import Refused
+from tba.common.errors import BufferUnavailable, Refused
+from tba.common.wire import client as client_module
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
@@ -74,3 +75,15 @@ def test_a_reply_that_cannot_be_read_raises_instead_of_being_asked_for_again():
     finally:
         client.close()
         server.channel.close()
+
+
+@pytest.mark.slow
+def test_a_buffer_that_was_never_there_is_named_within_seconds_with_the_remedy(monkeypatch):
+    # Port 1 needs privileges, so nothing listens there.
+    client = BufferClient("tcp://127.0.0.1:1", role="trainer", name="trainer")
+    reasons: list[str] = []
+    monkeypatch.setattr(client_module.log, "warning", lambda _, **fields: reasons.append(fields["reason"]))
+    with pytest.raises(BufferUnavailable):
+        client.call(messages.Goodbye(), messages.Done, stop=lambda: bool(reasons))
+    client.close()
+    assert reasons == ["tcp://127.0.0.1:1 does not answer: is `tba buffer serve` running?"]

@@ -1,15 +1,18 @@
-"""Memory and garbage collection of a process."""
+"""Memory, garbage collection and signals of a process, and the command that started it."""
 
 import gc
+import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import weakref
 
 import pytest
 
-from tba.common.system.process import objects_frozen
+from tba.common.system.process import NotifySocket, StopSignal, objects_frozen
+from tba.common.terminal import own_command
 
 # Each block is larger than the previous one, so that glibc's adaptive threshold does not keep it.
 FAULTS = """
@@ -54,3 +57,32 @@ def test_only_later_objects_are_collected():
         assert new() is None
     gc.collect()
     assert old() is None
+
+
+def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monkeypatch):
+    systemd = NotifySocket()
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        stop = StopSignal()
+        stop.drain_seconds = 1460.5
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+        assert systemd.receive() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=1460500000"]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        systemd.close()
+
+
+def test_the_command_to_type_again_is_the_one_that_was_typed(tmp_path, monkeypatch):
+    program = tmp_path / "bin/tba"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert own_command() == [str(program)]
+    monkeypatch.setenv("PATH", f"/usr/bin:{program.parent}")
+    assert own_command() == ["tba"]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/tba/__main__.py"])
+    assert own_command() == [sys.executable, "-m", "tba"]

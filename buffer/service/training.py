@@ -61,7 +61,7 @@ class DrawnBatches:
         entries = list(chain.from_iterable(draw.groups))
         self._check_size(entries)
         ids = [entry.id for entry in entries]
-        each = state.store.trajectories.header_bytes(set(ids))
+        each = state.store.trajectories.header_bytes(list(set(ids)))
         _refuse_oversize(ids, [each[id_] for id_ in ids])
         state.store.batches.record(
             state.run,

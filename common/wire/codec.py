@@ -209,7 +209,7 @@ def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
 
 
 @functools.cache
-def _with_body(header_type: type[Envelope]) -> type[Any]:
+def _with_body(header_type: Any) -> Any:
     """Return the type of a whole header, with the body undecoded: `type` says what it is."""
     name = f"{header_type.__name__}AndBody"
     return msgspec.defstruct(name, [("body", Raw)], bases=(header_type,), frozen=True, forbid_unknown_fields=True)

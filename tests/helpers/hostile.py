@@ -34,12 +34,12 @@ def header(type_: str, body: Any, **changes: Any) -> dict[str, Any]:
     return {**shared, "body": body, **changes}
 
 
-def put_with(raw: bytes | None = None, rows: int = 1, **columns: Any) -> Frames:
+def put_with(raw: bytes | None = None, columns: dict[str, Any] | None = None, rows: int = 1, **more: Any) -> Frames:
     """Return a put with these columns; `raw` takes the place of the mark in them."""
     message, arrays = put_message([make_trajectory()] * rows)
     sent = encode_request(message, id=7, role="searcher", sender="hostile.1", run="", frames=arrays)
     fields = msgpack.unpackb(sent[0])
-    fields["body"]["rows"] |= columns
+    fields["body"]["rows"] |= (columns or {}) | more
     return [with_raw(fields, raw), *arrays]
 
 
@@ -52,9 +52,9 @@ def with_raw(fields: dict[str, Any], raw: bytes | None) -> bytes:
 def cases() -> Iterator[tuple[str, Frames]]:
     """Yield (name, multipart) of every case."""
     for name in _COLUMNS:
-        yield f"a million nils as {name}", put_with(array(MIB, b"\xc0"), **{name: _MARK})
-        yield f"65536 empty maps as {name}", put_with(array(1 << 16, b"\x80"), **{name: _MARK})
-    yield "every column a million nils", put_with(array(MIB, b"\xc0"), **dict.fromkeys(_COLUMNS, _MARK))
+        yield f"a million nils as {name}", put_with(array(MIB, b"\xc0"), {name: _MARK})
+        yield f"65536 empty maps as {name}", put_with(array(1 << 16, b"\x80"), {name: _MARK})
+    yield "every column a million nils", put_with(array(MIB, b"\xc0"), dict.fromkeys(_COLUMNS, _MARK))
     yield "15 MiB of empty maps as the header", [empty_maps(15 * MIB)]
     yield (
         "15 MiB of empty maps in the header",
@@ -78,7 +78,7 @@ def cases() -> Iterator[tuple[str, Frames]]:
     yield "4096 rows with 64 reward parts", put_with(rows=4096, reward_parts=[dict(list(parts.items())[:64])] * 4096)
     yield "15 MiB of text with one wide character", put_with(text=["x" * (15 * MIB) + "\U0001f600"])
     yield "more rows than a put may have", put_with(rows=4097)
-    beat = {"activity": "x", "reason": "", "weights_version": None, "metrics": {}, "serves": ""}
+    beat: dict[str, Any] = {"activity": "x", "reason": "", "weights_version": None, "metrics": {}, "serves": ""}
     yield (
         "8 MiB of metrics",
         [with_raw(header("heartbeat", beat | {"metrics": {str(n): 1.0 for n in range(500_000)}}), None)],

@@ -116,7 +116,7 @@ def serve_queries(
     buffer: Database = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Longest time of a query.")] = 10.0,
 ) -> None:
-    """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own beside the server."""
+    """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own next to the server."""
     path = resolve_config(options, buffer).database
     from tba.buffer.tools.query_server import serve_queries as run_server
 
@@ -157,7 +157,7 @@ def search(
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
-    """Search prompts and responses for words. The first search builds an index in a file beside the database."""
+    """Search prompts and responses for words. The first search builds an index in a file next to the database."""
     not_both(as_json, as_csv, "--json", "--csv")
     path = resolve_config(options, buffer).database
     from tba.buffer.tools.search import COLUMNS

@@ -84,7 +84,7 @@ def prune(
 ) -> None:
     """Delete old trajectories with the batches that used them, or a whole run, and shrink the file.
 
-    The server must be stopped. Steps that a checkpoint beside the database may repeat are never deleted.
+    The server must be stopped. Steps that a checkpoint next to the database may repeat are never deleted.
     """
     if before_step is None and run is None:
         raise UsageError("name what to delete: --before-step N, --run NAME, or both")
@@ -165,7 +165,7 @@ def restore(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Put a backup in the place of the database, and keep what it replaces beside it. The server must be stopped."""
+    """Put a backup in the place of the database, and keep what it replaces next to it. The server must be stopped."""
     path = resolve_config(options, to).database
     from tba.buffer.tools.restore import restore as run_restore
     from tba.common.terminal import byte_progress

@@ -42,7 +42,7 @@ class DatabaseFile:
     """
 
     def __init__(self, path: Path, *, durability: str) -> None:
-        # SQLite resolves links, too: its WAL is beside the file itself.
+        # SQLite resolves links, too: its WAL is next to the file itself.
         self.path = path = path.resolve()
         taken = f"a buffer server has {path} open: stop it, or name another database"
         self._resources = contextlib.ExitStack()

@@ -5,7 +5,7 @@
     a whole run     all of its rows
 
 What stays: everything that a trainer may ask for when it resumes (the newest `keep_steps` steps, and all steps from the
-oldest checkpoint beside the file on), prompts, visits, senders and snapshots. Ids are never used again.
+oldest checkpoint next to the file on), prompts, visits, senders and snapshots. Ids are never used again.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, pa
     why = f"--keep-steps {keep_steps} of {store.batches.steps_done(run)} that were trained"
     checkpoints = [int(name.name[5:]) for name in (path.resolve().parent / "checkpoints").glob("step_????????")]
     if checkpoints and min(checkpoints) < last:
-        last, why = min(checkpoints), "the oldest checkpoint beside it"
+        last, why = min(checkpoints), "the oldest checkpoint next to it"
     if before_step > last:
         raise UsageError(
             f"of run {run.name} in {path} the steps from {max(0, last)} on stay ({why}): lower --before-step"

@@ -1,4 +1,4 @@
-"""The query server: answers SQL from other machines, in a process of its own beside the buffer's.
+"""The query server: answers SQL from other machines, in a process of its own next to the buffer's.
 
 It opens the file as any reader does and runs one query at a time, so the most that queries can take from a run is the
 CPU time of one process of low priority. Time, rows, bytes and memory of a query are limited.

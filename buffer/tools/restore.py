@@ -2,7 +2,7 @@
 
 SQLite finds the write-ahead log by its name and applies it to whatever file has the database's name: a log that is left
 behind undoes the restore. And a program that has the replaced file open deletes the log by name when it ends, which
-would be the one of the restored file. So the log moves with its file, and nobody may have that open.
+would be the one of the restored file. So the log moves with its file, and no program may have that open.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Full-text search over prompts and responses, with SQLite's FTS5 as sqlite-utils sets it up.
 
-The index is a file of its own beside the database, `NAME.search`: the server never writes to it, and whoever never
-searches pays nothing. A search first adds what has arrived since the last one.
+The index is a file of its own next to the database, `NAME.search`: the server never writes to it, and without a
+search there is no cost. A search first adds what has arrived since the last one.
 """
 
 import contextlib

@@ -73,7 +73,7 @@ def test_what_a_checkpoint_may_repeat_is_never_deleted(prune, trained):
     refused = prune("--before-step", 3, "--keep-steps", 2, "--yes")
     assert (refused.exit_code, "steps from 2 on stay (--keep-steps 2 of 4" in refused.message) == (2, True)
     (trained.parent / "checkpoints" / "step_00000001").mkdir(parents=True)
-    assert "steps from 1 on stay (the oldest checkpoint beside it)" in prune(*OLD, "--yes").message
+    assert "steps from 1 on stay (the oldest checkpoint next to it)" in prune(*OLD, "--yes").message
     assert len(ask(trained, "SELECT id FROM trajectories")) == 8
 
 

@@ -1,4 +1,4 @@
-"""`tba buffer search`: full-text search in an index beside the database."""
+"""`tba buffer search`: full-text search in an index next to the database."""
 
 import shutil
 

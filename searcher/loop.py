@@ -36,7 +36,8 @@ from tba.searcher.weights.serving import Serving
 log = get_logger(__name__)
 
 _HEARTBEAT_SECONDS = 1.0
-_LEASE_WAIT_SECONDS = 1.0
+# The buffer answers as soon as there is room or newer weights.
+_LEASE_WAIT_SECONDS = 5.0
 _IDLE_SECONDS = 0.05
 _SCORE_WAIT_SECONDS = 0.01
 _DRAIN_SECONDS = 5.0

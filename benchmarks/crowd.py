@@ -66,7 +66,7 @@ def main() -> None:
     alone, crowded = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(crowded / alone for alone, crowded in pairs)
     print_table(
-        f"ingest of {ROW_BYTES >> 10} KB rows while {options.searchers} searchers hold {options.leases} leases and wait",
+        f"ingest of {ROW_BYTES >> 10} KB rows; {options.searchers} x {options.leases} leases are held and all wait",
         ["producers", "alone, rows/s", "crowded, rows/s", "ratio", "status p50 ms", "slowest"],
         [[PRODUCERS, *(f"{rate:,.0f}" for rate in (alone, crowded)), f"{ratio:.2f}", *summary(statuses)]],
     )

@@ -129,7 +129,7 @@ def waiting(address: str, searchers: int, leases: int) -> Iterator[None]:
 
 
 def wait_for_leases(address: str, searchers: int, leases: int, ready: Event, stop: Event) -> None:
-    """Be so many searchers, until `stop`."""
+    """Be these searchers until `stop`."""
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, 2 * searchers + 16)
         crowd = [WaitingSearcher(context.socket(zmq.DEALER), address, n, leases) for n in range(searchers)]

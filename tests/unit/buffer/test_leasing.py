@@ -59,8 +59,9 @@ def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harn
 
 def test_rows_already_stored_close_no_visit(harness, trajectory):
     buffer = harness()
-    buffer.register(2)
+    buffer.register(1)
     buffer.announce(0, 0)
+    # The same prompt in two epochs.
     first, second = buffer.lease(2).visits
     buffer.put([trajectory(first.prompt_key, first.lease)], 0)
     buffer.put([trajectory(second.prompt_key, second.lease)], 0)

@@ -155,7 +155,7 @@ class OfflineBuffer:
         batch = reply.message
         if isinstance(batch, messages.Batch) and not self._replay:
             # Not sampled by the current weights: staleness 0 refers to the recorded trainer's weights.
-            batch = structs.replace(batch, plain_sampling=[False] * len(batch.plain_sampling))
+            batch = structs.replace(batch, policy_version=[-1] * len(batch.policy_version))
         return batch, reply.frames
 
     def compare_losses(self) -> tuple[int, float]:

@@ -145,7 +145,7 @@ class Training:
             reward_parts=list(map(_decode_parts, rows["reward_parts"])),
             policy_version=rows["policy_version"],
             staleness=rows["staleness"],
-            plain_sampling=[bool(plain) for plain in rows["plain_sampling"]],
+            temperature=rows["temperature"],
             reference_logprobs=rows["reference_logprob"],
             recency_window=recency.window,
             recency_groups=recency.groups,

@@ -113,6 +113,7 @@ def _check(config: Config) -> None:
     _check_task(config)
     _check_staleness(config)
     _check_reference(config)
+    _check_ratios(config)
     _check_batches(config)
     _check_offload(config)
     _check_rates(config)
@@ -146,6 +147,15 @@ def _check_reference(config: Config) -> None:
     if not config.objective.uses_reference:
         raise ValueError(
             f'reference.kind = "{kind}" has no effect: objective.name = "{config.objective.name}" uses no reference'
+        )
+
+
+def _check_ratios(config: Config) -> None:
+    if config.objective.uses_ratio and not config.search.has_ratios:
+        raise ValueError(
+            f"objective.name = {config.objective.name} with these settings needs ratios of the policy to its sampler, "
+            "which do not exist for greedy decoding or a nucleus: set search.top_p = 1 and search.temperature above 0, "
+            "or objective.name = tb"
         )
 
 

@@ -31,11 +31,11 @@ class SearchSection(Section):
     with half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; the Transformers engine 256."""
     temperature: Explored = 1.0
     """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
-    0 is greedy. Each trajectory records its temperature. The trainer compares its log-probabilities with the recorded
-    ones only for trajectories sampled at temperature 1 and top_p 1."""
+    0 is greedy. Each trajectory records its temperature, and the trainer compares log-probabilities at the same one."""
     top_p: Explored = 1.0
     """Nucleus sampling from the smallest set of tokens with this total probability. One value, several or a range,
-    drawn independently of the temperature."""
+    drawn independently of the temperature. Below 1 the trainer cannot compute a ratio to the sampler, and objectives
+    that need one are refused."""
     explore: Literal["sample", "group", "searcher"] = "sample"
     """How often temperature and top_p are drawn if they are several or a range: for each response, for each visit of a
     prompt, or once per searcher. All draws are derived from run.seed."""
@@ -105,6 +105,16 @@ class SearchSection(Section):
         if not all(0 < number <= 1 for number in _explored_numbers(value)):
             raise ValueError("top_p must be more than 0 and at most 1")
         return value
+
+    @property
+    def has_ratios(self) -> bool:
+        """Whether every response is sampled from a softmax of all logits, so that pi / mu can be computed."""
+        temperatures, nuclei = (_explored_numbers(_plain(value)) for value in (self.temperature, self.top_p))
+        return min(temperatures) > 0 and min(nuclei) == 1
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Section) else value
 
 
 def _explored_numbers(value: Any) -> list[float]:

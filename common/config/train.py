@@ -11,6 +11,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 _ANCHORED = ("tb", "tb_stale", "tb_learned_z", "online_dpo", "oapl")
 # Their advantage is the reward minus a mean of the group, so it can be raised by that mean.
 _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo")
+# Their formulas include pi / mu.
+_RATIO = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo", "oapl")
 # Their gradient is an advantage times grad log pi, without a ratio.
 _UNWEIGHTED = ("tb", "tb_stale", "reinforce", "rloo")
 
@@ -145,6 +147,9 @@ class ObjectiveSection(Section):
     """cispo: the maximum importance weight of a token."""
     truncation: PositiveFloat | Literal["off"] = 8.0
     """tba_prime: the maximum importance weight of a token; off gives every token weight 1, as in the paper's Eq. 7."""
+    mean_kl: Literal["sampler", "policy"] = "sampler"
+    """tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler, as in the
+    authors' code, keeps the level of the log-probabilities of stale data; policy is the paper's Eq. 7."""
     value_beta: PositiveFloat | Literal["beta"] = "beta"
     """oapl: the temperature of the value estimate; beta uses train.beta."""
     log_z_learning_rate: PositiveFloat = 1e-3
@@ -175,6 +180,12 @@ class ObjectiveSection(Section):
         if self.taper != "auto":
             return self.taper
         return "response" if self.name == "tb_stale" else "off"
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Whether the loss depends on the log-probabilities with which responses were sampled."""
+        weighted = self.name == "tba_prime" and (self.truncation != "off" or self.mean_kl == "sampler")
+        return self.name in _RATIO or weighted or self.anchor == "ema" or self.taper_kind != "off"
 
     @property
     def uses_reference(self) -> bool:

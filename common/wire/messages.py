@@ -62,6 +62,7 @@ Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 StopReason = Literal["eos", "length", "error"]
 Column = Annotated[list[T], Meta(max_length=MAX_ROWS)]
 PutColumn = Annotated[list[T], Meta(max_length=MAX_PUT_ROWS)]
+Temperature = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 RewardParts = Annotated[dict[Annotated[str, Meta(max_length=100)], Finite], Meta(max_length=MAX_REWARD_PARTS)]
 Metrics = Annotated[dict[Annotated[str, Meta(max_length=64)], Finite], Meta(max_length=MAX_METRICS)]
 
@@ -348,7 +349,8 @@ class Batch(ArrayCounts, Reply, frozen=True):
     """Reply to SampleBatch: `prompts` x `samples` trajectories, those of a prompt adjacent.
 
     Array frames follow. A trajectory that was drawn twice occurs twice. `staleness` is in optimiser steps.
-    `plain_sampling`: sampled at temperature 1 and top_p 1, the distribution that the trainer computes.
+    `policy_version` is -1 for a trajectory that no policy of this run sampled. `temperature` is 0 where the trainer
+    cannot compute the distribution that was sampled from: greedy decoding, top_p below 1, a demonstration.
     `recency_groups` of the prompts were drawn by recency; `recency_missed` of them have no data within
     `recency_window` steps.
     """
@@ -362,7 +364,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     reward_parts: Column[RewardParts]
     policy_version: Column[PolicyVersion]
     staleness: Column[int]
-    plain_sampling: Column[bool]
+    temperature: Column[Temperature]
     reference_logprobs: Column[Finite | None]
     recency_window: Id
     recency_groups: Id

@@ -23,7 +23,8 @@ class Row:
     """One trajectory: its tokens, and the log-probabilities with which the engine sampled them.
 
     `sampling_logprobs` and `loss_mask` have one entry per response token; a token with mask 0 does not count.
-    `on_policy` means: sampled at temperature 1 and top-p 1 from the weights that are being trained.
+    They are of softmax(logits / `temperature`); 0 means that they are of no such distribution, or unknown. `on_policy`
+    means: sampled from it with the weights that are being trained.
     """
 
     id: int
@@ -32,6 +33,7 @@ class Row:
     sampling_logprobs: Float32
     loss_mask: UInt8
     on_policy: bool
+    temperature: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -133,7 +135,8 @@ def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
                 response_ids=response,
                 sampling_logprobs=arrays["logprobs"][i],
                 loss_mask=mask if len(mask) else np.ones(len(response), np.uint8),
-                on_policy=batch.staleness[i] == 0 and batch.plain_sampling[i],
+                on_policy=batch.staleness[i] == 0 and batch.policy_version[i] >= 0 and batch.temperature[i] > 0,
+                temperature=batch.temperature[i],
             )
         )
     return rows
@@ -158,6 +161,11 @@ def pad(rows: Sequence[Row], device: torch.device) -> Layout:
         prompt_lengths=[len(row.prompt_ids) for row in rows],
         lengths=[len(row.response_ids) for row in rows],
     )
+
+
+def known(rows: Sequence[Row]) -> Tensor:
+    """Return of which rows the sampler's log-probabilities can be compared with a policy's: [N], bool."""
+    return torch.tensor([row.temperature > 0 for row in rows])
 
 
 def counted(rows: Sequence[Row]) -> Tensor:

@@ -130,4 +130,5 @@ def _row(number: int, prompt: Sequence[int], response: Sequence[int]) -> Row:
         sampling_logprobs=np.zeros(len(response), np.float32),
         loss_mask=np.ones(len(response), np.uint8),
         on_policy=False,
+        temperature=0.0,
     )

@@ -18,19 +18,26 @@ _GPU_LOGITS = 1 << 27
 
 
 def token_logprobs(
-    head: nn.Linear, hidden_RH: Tensor, target_R: Tensor, *, entropy: bool = False, exact: bool = False
-) -> tuple[Tensor, Tensor]:
+    head: nn.Linear,
+    hidden_RH: Tensor,
+    target_R: Tensor,
+    *,
+    temperature_R: Tensor | None = None,
+    entropy: bool = False,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log softmax(head(hidden))[target]: [R] in float32, or float64 for a float64 model.
 
-    The second result is the `entropy` of each whole distribution, [R] in nats, without gradient, or empty: it reuses
-    the exponentials that the normaliser needs anyway. Under autocast the matrix products are computed in its type, as
+    The second result is log softmax(head(hidden) / `temperature_R`)[target], [R], the third the `entropy` of each whole
+    distribution at temperature 1, [R] in nats, without gradient: it reuses the exponentials that the normaliser needs
+    anyway. Either is empty where it is not asked for. Under autocast the matrix products are computed in its type, as
     `head(hidden)` would be. The logits are rounded to it too, unless they are to be `exact`: sums in float32 of
     products of rounded factors.
     """
-    pair: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, head.weight, head.bias, target_R, entropy, exact
+    results: tuple[Tensor, Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, head.weight, head.bias, target_R, temperature_R, entropy, exact
     )
-    return pair
+    return results
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -41,15 +48,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         target_R: Tensor,
+        temperature_R: Tensor | None,
         with_entropy: bool,
         exact: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.dtype, ctx.exact = compute_dtype(hidden_RH, weight_VH), exact
         weight = weight_VH.to(ctx.dtype)
         normaliser, logprob, entropy = [], [], [hidden_RH.new_zeros(0)]
-        for hidden_CH, target_C in _chunks(weight.shape[0], hidden_RH, target_R):
+        tempered_normaliser, tempered = [hidden_RH.new_zeros(0)], [hidden_RH.new_zeros(0)]
+        scale_R = _scale(temperature_R, target_R, weight)
+        for hidden_CH, target_C, scale_C in _chunks(weight.shape[0], hidden_RH, target_R, scale_R):
             logits_CV = _logits(hidden_CH, weight, bias_V, exact)
             chosen_C = logits_CV.gather(1, target_C[:, None])[:, 0]
+            if temperature_R is not None:
+                tempered_normaliser.append((logits_CV / scale_C[:, None]).logsumexp(dim=1))
+                tempered.append(chosen_C / scale_C - tempered_normaliser[-1])
             if with_entropy:
                 normaliser_C, entropy_C = _normaliser_and_entropy(logits_CV)
                 entropy.append(entropy_C)
@@ -57,30 +70,39 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 normaliser_C = logits_CV.logsumexp(dim=1)
             normaliser.append(normaliser_C)
             logprob.append(chosen_C - normaliser_C)
-        # Of a chunk only the normaliser is kept, from which the backward pass recovers the softmax.
-        ctx.save_for_backward(hidden_RH, weight_VH, bias_V, target_R, torch.cat(normaliser))
-        entropy_R = torch.cat(entropy)
-        ctx.mark_non_differentiable(entropy_R)
-        return torch.cat(logprob), entropy_R
+        # Of a chunk only the normalisers are kept, from which the backward pass recovers the softmax.
+        normalisers = torch.cat(normaliser), torch.cat(tempered_normaliser)
+        ctx.save_for_backward(hidden_RH, weight_VH, bias_V, target_R, temperature_R, *normalisers)
+        entropy_R, tempered_R = torch.cat(entropy), torch.cat(tempered)
+        ctx.mark_non_differentiable(*((entropy_R,) if temperature_R is not None else (entropy_R, tempered_R)))
+        return torch.cat(logprob), tempered_R, entropy_R
 
     @staticmethod
     def backward(
-        ctx: Any, gradient_R: Tensor, _: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
-        hidden_RH, weight_VH, bias_V, target_R, normaliser_R = ctx.saved_tensors
+        ctx: Any, gradient_R: Tensor, tempered_gradient_R: Tensor, _: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
+        hidden_RH, weight_VH, bias_V, target_R, temperature_R, normaliser_R, tempered_normaliser_R = ctx.saved_tensors
+        if temperature_R is None:
+            tempered_gradient_R = tempered_normaliser_R = torch.zeros_like(gradient_R)
         weight = weight_VH.to(ctx.dtype)
         to_hidden = torch.empty_like(hidden_RH)
         # Added up over the chunks in float32, also where FSDP has gathered the head in bfloat16.
         to_weight = torch.zeros_like(weight_VH, dtype=_at_least_float32(weight_VH)) if ctx.needs_input_grad[1] else None
         to_bias = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
         done = 0
-        for hidden_CH, target_C, normaliser_C, gradient_C in _chunks(
-            weight.shape[0], hidden_RH, target_R, normaliser_R, gradient_R
+        tempered = _scale(temperature_R, target_R, weight), tempered_normaliser_R, tempered_gradient_R
+        for hidden_CH, target_C, normaliser_C, gradient_C, *tempered_C in _chunks(
+            weight.shape[0], hidden_RH, target_R, normaliser_R, gradient_R, *tempered
         ):
-            # d logp[target] / d logits = onehot(target) - softmax(logits), computed in the memory of the logits.
-            delta_CV = _logits(hidden_CH, weight, bias_V, ctx.exact).sub_(normaliser_C[:, None]).exp_()
-            delta_CV.mul_(-gradient_C[:, None])
-            delta_CV.scatter_add_(1, target_C[:, None], gradient_C[:, None])
+            logits_CV = _logits(hidden_CH, weight, bias_V, ctx.exact)
+            tempered_delta_CV = None
+            if temperature_R is not None:
+                scale_C, tempered_normaliser_C, tempered_gradient_C = tempered_C
+                tempered_delta_CV = logits_CV / scale_C[:, None]
+                _to_gradient(tempered_delta_CV, target_C, tempered_normaliser_C, tempered_gradient_C / scale_C)
+            delta_CV = _to_gradient(logits_CV, target_C, normaliser_C, gradient_C)
+            if tempered_delta_CV is not None:
+                delta_CV += tempered_delta_CV
             if to_bias is not None:
                 to_bias += delta_CV.sum(dim=0)
             delta_CV = delta_CV.to(ctx.dtype)
@@ -90,7 +112,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 _add_product(to_weight, delta_CV, hidden_CH.to(ctx.dtype))
         if to_weight is not None:
             to_weight = to_weight.to(weight_VH.dtype)
-        return to_hidden, to_weight, to_bias, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None
+
+
+def _scale(temperature_R: Tensor | None, target_R: Tensor, weight: Tensor) -> Tensor:
+    """Return the temperatures in the type of the logits, or ones, which are not used: [R]."""
+    return torch.ones_like(target_R) if temperature_R is None else temperature_R.to(_at_least_float32(weight))
+
+
+def _to_gradient(logits_CV: Tensor, target_C: Tensor, normaliser_C: Tensor, gradient_C: Tensor) -> Tensor:
+    """Turn logits, in place, into gradient x d logp[target] / d logits = gradient x (onehot - softmax): [C, V]."""
+    logits_CV.sub_(normaliser_C[:, None]).exp_().mul_(-gradient_C[:, None])
+    return logits_CV.scatter_add_(1, target_C[:, None], gradient_C[:, None])
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

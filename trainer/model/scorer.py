@@ -144,17 +144,19 @@ def _check_head(model: PreTrainedModel) -> None:
 class Scores:
     """The scores of some rows, in their order.
 
-    `logprob_R` has every response token, masked ones included. On request there are `prompt_NH`, the mean of each
+    `logprob_R` has every response token, masked ones included, at temperature 1, and `tempered_R` at the temperature
+    of each row if that is asked for, otherwise the same tensor. On request there are `prompt_NH`, the mean of each
     prompt's last hidden states, and `entropy_R`, the entropy in nats of the distribution at each response token.
     """
 
     logprob_R: Tensor
+    tempered_R: Tensor
     prompt_NH: Tensor | None = None
     entropy_R: Tensor | None = None
 
 
 class Scorer(nn.Module):
-    """Log-probabilities at temperature 1 of response tokens under one model.
+    """Log-probabilities of response tokens under one model.
 
     `autocast` computes in bfloat16 on float32 weights; `exact_logits` are then not rounded to bfloat16. `packed` puts
     all rows of a call into one pass without padding; otherwise rows of similar lengths share a pass. The class is a
@@ -194,10 +196,11 @@ class Scorer(nn.Module):
         rows: Sequence[Row],
         passes: Sequence[Sequence[int]] | None = None,
         *,
+        tempered: bool = False,
         pooled: bool = False,
         entropy: bool = False,
     ) -> Scores:
-        """Score rows, in their order. `pooled` and `entropy` ask for the optional fields of `Scores`.
+        """Score rows, in their order. `tempered`, `pooled` and `entropy` ask for the optional fields of `Scores`.
 
         `passes` are the forward passes as indices into `rows`, by default those of `forward_passes`. All of them are
         parts of one graph, so a loss on all rows is exact. An empty pass runs over a single token and yields nothing:
@@ -210,12 +213,23 @@ class Scorer(nn.Module):
             filled.append(part or [len(all_rows)])
             if not part:
                 all_rows.append(_EMPTY_ROW)
-        logprob_R, prompt_NH, entropy_R = self(all_rows, filled, pooled, entropy)
-        return Scores(logprob_R, prompt_NH[: len(rows)] if pooled else None, entropy_R if entropy else None)
+        temperature_R = _temperatures(all_rows) if tempered else None
+        logprob_R, tempered_R, prompt_NH, entropy_R = self(all_rows, filled, temperature_R, pooled, entropy)
+        return Scores(
+            logprob_R,
+            logprob_R if temperature_R is None else tempered_R,
+            prompt_NH[: len(rows)] if pooled else None,
+            entropy_R if entropy else None,
+        )
 
     def forward(
-        self, rows: Sequence[Row], passes: Sequence[Sequence[int]], pooled: bool, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        rows: Sequence[Row],
+        passes: Sequence[Sequence[int]],
+        temperature_R: Tensor | None,
+        pooled: bool,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of `Scores`; those not asked for are empty."""
         hidden: list[Tensor] = []
         pools: list[Tensor] = []
@@ -230,10 +244,23 @@ class Scorer(nn.Module):
             order = np.argsort(np.concatenate(passes)).tolist()
             targets_R = torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64))
             head, hidden_RH = self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order])
-            logprob_R, entropy_R = token_logprobs(
-                head, hidden_RH, targets_R.to(self.device), entropy=entropy, exact=self._exact_logits
+            logprob_R, tempered_R, entropy_R = token_logprobs(
+                head,
+                hidden_RH,
+                targets_R.to(self.device),
+                temperature_R=None if temperature_R is None else temperature_R.to(self.device),
+                entropy=entropy,
+                exact=self._exact_logits,
             )
-        return logprob_R, torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0), entropy_R
+        return logprob_R, tempered_R, torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0), entropy_R
+
+
+def _temperatures(rows: Sequence[Row]) -> Tensor | None:
+    """Return the temperature of each response token, 1 where it is unknown: [R] in float64, None if all are 1."""
+    if all(row.temperature in (0, 1) for row in rows):
+        return None
+    values = np.repeat([row.temperature or 1.0 for row in rows], [len(row.response_ids) for row in rows])
+    return torch.from_numpy(values)
 
 
 def _mean_of_prompts(hidden_PH: Tensor, layout: Layout) -> Tensor:

@@ -68,13 +68,14 @@ def taper(responses: Responses, advantage_bK: Tensor, kind: str) -> Tensor:
     From TOPR (Le Roux et al. 2025, arXiv 2503.14286): what the policy has unlearnt is not pushed down further, what is
     right may be learnt again. `kind` is "off" (all 1), "response", with rho = pi / mu of the whole response, or "mean",
     with its geometric mean over the counted tokens: the former underflows to 0 for responses of thousands of tokens.
+    Where the sampler is unknown, rho is 0.
     """
     if kind == "off":
         return torch.ones_like(advantage_bK)
-    log_ratio_bK = responses.policy_bK - responses.sampled_bK
+    log_ratio_bK = responses.log_ratio_bK
     if kind == "mean":
         log_ratio_bK = log_ratio_bK / responses.tokens_bK.clamp(min=1)
-    return torch.where(advantage_bK < 0, log_ratio_bK.clamp(max=0.0).exp(), 1.0)
+    return torch.where(advantage_bK < 0, responses.only_known(log_ratio_bK.clamp(max=0.0).exp()), 1.0)
 
 
 @torch.no_grad()
@@ -95,17 +96,31 @@ def regularised(reward_bK: Tensor, responses: Responses, beta: float, kl: str, e
 
 
 @torch.no_grad()
+def level_of_sampler(responses: Responses, beta: float) -> Tensor:
+    """Return what the mean KL of the sampler adds to an advantage of Eq. 7 in place of the policy's: [b, 1].
+
+        beta (mean_k KL(mu)_ik - mean_k KL_ik) = -beta mean_k log rho_ik
+
+    KL(mu) is log mu - log ref. Where all responses of a group have lost probability, it raises their advantages. The
+    mean is over the responses whose sampler is known; at a temperature, log rho is that at the temperature.
+    """
+    known_bK = responses.only_known(torch.ones_like(responses.reward_bK))
+    total_b1, count_b1 = (part.sum(dim=1, keepdim=True) for part in (responses.log_ratio_bK, known_bK))
+    return -beta * total_b1 / count_b1.clamp(min=1)
+
+
+@torch.no_grad()
 def ema_log_ratio(responses: Responses, decay: float) -> Tensor:
-    """Return log pi - log ema to first order, without a forward pass of a reference: [b, K] (Bartoldson 2026).
+    """Return log pi - log ema to first order, at the temperature of sampling: [b, K] (Bartoldson 2026).
 
         log pi_n - log ema_n  ~  a / (D (1 - a)) (log pi_n - log pi_{n-D})
 
     If weights drift at a constant rate, their exponential moving average of decay `a` is a / (1 - a) steps behind, and
     the weights that sampled the response are D steps behind, its staleness. So the log-ratio to the former follows
-    from that to the latter, whose log-probabilities came with the response. At staleness 0 both policies are the
-    same and only rounding differs; D is then taken as 1. The log-ratio of a token is clamped to +-10, as in the
-    public code.
+    from that to the latter, whose log-probabilities came with the response: there is no forward pass of a reference. It
+    is 0 where they are unknown. At staleness 0 both policies are the same and only rounding differs; D is then taken as
+    1. The log-ratio of a token is clamped to +-10, as in the public code.
     """
-    log_ratio_R = (responses.logprob_R - responses.sampled_logprob_R).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-    steps_behind = decay / (1.0 - decay)
-    return responses.per_row(log_ratio_R) * steps_behind / responses.staleness_bK.clamp(min=1.0)
+    log_ratio_R = responses.at_sampling_R - responses.sampled_logprob_R
+    log_ratio_bK = responses.only_known(responses.per_row(log_ratio_R.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)))
+    return log_ratio_bK * (decay / (1.0 - decay)) / responses.staleness_bK.clamp(min=1.0)

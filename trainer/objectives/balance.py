@@ -3,8 +3,7 @@
 Shape suffixes: b prompts of a micro-batch, K responses to each.
 """
 
-import math
-
+import torch
 from torch import Tensor
 
 from tba.trainer.objectives.advantages import imitation, taper
@@ -27,15 +26,19 @@ def trajectory_balance(
     weights that generated, and divides by tokens. Here log Z is under the policy being trained, over the K samples of
     one prompt, and nothing is divided by lengths.
 
-    With `imitation_weight` and `taper_kind` it is `tb_stale`, for stale data: the advantage is A_ij + `imitation`,
-    which lowers log Z, and responses of negative advantage have the weight `taper`. The gradient is then the mean of
-    -w_ij A_ij grad log pi_ij. By default both change nothing.
+    With `imitation_weight` and `taper_kind` it is `tb_stale`, for stale data:
+
+        loss = 1/(BK) sum_ij w_ij [ beta/2 (...)^2 - I_ij log pi^T_ij ],    I: `imitation`, w: `taper` of A_ij + I_ij
+
+    The gradient is the mean of -w_ij (A_ij + I_ij) grad log pi_ij: the baseline of Eq. 7, lowered. The sampler is
+    imitated at its own temperature T; the residual is at temperature 1, as everywhere in Trajectory Balance.
     """
     reward_bK = responses.reward_bK
     residual_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, reward_bK, beta)
-    residual_bK = residual_bK - imitation(reward_bK, imitation_weight, floor) / beta
-    weight_bK = taper(responses, -residual_bK, taper_kind)
-    return beta / 2 * (weight_bK * residual_bK.square()).sum() / responses.totals.rows
+    raised_bK = imitation(reward_bK, imitation_weight, floor)
+    weight_bK = taper(responses, raised_bK - beta * residual_bK, taper_kind)
+    loss = beta / 2 * (weight_bK * residual_bK.square()).sum()
+    return (loss - (weight_bK * raised_bK * responses.at_sampling_bK).sum()) / responses.totals.rows
 
 
 def trajectory_balance_learned_z(responses: Responses, beta: float) -> Tensor:
@@ -59,14 +62,18 @@ def optimal_advantage(responses: Responses, *, beta: float, value_beta: float) -
         V_i  = value_beta * log( 1/K sum_j exp(r_ij / value_beta) )
         loss = 1/(2 beta) * 1/(BK) sum_ij ( beta (log pi_ij - log mu_ij) - (r_ij - V_i) )^2
 
-    mu is the policy that sampled, with its sampling settings; there is no reference model and no importance weight.
+    mu is the policy that sampled, and pi is at its temperature; there is no reference model and no importance weight.
+    Both sums are over the responses of a known sampler: the others say nothing about pi / mu, nor about the mean.
     The factor 1/(2 beta) is not in the paper: with it the gradient is the mean of -A_ij grad log pi_ij in reward
     units, as in `trajectory_balance`, which differs in its anchor and in that its baseline depends on the policy.
     """
-    soft_bK = responses.reward_bK / value_beta
-    value_b1 = value_beta * (soft_bK.logsumexp(dim=1, keepdim=True) - math.log(soft_bK.shape[1]))
-    residual_bK = beta * (responses.policy_bK - responses.sampled_bK) - (responses.reward_bK - value_b1)
-    return residual_bK.square().sum() / (2 * beta * responses.totals.rows)
+    known_bK = torch.ones_like(responses.reward_bK, dtype=torch.bool)
+    if responses.known_bK is not None:
+        known_bK = responses.known_bK
+    soft_bK = torch.where(known_bK, responses.reward_bK / value_beta, -torch.inf)
+    value_b1 = value_beta * (soft_bK.logsumexp(dim=1, keepdim=True) - known_bK.double().sum(dim=1, keepdim=True).log())
+    residual_bK = beta * responses.log_ratio_bK - (responses.reward_bK - value_b1)
+    return torch.where(known_bK, residual_bK, 0.0).square().sum() / (2 * beta * responses.totals.rows)
 
 
 def vargrad_residual(policy_bK: Tensor, reference_bK: Tensor, reward_bK: Tensor, beta: float) -> Tensor:

@@ -37,14 +37,15 @@ def balance_metrics(policy_BK: Tensor, reference_BK: Tensor, reward_BK: Tensor, 
 
 
 @torch.no_grad()
-def off_policy_metrics(policy_BK: Tensor, sampled_BK: Tensor) -> dict[str, float]:
-    """Return how far the data is from the policy, on whole responses; rho = pi / mu.
+def off_policy_metrics(log_ratio: Tensor) -> dict[str, float]:
+    """Return how far the data is from the policy, from log rho = log pi / mu of whole responses, or {} without any.
 
     `effective_sample_ratio` is (sum rho)^2 / (BK sum rho^2) (Kish 1965): 1 if every response has the same weight,
     1/(BK) if one outweighs all others. `sampler_kl` is the k3 estimate of KL(sampler || policy), the mean of
     rho - 1 - log rho with rho limited to 10, or a single response that has become likely would be all of it.
     """
-    log_ratio = (policy_BK - sampled_BK).flatten()
+    if not len(log_ratio):
+        return {}
     normalised = (log_ratio - log_ratio.max()).exp()
     limited = log_ratio.clamp(max=_LARGEST_KL_LOG_RATIO)
     return {

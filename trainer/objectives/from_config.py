@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from tba.trainer.objectives.advantages import (
     centred,
     imitation,
     leave_one_out,
+    level_of_sampler,
     regularised,
     standardised,
     taper,
@@ -21,6 +22,8 @@ from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance
 from tba.trainer.objectives.preference import online_dpo
 from tba.trainer.objectives.responses import Responses
 
+# A response whose sampler is unknown is left out of their losses.
+_NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
 Loss = Callable[..., Tensor]
 Advantage = Callable[[Tensor], Tensor]
 
@@ -47,9 +50,13 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     """Return the objective that the configuration names. `longest_response` is in tokens."""
     floor = config.reward_floor if config.imitation_weight else -math.inf
     if config.name in ("tb", "tb_stale"):
-        stale = {"imitation_weight": config.imitation_weight, "taper_kind": config.taper_kind}
-        loss = partial(trajectory_balance, floor=config.reward_floor, **stale)
-        return Objective(config.name, loss, True, reward_floor=floor)
+        balance = partial(
+            trajectory_balance,
+            imitation_weight=config.imitation_weight,
+            floor=config.reward_floor,
+            taper_kind=config.taper_kind,
+        )
+        return Objective(config.name, balance, True, reward_floor=floor)
     if config.name == "tb_learned_z":
         rate = config.log_z_learning_rate
         return Objective(config.name, trajectory_balance_learned_z, True, learns_log_z=True, log_z_learning_rate=rate)
@@ -93,8 +100,17 @@ def _with_advantage(
 ) -> Tensor:
     reward_bK = responses.reward_bK
     advantage_bK = advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
-    advantage_bK = advantage_bK + imitation(reward_bK, config.imitation_weight, config.reward_floor)
-    return loss(responses, taper(responses, advantage_bK, config.taper_kind) * advantage_bK)
+    raised_bK = imitation(reward_bK, config.imitation_weight, config.reward_floor)
+    if config.name == "tba_prime" and config.mean_kl == "sampler" and config.anchor != "none":
+        advantage_bK = advantage_bK + level_of_sampler(responses, beta)
+    weight_bK = taper(responses, advantage_bK + raised_bK, config.taper_kind)
+    if config.name in _NEEDS_SAMPLER:
+        weight_bK = responses.only_known(weight_bK)
+    if config.name == "tba_prime" and config.imitation_weight:
+        # Eq. 7 is at temperature 1, but the sampler is imitated at its own temperature.
+        tempered = replace(responses, logprob_R=responses.at_sampling_R)
+        return loss(responses, weight_bK * advantage_bK) + loss(tempered, weight_bK * raised_bK)
+    return loss(responses, weight_bK * (advantage_bK + raised_bK))
 
 
 def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Tensor:

@@ -1,8 +1,10 @@
 """Objectives that are an advantage times a log-probability or a ratio.
 
-pi is the policy being trained, mu the one that sampled: rho = pi / mu is 1 on fresh data, up to the rounding of the
-engine. A is an advantage without gradient (advantages.py), T_ij the counted tokens of a response, T their sum over
-the whole batch. With a `kl` other than "none" every reward is first regularised as in Bartoldson et al. 2025, Eq. 7.
+pi is the policy being trained, mu the one that sampled, both at the temperature of sampling: rho = pi / mu is 1 on
+fresh data, up to the rounding of the engine, and what grows is the expected reward of pi at that temperature. Only
+`truncated_importance`, which is Trajectory Balance on tokens, has log pi at temperature 1 beside its weights. A is an
+advantage without gradient (advantages.py), T_ij the counted tokens of a response, T their sum over the whole batch.
+With a `kl` other than "none" every reward is first regularised as in Bartoldson et al. 2025, Eq. 7.
 
 Shape suffixes: b prompts of a micro-batch, K responses to each, R response tokens.
 """
@@ -25,7 +27,7 @@ def reinforce(responses: Responses, advantage_bK: Tensor) -> Tensor:
     Ahmadian et al. 2024, Eq. 6), and with `centred` of a regularised reward it has the gradient of Trajectory Balance.
     There is no correction for stale data.
     """
-    return -(advantage_bK * responses.policy_bK).sum() / responses.totals.rows
+    return -(advantage_bK * responses.at_sampling_bK).sum() / responses.totals.rows
 
 
 def truncated_importance(responses: Responses, advantage_bK: Tensor, *, cap: float | None) -> Tensor:
@@ -33,10 +35,10 @@ def truncated_importance(responses: Responses, advantage_bK: Tensor, *, cap: flo
 
         loss = -1/(BK) sum_ij A_ij sum_t w_ijt log pi_ijt,    w_ijt = sg[ min(rho_ijt, cap) ], or 1 if `cap` is None
 
-    Without weights it equals `reinforce` on the same advantage. The authors' code (tba-prime) differentiates through
-    the clamp, so tokens over the cap have no gradient; it computes the mean KL under the weights that sampled, and
-    divides by the tokens of a micro-batch. Here the weight is detached, the mean KL is that of the policy being
-    trained, and nothing depends on micro-batches.
+    As in the authors' code (tba-prime), the mean KL in A is that of the sampler (`level_of_sampler`), unless
+    `mean_kl` says otherwise; with that of the policy and without weights the gradient is that of `trajectory_balance`.
+    The authors differentiate through the clamp, so tokens over the cap have no gradient, and divide by the tokens of a
+    micro-batch. Here the weight is detached, and nothing depends on micro-batches.
     """
     weight_R = torch.ones_like(responses.logprob_R) if cap is None else _ratio(responses).detach().clamp(max=cap)
     weighted_bK = responses.per_row(weight_R * responses.logprob_R)
@@ -83,7 +85,7 @@ def proximal_rloo(responses: Responses, advantage_bK: Tensor, *, low: float, hig
 
     A is `leave_one_out`. TRL calls this loss RLOO.
     """
-    ratio_bK = (responses.policy_bK - responses.sampled_bK).clamp(max=LARGEST_LOG_RATIO).exp()
+    ratio_bK = responses.log_ratio_bK.clamp(max=LARGEST_LOG_RATIO).exp()
     surrogate_bK = torch.minimum(ratio_bK * advantage_bK, ratio_bK.clamp(1 - low, 1 + high) * advantage_bK)
     return -surrogate_bK.sum() / responses.totals.rows
 
@@ -96,7 +98,7 @@ def cispo(responses: Responses, advantage_bK: Tensor, *, cap: float) -> Tensor:
     The weight is detached, so unlike in PPO every token keeps its gradient. A is `standardised`.
     """
     weight_R = _ratio(responses).detach().clamp(max=cap)
-    surrogate_bK = advantage_bK * responses.per_row(weight_R * responses.logprob_R)
+    surrogate_bK = advantage_bK * responses.per_row(weight_R * responses.at_sampling_R)
     return -surrogate_bK.sum() / max(responses.totals.tokens, 1)
 
 
@@ -107,6 +109,5 @@ def _clipped(responses: Responses, advantage_bK: Tensor, low: float, high: float
 
 
 def _ratio(responses: Responses) -> Tensor:
-    """Return pi / mu of each token: [R] in float64, 1 where a token does not count."""
-    log_ratio_R = responses.logprob_R.double() - responses.sampled_logprob_R
-    return torch.where(responses.mask_R, log_ratio_R, 0.0).clamp(max=LARGEST_LOG_RATIO).exp()
+    """Return pi / mu of each token: [R] in float64, 1 where a token does not count or the sampler is unknown."""
+    return responses.log_ratio_R.clamp(max=LARGEST_LOG_RATIO).exp()

@@ -25,8 +25,10 @@ class Totals:
 class Responses:
     """K responses to each of b prompts; row i belongs to prompt i // K. Log-probabilities are natural logarithms.
 
-    `logprob_R` is under the policy being trained, at temperature 1, and carries the gradient. `sampled_logprob_R` is
-    what the engine reported, under the weights and sampling settings that produced the token. Tokens with `mask_R`
+    `logprob_R` is under the policy being trained, at temperature 1, and carries the gradient. `tempered_R` is the same
+    at the temperature with which each row was sampled; None means that this is 1. `sampled_logprob_R` is what the
+    engine reported, under the weights and temperature that produced the token. It is only comparable in the rows of
+    `known_bK`, None for all: not in demonstrations, for example. Tokens with `mask_R`
     False, for example tool output, were not chosen by the policy and do not count. `lengths` are the response tokens
     of each row. `reference_bK` are sums over the counted tokens under the reference policy, NaN if the objective needs
     none. `staleness_bK` is in optimiser steps. `log_z_b` is a learned log Z, for the objective that learns it.
@@ -41,16 +43,43 @@ class Responses:
     staleness_bK: Tensor
     totals: Totals
     log_z_b: Tensor | None = None
+    tempered_R: Tensor | None = None
+    known_bK: Tensor | None = None
 
     @property
     def policy_bK(self) -> Tensor:
-        """Log-probabilities of whole responses under the policy: [b, K], float64, with gradient."""
+        """Log-probabilities of whole responses under the policy, at temperature 1: [b, K], float64, with gradient."""
         return self.per_row(self.logprob_R)
+
+    @property
+    def at_sampling_R(self) -> Tensor:
+        """Log-probabilities under the policy at the temperature of sampling: [R], with gradient."""
+        return self.logprob_R if self.tempered_R is None else self.tempered_R
+
+    @property
+    def at_sampling_bK(self) -> Tensor:
+        """Log-probabilities of whole responses under the policy at the temperature of sampling: [b, K], float64."""
+        return self.per_row(self.at_sampling_R)
 
     @property
     def sampled_bK(self) -> Tensor:
         """Log-probabilities of whole responses as they were sampled: [b, K], float64."""
         return self.per_row(self.sampled_logprob_R)
+
+    @property
+    def log_ratio_R(self) -> Tensor:
+        """log pi / mu of each token at the temperature of sampling: [R], float64; 0 if unknown or not counted."""
+        usable_R = self.mask_R if self.known_bK is None else self.mask_R & self.per_token(self.known_bK)
+        return torch.where(usable_R, self.at_sampling_R.double() - self.sampled_logprob_R, 0.0)
+
+    @property
+    def log_ratio_bK(self) -> Tensor:
+        """log pi / mu of whole responses, at the temperature of sampling: [b, K], float64; 0 where it is unknown."""
+        return self.only_known(self.at_sampling_bK - self.sampled_bK)
+
+    def only_known(self, value_bK: Tensor) -> Tensor:
+        """Replace the values of responses whose sampler is unknown by 0: [b, K]."""
+        return value_bK if self.known_bK is None else torch.where(self.known_bK, value_bK, 0.0)
 
     @property
     def tokens_bK(self) -> Tensor:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.trainer.batch.batch import Row, TrainBatch, counted
+from tba.trainer.batch.batch import Row, TrainBatch, counted, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.distributed.sharding import keep_gathered
@@ -36,9 +36,9 @@ class Accumulator:
     """Adds the gradient of one batch to the parameters, and adds up what the metrics need.
 
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
-    `policy_BK` and `sampled_BK` are log-probabilities of whole responses under the policy and as they were sampled.
-    The lists hold one tensor per micro-batch: trainer minus engine of on-policy tokens, log pi - log mu and the
-    entropy of counted tokens.
+    `policy_BK` are log-probabilities of whole responses under the policy, and `log_ratio_BK` those at the temperature
+    of sampling minus those of the sampler. The lists hold one tensor per micro-batch: trainer minus engine of on-policy
+    tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of counted tokens.
     """
 
     scorer: Scorer
@@ -52,7 +52,7 @@ class Accumulator:
     entropy: bool
     retain_gathered: bool
     policy_BK: Tensor = field(init=False)
-    sampled_BK: Tensor = field(init=False)
+    log_ratio_BK: Tensor = field(init=False)
     loss: float = 0.0
     differences: list[Tensor] = field(default_factory=list)
     log_ratios: list[Tensor] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Accumulator:
 
     def run(self, plan: Sequence[MicroBatch]) -> None:
         """Process all micro-batches. The results are then sums over all ranks, on every rank."""
-        self.policy_BK, self.sampled_BK = (torch.zeros_like(self.batch.reward_BK) for _ in range(2))
+        self.policy_BK, self.log_ratio_BK = (torch.zeros_like(self.batch.reward_BK) for _ in range(2))
         for micro_batch in plan:
             last = micro_batch is plan[-1]
             if len(micro_batch.chunks) == 1:
@@ -87,20 +87,22 @@ class Accumulator:
         rows, chunks = self._rows(micro_batch), micro_batch.chunks
         with self.watch.phase("forward"), torch.no_grad():
             scores = _joined([self._score(rows[chunk.rows], chunk) for chunk in chunks])
-        logprob_R = scores.logprob_R.requires_grad_()
+        leaves = scores.logprob_R.requires_grad_(), scores.tempered_R.requires_grad_()
         if rows:
             self._backward_of_loss(micro_batch, rows, scores)
-        gradient_R = torch.zeros_like(logprob_R) if logprob_R.grad is None else logprob_R.grad
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         tokens = 0
         for chunk in chunks:
             self._set_gathering(last=last and chunk is chunks[-1])
             with self.watch.phase("backward"):
-                logprob_C = self.scorer.score(rows[chunk.rows], chunk.passes).logprob_R
-                torch.autograd.backward(logprob_C, gradient_R[tokens : tokens + len(logprob_C)])
-            tokens += len(logprob_C)
+                again = self.scorer.score(rows[chunk.rows], chunk.passes, tempered=True)
+                part = slice(tokens, tokens + len(again.logprob_R))
+                torch.autograd.backward([again.logprob_R, again.tempered_R], [gradient[part] for gradient in gradients])
+            tokens = part.stop
 
     def _score(self, rows: Sequence[Row], chunk: Chunk) -> Scores:
-        return self.scorer.score(rows, chunk.passes, pooled=self.objective.learns_log_z, entropy=self.entropy)
+        pooled = self.objective.learns_log_z
+        return self.scorer.score(rows, chunk.passes, tempered=True, pooled=pooled, entropy=self.entropy)
 
     def _rows(self, micro_batch: MicroBatch) -> list[Row]:
         return [self.batch.rows[row] for row in micro_batch.rows]
@@ -117,13 +119,14 @@ class Accumulator:
         with self.watch.phase("backward"):
             torch.autograd.backward(loss)
         self.loss += loss.item()
-        logprob_R, mask_R = responses.logprob_R.detach(), responses.mask_R
-        self.log_ratios.append((logprob_R - responses.sampled_logprob_R)[mask_R])
+        tempered_R, mask_R = responses.at_sampling_R.detach(), responses.mask_R
+        known_R = mask_R & responses.per_token(known(rows))
+        self.log_ratios.append((tempered_R - responses.sampled_logprob_R)[known_R])
         if scores.entropy_R is not None:
             self.entropies.append(scores.entropy_R.cpu()[mask_R])
         self.policy_BK[micro_batch.groups] = responses.policy_bK.detach()
-        self.sampled_BK[micro_batch.groups] = responses.sampled_bK
-        self.differences += on_policy_differences(rows, logprob_R)
+        self.log_ratio_BK[micro_batch.groups] = responses.log_ratio_bK.detach()
+        self.differences += on_policy_differences(rows, tempered_R)
 
     def _responses(self, groups: list[int], rows: list[Row], scores: Scores) -> Responses:
         """Return some groups of the batch as the objective takes them."""
@@ -133,6 +136,8 @@ class Accumulator:
             log_z_b = self.log_z(scores.prompt_NH[:: batch.samples])
         return Responses(
             logprob_R=scores.logprob_R.cpu(),
+            tempered_R=scores.tempered_R.cpu(),
+            known_bK=known(rows).view(-1, batch.samples),
             sampled_logprob_R=torch.from_numpy(np.concatenate([row.sampling_logprobs for row in rows])),
             mask_R=counted(rows),
             lengths=[len(row.response_ids) for row in rows],
@@ -150,7 +155,7 @@ class Accumulator:
             for parameter in self.log_z.parameters():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = ranks.sum(gradient)
-        self.policy_BK, self.sampled_BK = ranks.sum(self.policy_BK), ranks.sum(self.sampled_BK)
+        self.policy_BK, self.log_ratio_BK = ranks.sum(self.policy_BK), ranks.sum(self.log_ratio_BK)
         self.loss = float(ranks.sum(torch.tensor(self.loss, dtype=torch.float64)))
         self.differences, self.log_ratios = self._concat(self.differences), self._concat(self.log_ratios)
         if self.entropy:
@@ -165,6 +170,7 @@ def _joined(parts: Sequence[Scores]) -> Scores:
     entropies = [part.entropy_R for part in parts if part.entropy_R is not None]
     return Scores(
         torch.cat([part.logprob_R for part in parts]),
+        torch.cat([part.tempered_R for part in parts]),
         torch.cat(pooled) if pooled else None,
         torch.cat(entropies) if entropies else None,
     )

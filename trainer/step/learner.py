@@ -19,7 +19,7 @@ from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import MemoryShort, TbaError, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
-from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.batch.batch import Row, TrainBatch, known
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed.ranks import ALONE, Ranks
 from tba.trainer.distributed.sharding import full_tensor, shard
@@ -179,8 +179,8 @@ class Learner:
         metrics = {
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
-            **self._policy_metrics(sums),
-            **stale_metrics(batch, sums.policy_BK - sums.sampled_BK),
+            **self._policy_metrics(batch, sums),
+            **stale_metrics(batch, sums.log_ratio_BK),
             **batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),
@@ -250,13 +250,13 @@ class Learner:
         metrics = {**batch_metrics(batch, self.end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
         return StepResult(only_finite(metrics), reference, f"{reason}: {_ids(blamed)}", blamed)
 
-    def _policy_metrics(self, sums: Accumulator) -> dict[str, float]:
+    def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
         """Return metrics of the policy's log-probabilities against those of sampling."""
-        of_response = self._objective.ratio_of_response
-        ratios = sums.policy_BK - sums.sampled_BK if of_response else torch.cat(sums.log_ratios)
+        log_ratio_N = sums.log_ratio_BK.flatten()[known(batch.rows)]
+        ratios = log_ratio_N if self._objective.ratio_of_response else torch.cat(sums.log_ratios)
         entropy = torch.cat(sums.entropies) if sums.entropies else torch.zeros(0)
         return {
-            **off_policy_metrics(sums.policy_BK, sums.sampled_BK),
+            **off_policy_metrics(log_ratio_N),
             **truncated_fraction(ratios, self._objective.ratio_bounds),
             **mismatch_metrics(sums.differences),
             **({"entropy": float(entropy.mean())} if len(entropy) else {}),

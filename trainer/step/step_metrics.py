@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.batch.batch import Row, TrainBatch, known
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.distributed.sharding import local_part
 from tba.trainer.objectives.diagnostics import (
@@ -51,11 +51,11 @@ def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
 def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:
     """Return the metrics that show whether stale data is used up; `log_ratio_BK` is log pi / mu of whole responses.
 
-    Demonstrations have no log-probabilities: they are left out, and a batch with any has no masses.
+    Responses whose sampler is unknown, such as demonstrations, are left out, and a batch with any has no masses.
     """
     sampled = [float(row.sampling_logprobs[row.loss_mask != 0].sum(dtype="float64")) for row in batch.rows]
     sampled_BK = torch.tensor(sampled, dtype=torch.float64).view_as(log_ratio_BK)
-    known_BK = sampled_BK != 0
+    known_BK = known(batch.rows).view_as(log_ratio_BK)
     responses = [row.response_ids.tobytes() for row in batch.rows]
     masses = mass_metrics(log_ratio_BK, sampled_BK, responses) if known_BK.all() else {}
     return {**log_ratios_by_advantage(log_ratio_BK, known_BK, batch.reward_BK), **masses}
@@ -84,7 +84,8 @@ def gradient_cosine(optimizer: AdamW, ranks: Ranks) -> float:
 def on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:
     """Return, per on-policy row, trainer minus engine log-probability of each counted token.
 
-    For these rows both are of the same weights at temperature 1, so the difference is numerical error alone.
+    Both are at the temperature of sampling. For these rows they are of the same weights too, so the difference is
+    numerical error alone.
     """
     lengths = [len(row.response_ids) for row in rows]
     return [

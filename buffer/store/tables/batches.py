@@ -13,8 +13,8 @@ from tba.common.wire.messages import ReportStep
 _CONSUMPTION_COLUMNS = ("batch", "slot", "trajectory", "staleness")
 _SELECT_BATCH = """
 SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.staleness,
-       t.policy_version >= 0 AND json_extract(t.sampling, '$.temperature') = 1
-           AND json_extract(t.sampling, '$.top_p') = 1 AS plain_sampling,
+       CASE WHEN json_extract(t.sampling, '$.top_p') = 1 THEN json_extract(t.sampling, '$.temperature') ELSE 0.0
+           END AS temperature,
        r.logprob AS reference_logprob
 FROM batches b
 JOIN consumption_rows c ON c.batch = b.id
@@ -76,7 +76,7 @@ class Batches:
     def rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
         """Return the recorded batch of a step as columns, in slot order.
 
-        `plain_sampling` is 1 where the policy of this run sampled at temperature 1 and top-p 1.
+        `temperature` is 0 where top-p is not 1.
         """
         cursor = self._database.execute(_SELECT_BATCH, (reference, run.id, step))
         columns = map(list, zip(*cursor, strict=True))

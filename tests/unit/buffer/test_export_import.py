@@ -93,7 +93,7 @@ def test_imports_belong_to_no_policy_of_the_run_and_are_never_on_policy(
     batch = buffer.sample(0, prompts=2, samples=3).message
     assert set(batch.policy_version) == {-1}
     assert set(batch.staleness) == {0}
-    assert not any(batch.plain_sampling)
+    assert set(batch.temperature) == {1.0}
 
 
 def _serve_run(buffer, name):

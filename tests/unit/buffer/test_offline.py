@@ -111,7 +111,7 @@ def test_as_of_a_step_samples_the_data_and_staleness_of_that_step(offline, step)
     assert {id_ for batch in batches for id_ in batch.trajectory_ids} == set(range(1, (step + 1) * ROUND + 1))
     assert {age for batch in batches for age in batch.staleness} == set(range(step + 1))
     # Offline data never counts as on-policy.
-    assert not any(plain for batch in batches for plain in batch.plain_sampling)
+    assert {version for batch in batches for version in batch.policy_version} == {-1}
 
 
 def test_file_configuration_and_step_determine_a_batch(offline):

@@ -34,7 +34,7 @@ def make_message(prompts=("a", "a", "b", "b"), **fields) -> tuple[messages.Batch
         reward_parts=[{}] * 4,
         policy_version=[0] * 4,
         staleness=[0, 0, 2, 0],
-        plain_sampling=[True, False, True, False],
+        temperature=[0.7, 0.0, 1.0, 0.0],
         reference_logprobs=[-1.5, None, None, -4.0],
         recency_window=4,
         recency_groups=2,
@@ -53,6 +53,7 @@ def test_a_batch_is_decoded_with_a_default_mask():
     assert batch.rows[3].response_ids.tolist() == [9, 10, 11, 12]
     assert [row.loss_mask.tolist() for row in batch.rows] == [[1], [1, 0], [1, 1, 1], [1, 1, 1, 1]]
     assert [row.on_policy for row in batch.rows] == [True, False, False, False]
+    assert [row.temperature for row in batch.rows] == [0.7, 0.0, 1.0, 0.0]
 
 
 def test_a_group_of_several_prompts_is_an_error():

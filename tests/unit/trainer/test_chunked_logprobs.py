@@ -34,9 +34,24 @@ def test_values_and_gradients_equal_those_of_log_softmax(monkeypatch, bias, posi
 def test_gradcheck():
     head, hidden, target = case(bias=True)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: chunked_logprobs._ChunkedLogprobs.apply(h, w, b, target, False, False)[0],
+        lambda h, w, b: chunked_logprobs._ChunkedLogprobs.apply(h, w, b, target, None, False, False)[0],
         (hidden, head.weight, head.bias),
     )
+
+
+@pytest.mark.parametrize("positions", [4, 100])
+def test_log_probabilities_at_temperatures_are_computed_from_the_same_logits(monkeypatch, positions):
+    monkeypatch.setattr(chunked_logprobs, "_CPU_LOGITS", 11 * positions)
+    head, hidden, target = case(bias=True)
+    temperature = torch.linspace(0.5, 1.5, 13, dtype=torch.float64)
+    inputs, (first, second) = [hidden, *head.parameters()], torch.randn(2, 13, dtype=torch.float64)
+    plain, tempered, entropy = token_logprobs(head, hidden, target, temperature_R=temperature, entropy=True)
+    scaled = (head(hidden) / temperature[:, None]).log_softmax(1).gather(1, target[:, None])[:, 0]
+    assert torch.allclose(tempered, scaled, atol=1e-14)
+    ours = torch.autograd.grad((plain * first + tempered * second).sum(), inputs)
+    theirs = torch.autograd.grad((expected_logprobs(head, hidden, target) * first + scaled * second).sum(), inputs)
+    assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(entropy, token_logprobs(head, hidden, target, entropy=True)[2])
 
 
 def test_with_a_frozen_head_hidden_states_still_get_a_gradient():

@@ -37,8 +37,8 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w2")
 
 
-def stale_batch(samples: int = 4) -> TrainBatch:
-    """Return trajectories of several lengths, sampled by another policy."""
+def stale_batch(samples: int = 4, temperature: float = 1.0) -> TrainBatch:
+    """Return trajectories of several lengths, sampled by another policy at a temperature."""
     rng = np.random.default_rng(4)
     rows: list[Row] = []
     for _ in range(3):
@@ -46,7 +46,8 @@ def stale_batch(samples: int = 4) -> TrainBatch:
         for _ in range(samples):
             response = rng.integers(1, 8, size=rng.integers(1, 9))
             sampled = (-2.0 + 0.4 * rng.standard_normal(len(response))).astype(np.float32)
-            rows.append(make_row(len(rows), prompt, response, sampling_logprobs=sampled))
+            fields = {"sampling_logprobs": sampled, "temperature": temperature}
+            rows.append(make_row(len(rows), prompt, response, **fields))
     return make_batch(rows, rng.random((3, samples)))
 
 
@@ -115,6 +116,7 @@ def agree(found: tuple[float, torch.Tensor], expected: tuple[float, torch.Tensor
     assert expected[1].abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
     ("name", "loss_type", "advantage"),
     [
@@ -124,17 +126,20 @@ def agree(found: tuple[float, torch.Tensor], expected: tuple[float, torch.Tensor
         ("cispo", "cispo", advantages.standardised),
     ],
 )
-def test_token_level_objectives_equal_those_of_trl(tmp_path, name, loss_type, advantage):
-    batch = stale_batch()
+def test_token_level_objectives_equal_those_of_trl(tmp_path, name, loss_type, advantage, temperature):
+    batch = stale_batch(temperature=temperature)
     high = {"epsilon_high": 5.0} if name == "cispo" else {}
-    trainer = make_trainer("GRPO", tmp_path, loss_type=loss_type, epsilon=0.2, steps_per_generation=1, **high)
+    trainer = make_trainer(
+        "GRPO", tmp_path, loss_type=loss_type, epsilon=0.2, steps_per_generation=1, temperature=temperature, **high
+    )
     inputs = padded(batch) | {"advantages": advantage(batch.reward_BK).flatten().float()}
     agree(ours(name, batch), theirs(trainer, inputs))
 
 
-def test_proximal_rloo_equals_the_rloo_of_trl(tmp_path):
-    batch = stale_batch()
-    trainer = make_trainer("RLOO", tmp_path, epsilon=0.2, steps_per_generation=1)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_proximal_rloo_equals_the_rloo_of_trl(tmp_path, temperature):
+    batch = stale_batch(temperature=temperature)
+    trainer = make_trainer("RLOO", tmp_path, epsilon=0.2, steps_per_generation=1, temperature=temperature)
     inputs = padded(batch) | {"advantages": advantages.leave_one_out(batch.reward_BK).flatten().float()}
     agree(ours("proximal_rloo", batch), theirs(trainer, inputs))
 

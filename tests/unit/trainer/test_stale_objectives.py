@@ -7,8 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tba.common.config import ObjectiveSection, TrainSection
-from tba.tests.helpers.trainer import objective, random_batch, tiny_model
+from tba.common.config import Config, ObjectiveSection, TrainSection
+from tba.tests.helpers.trainer import LONGEST_RESPONSE, objective, random_batch, tiny_model
 from tba.trainer.objectives.advantages import taper
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.step.learner import Learner
@@ -33,13 +33,15 @@ def answers(logprob: torch.Tensor, sampler: torch.Tensor, picks: list[int]) -> R
     )
 
 
-def expected_gradient(name: str, **keys) -> torch.Tensor:
-    """Return the expectation of the gradient over all groups of three fresh answers."""
+def expected_gradient(name: str, temperature: float = 1.0, **keys) -> torch.Tensor:
+    """Return the expectation of the gradient over all groups of three fresh answers at a temperature."""
     logits = torch.tensor([0.2, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
-    fresh = logits.detach().softmax(0)
+    fresh = (logits.detach() / temperature).softmax(0)
     total = torch.zeros((), dtype=torch.float64)
     for picks in itertools.product(range(3), repeat=3):
-        group = replace(answers(logits.log_softmax(0), fresh, list(picks)), reference_bK=torch.full((1, 3), -1.0))
+        group = answers(logits.log_softmax(0), fresh, list(picks))
+        tempered_R = (logits / temperature).log_softmax(0)[list(picks)]
+        group = replace(group, tempered_R=tempered_R, reference_bK=torch.full((1, 3), -1.0))
         total = total + fresh[list(picks)].prod() * objective(name, **keys).loss(group, BETA)
     return torch.autograd.grad(total, logits)[0]
 
@@ -51,8 +53,34 @@ def test_on_fresh_data_imitation_adds_a_gradient_of_mean_zero(name):
     assert without.abs().max() > 1e-3
 
 
-def test_on_fresh_data_tb_stale_has_the_expected_gradient_of_tb():
-    assert torch.allclose(expected_gradient("tb_stale"), expected_gradient("tb"), atol=1e-14)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_policy_gradients_at_a_temperature_follow_the_expected_reward_of_that_policy(temperature):
+    logits = torch.tensor([0.2, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    expected_reward = (logits / temperature).softmax(0) @ REWARDS
+    (ascent,) = torch.autograd.grad(expected_reward, logits)
+    # A baseline that includes the response itself takes 1/K of the gradient; dr_grpo divides by the longest response.
+    centred, longest = 2 / 3, LONGEST_RESPONSE
+    for name, factor in [
+        ("reinforce", 1),
+        ("rloo", 1),
+        ("proximal_rloo", 1),
+        ("ppo_clip", 1),
+        ("dr_grpo", centred / longest),
+    ]:
+        assert torch.allclose(expected_gradient(name, temperature), -factor * ascent, atol=1e-14), name
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_on_fresh_data_imitation_adds_a_gradient_of_mean_zero_at_every_temperature(temperature):
+    balance = expected_gradient("tb", temperature)
+    for name, keys in [
+        ("tb_stale", {}),
+        ("tba_prime", {}),
+        ("tba_prime", {"imitation": 0.5}),
+        ("tb", {"imitation": 1.0}),
+    ]:
+        assert torch.allclose(expected_gradient(name, temperature, **keys), balance, atol=1e-14), name
+    assert balance.abs().max() > 1e-3
 
 
 def test_tb_stale_without_imitation_and_taper_is_tb_to_the_last_digit():
@@ -126,3 +154,12 @@ def test_a_reward_below_the_floor_is_logged_once(caplog, keys, times):
 def test_settings_without_a_meaning_are_refused(keys, message):
     with pytest.raises(ValidationError, match=message):
         ObjectiveSection(**keys)
+
+
+@pytest.mark.parametrize("search", [{"top_p": 0.95}, {"top_p": {"min": 0.9, "max": 1.0}}, {"temperature": [0.0, 1.0]}])
+def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search):
+    for keys in ({"name": "grpo"}, {"name": "tb_stale"}, {"name": "rloo", "kl": "ema"}, {"name": "oapl"}):
+        with pytest.raises(ValidationError, match="ratios of the policy to its sampler"):
+            Config.model_validate({"search": search, "objective": keys})
+    for keys in ({"name": "tb"}, {"name": "tb_stale", "taper": "off"}, {"name": "rloo"}):
+        Config.model_validate({"search": search, "objective": keys})

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tba.common.errors import TbaError
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.trainer import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
+from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.step.learner import Learner
@@ -68,6 +70,58 @@ def test_the_gradient_of_a_step_is_equation_7_on_the_model():
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected))
     found = gradients_of_step(learner, batch)
     assert all(torch.allclose(a, b, atol=1e-9 * norm, rtol=0) for a, b in zip(found, expected, strict=True))
+
+
+def sampled_at(temperature: float, batch: TrainBatch, model) -> TrainBatch:
+    """Return the batch as `model` samples it at a temperature: with log-probabilities from its full logits."""
+    rows = []
+    for row in batch.rows:
+        tokens = torch.tensor([[*row.prompt_ids.tolist(), *row.response_ids.tolist()]])
+        logprobs = (model(input_ids=tokens).logits[0].detach() / temperature).log_softmax(-1)
+        first = len(row.prompt_ids)
+        chosen = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
+        rows.append(replace(row, sampling_logprobs=chosen.float().numpy(), temperature=temperature, on_policy=True))
+    return replace(batch, rows=rows)
+
+
+@pytest.mark.parametrize("tokens", [16, 100_000])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_on_fresh_data_every_ratio_is_one_at_every_temperature(temperature, tokens):
+    learner = make_learner(name="proximal_rloo", micro_batch_tokens=tokens)
+    batch = sampled_at(temperature, random_batch(5), learner.policy)
+    metrics = learner.step(batch).metrics
+    assert max(abs(metrics[f"log_ratio_{end}"]) for end in ("min", "max")) < 1e-5
+    assert metrics["effective_sample_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["truncated_fraction"] == 0
+    assert metrics["mismatch_max"] < 1e-5
+
+
+def test_the_gradient_of_reinforce_at_a_temperature_is_that_of_the_policy_at_it():
+    learner = make_learner(double=True, name="reinforce", max_grad_norm=1e9, micro_batch_tokens=16)
+    batch = random_batch(5)
+    rows = [replace(row, temperature=(0.7, 1.0, 1.3)[n % 3]) for n, row in enumerate(batch.rows)]
+    total = torch.zeros((), dtype=torch.float64)
+    for row, reward in zip(rows, batch.reward_BK.flatten().tolist(), strict=True):
+        tokens = torch.tensor([[*row.prompt_ids.tolist(), *row.response_ids.tolist()]])
+        logprobs = (learner.policy(input_ids=tokens).logits[0] / row.temperature).log_softmax(-1)
+        first = len(row.prompt_ids)
+        total = total - reward * logprobs[first - 1 : -1].gather(1, tokens[0, first:, None]).sum() / len(rows)
+    expected = torch.autograd.grad(total, list(learner.policy.parameters()))
+    found = gradients_of_step(learner, replace(batch, rows=rows))
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-9) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["oapl", "grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo"])
+def test_a_demonstration_is_left_out_of_what_needs_its_sampler(name):
+    batch = random_batch(6, prompts=1, samples=4)
+    rows = [replace(row, temperature=1.0 if n else 0.0) for n, row in enumerate(batch.rows)]
+
+    def gradients(demonstration) -> list[torch.Tensor]:
+        learner = make_learner(double=True, name=name)
+        return gradients_of_step(learner, replace(batch, rows=[demonstration, *rows[1:]]))
+
+    other = replace(rows[0], response_ids=np.full_like(rows[0].response_ids, 3))
+    assert all(torch.allclose(a, b, atol=1e-14) for a, b in zip(gradients(rows[0]), gradients(other), strict=True))
 
 
 def gradients_of_step(learner: Learner, batch) -> list[torch.Tensor]:
@@ -155,12 +209,11 @@ def test_all_metrics_are_finite_floats():
 
 def test_log_ratios_are_of_responses_above_and_below_the_mean_reward_without_demonstrations():
     log_ratio, reward = torch.tensor([[1.0, 0.5, -2.0, -4.0]]), [[1.0, 1.0, 0.0, 1.0]]
-    rows = [
-        make_row(n, [1], [2, 3], sampling_logprobs=np.array([-1.0 * (n < 3), -9.0 * (n < 3)], np.float32))
-        for n in range(4)
-    ]
+    rows = [make_row(n, [1], [2, 3], temperature=float(n < 3)) for n in range(4)]
     assert stale_metrics(make_batch(rows, reward), log_ratio) == {"log_ratio_positive": 0.75, "log_ratio_negative": -2}
-    assert "log_ratio_positive" not in make_learner().step(random_batch(1)).metrics
+    demonstrations = random_batch(1)
+    demonstrations = replace(demonstrations, rows=[replace(row, temperature=0.0) for row in demonstrations.rows])
+    assert not any(name.startswith("log_ratio") for name in make_learner().step(demonstrations).metrics)
 
 
 def test_the_mass_of_a_prompt_counts_each_sampled_response_once_and_no_masked_token():

@@ -137,6 +137,7 @@ def _insert_row(
     arrays = {name: bytes.fromhex(row.pop(name)) for name in ARRAYS}
     insert("prompts", id=prompt, run=1, position=prompt, key=f"prompt {prompt}")
     row |= {"sender": 1, "sequence": trajectory, "dedup_hash": trajectory, "received_at": 0.0, "payload_bytes": 0}
+    row |= {f"{part}_tokens": len(arrays[f"{part}_ids"]) // 4 for part in ("prompt", "response")}
     insert("trajectory_rows", id=trajectory, run=1, prompt=prompt, **row)
     insert("payloads", trajectory=trajectory, **arrays)
     version = row["policy_version"]

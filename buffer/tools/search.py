@@ -70,8 +70,8 @@ def _update(db: Database, path: Path) -> None:
     if db.execute("PRAGMA main.user_version").fetchone()[0] != identity:
         for table in _TABLES:
             if table in db.table_names():
-                db[table].disable_fts()
-                db[table].drop()
+                db.table(table).disable_fts()
+                db.table(table).drop()
             created = db.create_table(table, {"id": int, "text": str}, pk="id")
             created.enable_fts(["text"], create_triggers=True)
         db.execute(f"PRAGMA main.user_version = {identity}")

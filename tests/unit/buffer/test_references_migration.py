@@ -58,7 +58,7 @@ def old_file(tmp_path) -> Path:
         db = Database(connection)
         migrations.ensure_migrations_table(db)
         record = {"migration_set": "tba", "name": "0001_initial", "applied_at": "2026-01-01"}
-        db["_sqlite_migrations"].insert(record)
+        db.table("_sqlite_migrations").insert(record)
         connection.commit()
     return path
 

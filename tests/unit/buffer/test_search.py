@@ -11,7 +11,7 @@ from tba.common.wire import messages
 def searched(harness, trajectory, tba_buffer, tmp_path):
     """A database with two prompts, and `search(*words)`, which returns the ids of what it finds."""
     buffer = harness(tmp_path / "buffer.sqlite")
-    texts = ["How many apples does Ann have?", "How many pears?"]
+    texts: list[str | None] = ["How many apples does Ann have?", "How many pears?"]
     keys = ["apples", "pears"]
     buffer.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=2, offset=0, keys=keys, texts=texts))
     buffer.announce(0, 0)

@@ -336,7 +336,7 @@ def test_a_host_that_is_too_small_has_advice_too():
     assert found.instead[0].startswith("lora.rank = 16 (")
 
 
-def test_advice_says_when_a_node_has_not_so_many_gpus():
+def test_advice_says_when_it_needs_more_gpus_than_the_node_has():
     sections = {"model": {"path": "m"}, "task": {"train": "t"}}
     for node, said in ((2, True), (3, False)):
         found = examine(

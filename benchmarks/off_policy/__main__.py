@@ -74,6 +74,9 @@ def parse_arguments() -> argparse.Namespace:
     unknown = [name for name in names if name not in PANELS]
     if unknown:
         parser.error(f"no panel {unknown[0]!r}: there are {', '.join(PANELS)} and ablations")
+    missing = set(options.columns) - {column for name in names for column in PANELS[name].columns}
+    if missing:
+        parser.error(f"no panel of {', '.join(names)} has a column {missing.pop()!r}")
     options.panels = names
     return options
 
@@ -85,9 +88,10 @@ def announce(settings: Sequence[Setting], results: Results, workers: int) -> Non
         task: np.mean([run.cpu_seconds / work(setting) for setting, run in results.items() if setting.task == task])
         for task in {setting.task for setting in results}
     }
-    known = all(setting.task in costs for setting in missing)
-    seconds = sum(costs[setting.task] * work(setting) for setting in missing) if known else math.nan
-    print(f"{len(missing)} runs, about {seconds / 60:.0f} CPU minutes, {workers} at a time", flush=True)
+    unknown = {setting.task for setting in missing} - costs.keys()
+    seconds = sum(costs[setting.task] * work(setting) for setting in missing if setting.task not in unknown)
+    cost = f"the first of {', '.join(sorted(unknown))}" if unknown else f"about {seconds / 60:.0f} CPU minutes"
+    print(f"{len(missing)} runs, {cost}, {workers} at a time", flush=True)
 
 
 def work(setting: Setting) -> int:

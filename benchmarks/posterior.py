@@ -37,7 +37,8 @@ TARGET = 0.9
 OBJECTIVES = (
     "tb",
     "tb_stale",
-    "tba_prime",
+    "tba_prime:mean_kl=sampler",
+    "tba_prime:mean_kl=policy",
     "rloo",
     "rloo:kl=reference",
     "ppo_clip",

@@ -18,7 +18,8 @@ RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 OBJECTIVES = (
     "tb",
     "tb_stale",
-    "tba_prime",
+    "tba_prime:mean_kl=sampler",
+    "tba_prime:mean_kl=policy",
     "dr_grpo",
     "ppo_clip",
     "oapl:value_beta=1",
@@ -83,7 +84,7 @@ ABLATIONS = {
     "reset": _ablation(
         {"never": {}, "every 50 steps": {"reset_every": 50}},
         "TBA' resets the reference every 50 steps instead of annealing beta",
-        ("tb", "tba_prime"),
+        ("tb", "tba_prime:mean_kl=sampler"),
     ),
     "priority": _ablation(
         {

@@ -72,7 +72,7 @@ def mean_tokens(size: Size) -> float:
 
 
 def make_canary(model: Path, size: Size) -> Canary:
-    """Return the canary that a trainer would publish with the model: four sequences of 16 random tokens."""
+    """Return the canary that a trainer would publish with the model: three sequences of 6 random tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -26,27 +26,32 @@ _TEXTS = (
     "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5",
     "Der schnelle braune Fuchs springt über den faulen Hund. 1, 2, 3, 4, 5, 6, 7",
 )
-_TOKENS = 16
-# Fewer distinct tokens would leave most of the embedding untested.
-_DISTINCT = 8
-_RANDOM_TOKENS = 16
+# Sequences, and tokens of each. Up to 15 tokens the time goes into reading and widening the weights, beyond that into
+# arithmetic. 3 x 5 of these are computed, since nothing follows the last token of a sequence.
+_DENSE = 3, 6
+# A few tokens would pass through a few experts only, and rounding may choose others, which changes a token by nats.
+_ROUTED = 4, 16
 _SEED = 20250319
-# Elements of a linear layer that are widened at a time. Blocks that fit a core's cache would take fewer passes over
-# memory, but torch's threads wait for each other after every block, which takes long on cores that others use, too.
-_BLOCK = 1 << 24
+# Elements of a linear layer that are widened at a time. On a CPU they stay in a core's second-level cache; on a GPU the
+# blocks are few, as each takes three kernels.
+_CPU_BLOCK, _GPU_BLOCK = 1 << 17, 1 << 24
 _CPU = torch.device("cpu")
 
 
-def canary_sequences(directory: Path, vocabulary: int) -> list[list[int]]:
+def canary_sequences(directory: Path, vocabulary: int, *, routed: bool = False) -> list[list[int]]:
     """A few short texts in the model's tokens, replaced by seeded random ids where the tokenizer does not suit them.
+
+    `routed` is whether the model has routed experts: it gets more tokens.
 
     Text is the better canary: bfloat16 rounding differs more on unlikely tokens. But a tokenizer of a few characters
     turns every text into unknown tokens.
     """
-    texts = [ids for ids in _tokenized(directory) if len(set(ids)) >= _DISTINCT and max(ids) < vocabulary]
+    count, length = _ROUTED if routed else _DENSE
+    texts = [ids[:length] for ids in _tokenized(directory)[:count]]
+    # Fewer distinct tokens would leave most of the embedding untested.
+    texts = [ids for ids in texts if len(set(ids)) >= length // 2 and max(ids) < vocabulary]
     generator = torch.Generator().manual_seed(_SEED)
-    shape = (len(_TEXTS) - len(texts), _RANDOM_TOKENS)
-    seeded: list[list[int]] = torch.randint(vocabulary, shape, generator=generator).tolist()
+    seeded: list[list[int]] = torch.randint(vocabulary, (count - len(texts), length), generator=generator).tolist()
     return texts + seeded
 
 
@@ -54,7 +59,7 @@ def _tokenized(directory: Path) -> list[list[int]]:
     if not any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
         return []
     tokenizer = load_tokenizer(directory)
-    return [[int(id_) for id_ in tokenizer.encode(text)[:_TOKENS]] for text in _TEXTS]
+    return [[int(id_) for id_ in tokenizer.encode(text)] for text in _TEXTS]
 
 
 def skeleton(model: PreTrainedModel) -> PreTrainedModel:
@@ -63,6 +68,16 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
     # Right padding needs a causal mask and no more, which every model has with this implementation.
     made.set_attn_implementation("sdpa")
     return made
+
+
+def use_one_core(device: torch.device) -> None:
+    """Let torch use one core for what the calling thread computes from now on, if models are on the CPU.
+
+    Several threads would wait for each other after every block of a layer. Where other work uses the cores, that takes
+    many times as long as the block. Threads that exist are not affected; those that start later inherit it.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(1)
 
 
 @torch.no_grad()
@@ -79,8 +94,8 @@ def make_canary(
         row[: len(sequence)] = torch.tensor(sequence)
     tokens_NT = tokens_NT.to(device)
     with _stream_of(device), _weights_by_layer(modules, weights, device):
-        hidden_NTH = modules(input_ids=tokens_NT, use_cache=False).logits
-        logprob_NTV = hidden_NTH[:, :-1].float().log_softmax(dim=2)
+        logits_NTV = modules(input_ids=tokens_NT[:, :-1], use_cache=False).logits
+        logprob_NTV = logits_NTV.float().log_softmax(dim=2)
         logprob_NT = logprob_NTV.gather(2, tokens_NT[:, 1:, None])[..., 0].cpu()
     rows = zip(logprob_NT.tolist(), sequences, strict=True)
     return Canary(sequences, [row[: len(sequence) - 1] for row, sequence in rows])
@@ -120,7 +135,7 @@ def _weights_by_layer(modules: PreTrainedModel, weights: dict[str, Tensor], devi
 
 def _linear(weight: Tensor, bias: Tensor | None, input_NTH: Tensor) -> Tensor:
     """A linear layer, widened some rows at a time: a head may be larger than all layers together."""
-    block = max(1, _BLOCK // weight.shape[1])
+    block = max(1, (_CPU_BLOCK if input_NTH.device.type == "cpu" else _GPU_BLOCK) // weight.shape[1])
     flat_RH = input_NTH.reshape(-1, weight.shape[1])
     output_RV = flat_RH.new_empty(len(flat_RH), len(weight))
     for first in range(0, len(weight), block):

@@ -30,6 +30,7 @@ from tba.common.wire.messages import Done
 from tba.trainer.buffer_link.connection import Client, Dial
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy
 from tba.trainer.publishing.adapter_writer import AdapterWriter
+from tba.trainer.publishing.canary import use_one_core
 from tba.trainer.publishing.disk_writer import DiskWriter
 from tba.trainer.publishing.memory_writer import MemoryWriter
 from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written, is_full_disk
@@ -71,6 +72,7 @@ class Publisher:
         self._writer: SnapshotWriter = _kind(config)(
             config, model, copies or HostBuffers(model.device), unwrapped=unwrapped or model, model_files=model_files
         )
+        self._device = model.device
         self._stop = stop
         self._gather = gather
         self._server: SnapshotServer | None = None
@@ -184,6 +186,7 @@ class Publisher:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        use_one_core(self._device)
         client = self._dial("publisher", "publisher")
         try:
             try:

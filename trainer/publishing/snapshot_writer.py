@@ -31,6 +31,7 @@ from tba.common.weights.snapshot import Canary, FileEntry, Manifest, directory_n
 from tba.common.weights.tensor_file import Tensor
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy, Tensors
+from tba.trainer.preflight.shape import experts_per_token
 from tba.trainer.publishing.canary import canary_sequences, make_canary, skeleton
 
 WEIGHTS = "model.safetensors"
@@ -140,7 +141,8 @@ class SnapshotWriter(ABC):
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._unwrapped = unwrapped
         self._model_files = model_files
-        sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings)
+        vocabulary, routed = model.get_input_embeddings().num_embeddings, bool(experts_per_token(unwrapped))
+        sequences = canary_sequences(model_files, vocabulary, routed=routed)
         self._make_canary = partial(make_canary, skeleton(unwrapped), sequences=sequences, device=model.device)
         self._directory = config.snapshots.resolve()
         # The directories of its snapshots, for the file server.

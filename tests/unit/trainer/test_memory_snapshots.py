@@ -260,7 +260,7 @@ def test_a_mixture_whose_files_have_its_experts_one_by_one_is_published_as_its_f
 @pytest.mark.parametrize("tie", [False, True])
 def test_the_canary_by_layers_is_that_of_the_whole_model_in_float32(publisher_harness, monkeypatch, mixture, tie):
     # Rows of a layer in several blocks.
-    monkeypatch.setattr(canary, "_BLOCK", 100)
+    monkeypatch.setattr(canary, "_CPU_BLOCK", 100)
     torch.manual_seed(0)
     if mixture:
         config = MixtralConfig(

@@ -4,7 +4,7 @@
 
 A random Llama on the CPU with float32 weights, published as bfloat16, and the searcher's half with the real swap into
 the parameters of a second model, without vLLM around them. All of it is on the critical path: nothing overlaps but the
-hash, in a thread beside the canary. The unit is a memcpy of the published bytes, measured in each round: by wall clock,
+hash, in a thread during the canary. The unit is a memcpy of the published bytes, measured in each round: by wall clock,
 and by the CPU time of the thread on the critical path, which other work on the machine changes less. Bytes are counted
 in the functions through which weights pass. The seconds on GPU nodes follow from the counts and from bandwidths; they
 were not measured on a GPU.

@@ -132,7 +132,7 @@ def prepare(config: Config, device: str) -> None:
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(device == "cpu")
     # Else all memory is filled with NaN when it is allocated: one more pass over every result.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
 
@@ -72,8 +72,8 @@ def prepare(address: str, prompts: int) -> None:
 def preparation(prompts: int) -> Iterator[tuple[messages.Message, type[messages.Message]]]:
     """Return the requests of `prepare`, each with the type of its reply."""
     yield messages.Hello(host="bench", pid=1, software="bench"), messages.Welcome
-    for first in range(0, prompts, messages.MAX_ROWS):
-        keys = [f"p{number}" for number in range(first, min(prompts, first + messages.MAX_ROWS))]
+    for first in range(0, prompts, fields.MAX_ROWS):
+        keys = [f"p{number}" for number in range(first, min(prompts, first + fields.MAX_ROWS))]
         yield (
             messages.RegisterPrompts(task="bench", fingerprint="0" * 64, total=prompts, offset=first, keys=keys),
             messages.Registered,

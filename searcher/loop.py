@@ -18,7 +18,7 @@ from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Reply
 from tba.searcher.delivery.delivery import Delivery
@@ -171,7 +171,7 @@ class Searcher:
         if self._lease_request is not None or self._clock.monotonic() < self._lease_at:
             return
         held = sorted(self._pipeline.leases)
-        want = min(want, messages.MAX_LEASES - len(held))
+        want = min(want, fields.MAX_LEASES - len(held))
         if want <= 0:
             return
         request = messages.LeasePrompts(
@@ -223,7 +223,7 @@ class Searcher:
         current = self._weights.current
         heartbeat = messages.Heartbeat(
             activity=activity,
-            reason=reason[: messages.MAX_REASON],
+            reason=reason[: fields.MAX_REASON],
             weights_version=current.version if current else None,
             metrics=metrics,
             serves=self._serving.address,

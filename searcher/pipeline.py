@@ -18,7 +18,8 @@ import numpy as np
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
 from tba.common.weights.tokenizer import PromptTokenizer, encode_prompt
-from tba.common.wire.messages import NO_VISIT, Visit
+from tba.common.wire.fields import NO_VISIT
+from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Trajectory
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from tba.common.config import Config
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 
@@ -27,7 +27,7 @@ def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool])
             total=len(prompts),
             offset=offset,
             keys=[prompt.key for prompt in chunk],
-            texts=[prompt.text[: messages.MAX_PROMPT_TEXT] for prompt in chunk],
+            texts=[prompt.text[: fields.MAX_PROMPT_TEXT] for prompt in chunk],
         )
         return client.call(message, messages.Registered, stop=stop)[0]
 
@@ -39,7 +39,7 @@ def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool])
 def _chunk(prompts: Sequence[Prompt], start: int) -> Sequence[Prompt]:
     """Return as many prompts from a position on as fit one message, at least one."""
     chunk = prompts[start : start + _REGISTER_CHUNK]
-    sizes = itertools.accumulate(min(len(prompt.text), messages.MAX_PROMPT_TEXT) for prompt in chunk)
+    sizes = itertools.accumulate(min(len(prompt.text), fields.MAX_PROMPT_TEXT) for prompt in chunk)
     return chunk[: max(1, sum(size <= _REGISTER_CHARACTERS for size in sizes))]
 
 
@@ -57,5 +57,5 @@ def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> It
     epoch = int(rng.integers(1 << 40, 1 << 62))
     while prompts:
         for index in rng.permutation(len(prompts)):
-            yield messages.Visit(lease=messages.NO_VISIT, epoch=epoch, prompt_key=prompts[index].key)
+            yield messages.Visit(lease=fields.NO_VISIT, epoch=epoch, prompt_key=prompts[index].key)
         epoch += 1

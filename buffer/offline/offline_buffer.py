@@ -29,7 +29,7 @@ from tba.common.errors import ConfigError, UsageError
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.system.versions import software
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, RequestHeader
 
 log = get_logger(__name__)
@@ -141,7 +141,7 @@ class OfflineBuffer:
         """The number of trajectories that can be sampled."""
         return self._service.status().sampleable
 
-    def client(self, role: messages.Role, name: str) -> "OfflineClient":
+    def client(self, role: fields.Role, name: str) -> "OfflineClient":
         """Return a client that stands in for a client of a server."""
         return OfflineClient(self, role, name)
 
@@ -172,9 +172,9 @@ class OfflineBuffer:
 class OfflineClient:
     """Asks an OfflineBuffer with the methods of `tba.common.wire.client.BufferClient`. Replies are immediate."""
 
-    def __init__(self, buffer: OfflineBuffer, role: messages.Role, name: str) -> None:
+    def __init__(self, buffer: OfflineBuffer, role: fields.Role, name: str) -> None:
         self._buffer = buffer
-        self._role: messages.Role = role
+        self._role: fields.Role = role
         self._name = name
         self._ahead: dict[int, messages.Message] = {}
 

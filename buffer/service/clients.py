@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tba.common.clock import Clock
-from tba.common.wire import messages
+from tba.common.wire import fields
 from tba.common.wire.status_messages import ClientStatus
 
 _REPLACED_SECONDS = 3.0
@@ -27,7 +27,7 @@ class Client:
     request is parked. `serves`: the address at which its node serves snapshots.
     """
 
-    role: messages.Role
+    role: fields.Role
     seen_at: float
     host: str = ""
     activity: str = "connected"
@@ -46,7 +46,7 @@ class _Census:
     """The living clients by role, and the addresses of those that serve snapshots, until a monotonic time."""
 
     until: float
-    living: Counter[messages.Role]
+    living: Counter[fields.Role]
     nodes: list[str]
 
 
@@ -74,7 +74,7 @@ class Clients:
     def __getitem__(self, sender: str) -> Client:
         return self._by_sender[sender]
 
-    def mark_seen(self, sender: str, role: messages.Role, at: float | None = None) -> None:
+    def mark_seen(self, sender: str, role: fields.Role, at: float | None = None) -> None:
         """Record that a message of a sender arrived at this monotonic time, by default now.
 
         Called once for each message, not when a parked one is tried again. A trainer and its publisher are one
@@ -84,7 +84,7 @@ class Clients:
         at = self._clock.monotonic() if at is None else at
         client = self._by_sender.get(sender)
         if client is None:
-            if len(self._by_sender) >= messages.MAX_CLIENTS and not self._forget_one():
+            if len(self._by_sender) >= fields.MAX_CLIENTS and not self._forget_one():
                 return
             client = self._by_sender[sender] = Client(role, at)
             self.recount()
@@ -106,7 +106,7 @@ class Clients:
         """Drop clients that have been silent for ten times their patience, and longer than any request is parked."""
         now = self._clock.monotonic()
         for sender, client in list(self._by_sender.items()):
-            if now - client.seen_at > max(10 * self._patience(client), 2 * messages.LONGEST_WAIT_SECONDS):
+            if now - client.seen_at > max(10 * self._patience(client), 2 * fields.LONGEST_WAIT_SECONDS):
                 del self._by_sender[sender]
 
     def _forget_one(self) -> bool:
@@ -163,12 +163,12 @@ class Clients:
         nodes = self._count_living().nodes
         number = nodes.index(address)
         sources: list[str] = []
-        while number and len(sources) < messages.MAX_SOURCES:
+        while number and len(sources) < fields.MAX_SOURCES:
             number = (number - 1) // 2
             sources.append(nodes[number])
         return sources
 
-    def living(self, role: messages.Role) -> int:
+    def living(self, role: fields.Role) -> int:
         """Return how many clients of a role are neither gone nor silent, as of the last tenth of a second."""
         return self._count_living().living[role]
 

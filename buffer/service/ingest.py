@@ -8,7 +8,7 @@ from tba.buffer.sampling.entry_columns import Block
 from tba.buffer.service.put_columns import PutColumns, database_columns
 from tba.buffer.service.run_state import ReplyBody, RunState
 from tba.common.errors import Refused
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 
 
 class Ingest:
@@ -71,7 +71,7 @@ class Ingest:
         state.store.trajectories.add({"id": ids, **columns}, payload)
         if references:
             pairs = zip(ids, references, strict=True)
-            known_ones = [(id_, messages.INITIAL_REFERENCE, logprob) for id_, logprob in pairs if logprob is not None]
+            known_ones = [(id_, fields.INITIAL_REFERENCE, logprob) for id_, logprob in pairs if logprob is not None]
             state.store.trajectories.add_references(known_ones)
         state.trajectories += len(rows)
         self._add_to_index(ids, columns)
@@ -79,8 +79,8 @@ class Ingest:
     def _add_to_index(self, ids: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
         """Enter the rows without an error into the index, as blocks of adjacent rows of one prompt."""
         state = self._state
-        announced = set(columns["policy_version"]) - {messages.NO_POLICY}
-        steps = {messages.NO_POLICY: 0, **{version: state.versions[version].step for version in announced}}
+        announced = set(columns["policy_version"]) - {fields.NO_POLICY}
+        steps = {fields.NO_POLICY: 0, **{version: state.versions[version].step for version in announced}}
         start = 0
         for (prompt, error), rows in groupby(zip(columns["prompt"], columns["error"], strict=True)):
             part = slice(start, start + len(list(rows)))
@@ -121,7 +121,7 @@ class Ingest:
     def _known_visits(self, put: PutColumns) -> list[int | None]:
         """Return the visit of each row; None without one, or if this database, an older copy, does not have it."""
         newest = self._state.store.visits.newest() if any(put.visit) else 0
-        return [visit if messages.NO_VISIT < visit <= newest else None for visit in put.visit]
+        return [visit if fields.NO_VISIT < visit <= newest else None for visit in put.visit]
 
     def _oldest(self, versions: tuple[int, ...]) -> int:
         """Return the version of the earliest step. After a resume that need not be the smallest version."""
@@ -137,7 +137,7 @@ class Ingest:
         """Return NO_POLICY for versions of another run: the same number here names a different policy."""
         known = self._state.versions.keys()
         return [
-            messages.NO_POLICY if is_foreign or not known >= set(versions) else self._oldest(versions)
+            fields.NO_POLICY if is_foreign or not known >= set(versions) else self._oldest(versions)
             for is_foreign, versions in zip(put.is_foreign, put.versions, strict=True)
         ]
 

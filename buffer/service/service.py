@@ -24,7 +24,7 @@ from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.status_messages import GetStatus, Status
 
@@ -108,7 +108,7 @@ class BufferService:
         if header.sender not in self.state.clients and not isinstance(message, GetStatus):
             raise Refused(
                 "too_many_clients",
-                f"the buffer has {messages.MAX_CLIENTS} clients, the most it remembers: stop some, or try later",
+                f"the buffer has {fields.MAX_CLIENTS} clients, the most it remembers: stop some, or try later",
             )
         return self._handlers[type(message)](message, header.sender)
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common.errors import UsageError, WireError, first_problem
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import ROW_FIELDS, STOP_EOS, Trajectory, pack
 
@@ -55,7 +55,7 @@ class Line(BaseModel):
     loss_mask: list[Annotated[int, Field(ge=0, le=1)]] = []
     reward: float = 1.0
     reward_parts: dict[str, float] = {}
-    stop_reason: messages.StopReason = "eos"
+    stop_reason: fields.StopReason = "eos"
     sampling: dict[str, Any] | None = None
     created_at: float | None = None
     generation_seconds: float = 0.0
@@ -108,7 +108,7 @@ class Parser:
             raise ValueError("version_runs must be pairs [version, tokens], at least one")
         return Trajectory(
             prompt_key=_key(line, prompt_ids),
-            lease=messages.NO_VISIT,
+            lease=fields.NO_VISIT,
             prompt_ids=np.asarray(prompt_ids, np.int32),
             response_ids=np.asarray(response_ids, np.int32),
             logprobs=np.asarray(logprobs, np.float32),

@@ -15,14 +15,14 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, ConfigError, LockTaken
 from tba.common.system.versions import software
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.status_messages import GetStatus, Status
 
 _REPLY_SECONDS = 60.0
 _POLL_SECONDS = 0.2
-_ROLE: messages.Role = "importer"
+_ROLE: fields.Role = "importer"
 
 
 class ImportTarget(ABC):

@@ -26,7 +26,8 @@ from tba.common.wire.codec import (
     encode_request,
     request_id_of,
 )
-from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Message, Role, RunState
+from tba.common.wire.fields import Role
+from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Message, RunState
 
 log = get_logger(__name__)
 

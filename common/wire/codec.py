@@ -16,8 +16,9 @@ from msgspec import Meta, Raw, Struct
 from tba.common.errors import Oversize, VersionMismatch, WireError
 from tba.common.quantity import quantity
 from tba.common.wire import messages
+from tba.common.wire.fields import Id, Name, Role
 from tba.common.wire.file_messages import Chunk, FetchChunk
-from tba.common.wire.messages import PROTOCOL_VERSION, Id, Message, Name, PutTrajectories, Role, RunState
+from tba.common.wire.messages import PROTOCOL_VERSION, Message, PutTrajectories, RunState
 from tba.common.wire.query_messages import QueryResult, RunQuery
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.common.wire.trajectory import ARRAY_KINDS, check_frames, check_tokens

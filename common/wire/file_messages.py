@@ -8,7 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tba.common.wire.messages import Id, Message, Name
+from tba.common.wire.fields import Id, Name
+from tba.common.wire.messages import Message
 
 MAX_CHUNK_BYTES = 4 << 20
 

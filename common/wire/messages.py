@@ -13,58 +13,39 @@ status in `status_messages`.
 """
 
 import sys
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Raw, Struct
 
 from tba.common.quantity import quantity
+from tba.common.wire.fields import (
+    LARGEST_REWARD,
+    MAX_LEASES,
+    MAX_PUT_ROWS,
+    MAX_REASON,
+    MAX_ROWS,
+    MAX_SOURCES,
+    MAX_TOKENS,
+    Column,
+    Count,
+    Finite,
+    Id,
+    Metrics,
+    Name,
+    PolicyVersion,
+    PromptText,
+    PutColumn,
+    RewardParts,
+    Seconds,
+    Sentence,
+    Sha256,
+    StopReason,
+    Temperature,
+    UnixTime,
+    Wait,
+)
 
 PROTOCOL_VERSION = 1
-# The rows of a batch, and of a chunk of prompts.
-MAX_ROWS = 1 << 16
-# The rows of a put. A put is one transaction, which others wait for.
-MAX_PUT_ROWS = 1 << 12
-MAX_TOKENS = 1 << 24
-# Of one searcher. A request for more may wait for a minute, and is kept as long.
-MAX_LEASES = 1 << 12
-# Characters of a prompt's text: a longer one is cut, since people read it and nothing is computed from it.
-MAX_PROMPT_TEXT = 1 << 16
-MAX_REWARD_PARTS = 64
-MAX_METRICS = 64
-MAX_REASON = 1000
-MAX_CLIENTS = 1024
-# The ancestors of a node in a tree of 31.
-MAX_SOURCES = 4
-
-T = TypeVar("T")
-Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Name = Annotated[str, Meta(min_length=1, max_length=200)]
-PromptText = Annotated[str, Meta(max_length=MAX_PROMPT_TEXT)]
-Sentence = Annotated[str, Meta(max_length=4000)]
-# A comparison with NaN is false, so the limits of a float also exclude NaN and infinity.
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-# Seconds since 1970, before the year 10000, so that every value is a valid date.
-UnixTime = Annotated[float, Meta(ge=0, lt=253_402_300_800)]
-LONGEST_WAIT_SECONDS = 60
-Wait = Annotated[float, Meta(ge=0, le=LONGEST_WAIT_SECONDS)]
-Role = Literal["searcher", "trainer", "publisher", "monitor", "importer"]
-# The version of a trajectory that no policy of this run generated, such as an imported one.
-NO_POLICY = -1
-# The lease of a trajectory without a visit: imported, or generated while the buffer was unavailable.
-NO_VISIT = 0
-# The initial reference policy: the model at `model.path` before training.
-INITIAL_REFERENCE = "initial"
-LARGEST_REWARD = 1e9
-PolicyVersion = Annotated[int, Meta(ge=NO_POLICY, le=(1 << 63) - 1)]
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-StopReason = Literal["eos", "length", "error"]
-Column = Annotated[list[T], Meta(max_length=MAX_ROWS)]
-PutColumn = Annotated[list[T], Meta(max_length=MAX_PUT_ROWS)]
-Temperature = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-RewardParts = Annotated[dict[Annotated[str, Meta(max_length=100)], Finite], Meta(max_length=MAX_REWARD_PARTS)]
-Metrics = Annotated[dict[Annotated[str, Meta(max_length=64)], Finite], Meta(max_length=MAX_METRICS)]
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from tba.common.wire.messages import Message, Name, Sentence
+from tba.common.wire.fields import Name, Sentence
+from tba.common.wire.messages import Message
 
 MAX_QUERY_ROWS = 10_000
 MAX_QUERY_BYTES = 8 << 20

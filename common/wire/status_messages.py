@@ -4,7 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tba.common.wire.messages import MAX_CLIENTS, Id, Message, Metrics, Name, Role, Seconds
+from tba.common.wire.fields import MAX_CLIENTS, Id, Metrics, Name, Role, Seconds
+from tba.common.wire.messages import Message
 
 
 class GetStatus(Message, frozen=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tba.common.errors import RecordLost, StorageError
 from tba.common.log import get_logger
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Frames, Reply
 from tba.common.wire.trajectory import Trajectory, pack
@@ -86,7 +86,7 @@ class Delivery:
     @property
     def leases(self) -> Iterator[int]:
         """The leases of the groups that are not acknowledged."""
-        return (put.lease for put in self._window if put.lease != messages.NO_VISIT)
+        return (put.lease for put in self._window if put.lease != fields.NO_VISIT)
 
     @property
     def pause(self) -> str:

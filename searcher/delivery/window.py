@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Frames
-from tba.common.wire.messages import NO_VISIT
+from tba.common.wire.fields import NO_VISIT
 
 # Enough for one searcher to keep every stage of the buffer busy while it delivers what was spooled during an outage.
 _MAX_PUTS = 64

@@ -8,7 +8,7 @@ import multiprocessing.connection
 import time
 
 from tba.common.config import TaskSection
-from tba.common.wire.messages import LARGEST_REWARD
+from tba.common.wire.fields import LARGEST_REWARD
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.scoring import Item, Scored, failed
 from tba.searcher.scoring.task_scorer import TaskScorer

@@ -5,7 +5,8 @@ import traceback
 from dataclasses import dataclass, field
 
 from tba.common.log import get_logger
-from tba.common.wire.messages import LARGEST_REWARD, MAX_REWARD_PARTS, Visit
+from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS
+from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import Int32, Trajectory
 from tba.searcher.tasks.task import Prompt, Reward, Task
 

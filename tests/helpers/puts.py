@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.trajectory import Trajectory, pack
 
@@ -38,7 +38,7 @@ def put_message(rows: Sequence[Trajectory], first: int = 0) -> tuple[messages.Pu
 
 
 @contextmanager
-def connected(address: str, role: messages.Role = "monitor", name: str = "test") -> Iterator[BufferClient]:
+def connected(address: str, role: fields.Role = "monitor", name: str = "test") -> Iterator[BufferClient]:
     """Open a client, and close it at the end of the block."""
     client = BufferClient(address, role=role, name=name)
     try:

@@ -15,7 +15,7 @@ from tba.common.config import Config
 from tba.common.errors import Refused, WireError
 from tba.common.wire import codec, messages
 from tba.common.wire.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
-from tba.common.wire.messages import Role
+from tba.common.wire.fields import Role
 from tba.common.wire.status_messages import GetStatus
 from tba.tests.conftest import ServiceHarness
 from tba.tests.helpers.mutations import Mutator

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tba.common.errors import BufferUnavailable
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.helpers.puts import connected, prepare, put_message
 
@@ -20,7 +20,7 @@ def server(start_tba, run_config):
     return process
 
 
-def connect(run_config, role: messages.Role = "monitor"):
+def connect(run_config, role: fields.Role = "monitor"):
     return connected(run_config.address, role)
 
 

@@ -3,6 +3,8 @@
 In a file of its own: it needs separate process groups.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 SHAPE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-EXPERTS = {
+EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3-MoE": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": None},
     # With a shared expert, and a dense MLP of another width.

@@ -16,7 +16,7 @@ from tba import __version__
 from tba.common.clock import Clock
 from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 
 log = get_logger(__name__)
@@ -44,7 +44,7 @@ class Client(Protocol):
     def close(self) -> None: ...
 
 
-Dial = Callable[[messages.Role, str], Client]
+Dial = Callable[[fields.Role, str], Client]
 
 
 def network(address: str) -> Dial:

@@ -13,7 +13,7 @@ from contextlib import closing
 from tba.common.errors import EXIT_CONFIG, BufferUnavailable, TbaError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.trainer.buffer_link.connection import Client, Dial
 
 log = get_logger(__name__)
@@ -45,7 +45,7 @@ class HeartbeatThread:
         self._metrics = metrics or self._metrics
         self._heartbeat = messages.Heartbeat(
             activity=activity,
-            reason=reason[: messages.MAX_REASON],
+            reason=reason[: fields.MAX_REASON],
             weights_version=self.weights_version,
             metrics=self._metrics,
         )

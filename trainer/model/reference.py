@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba.common.config import ReferenceSection
-from tba.common.wire.messages import INITIAL_REFERENCE
+from tba.common.wire.fields import INITIAL_REFERENCE
 from tba.trainer.batch.batch import Row
 from tba.trainer.distributed.sharding import shard_like
 from tba.trainer.model.adapters import without_adapters

@@ -12,7 +12,7 @@ from tba.buffer.store.schema import migrations
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.common.errors import WireError
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.tests.conftest import ROOT
 
@@ -157,7 +157,7 @@ def test_an_imported_prompt_gets_the_text_of_the_task(harness):
     assert buffer.store.database.all("SELECT position, text FROM prompts") == [(0, "text")]
 
 
-@pytest.mark.parametrize("texts", [["one"], ["x" * (messages.MAX_PROMPT_TEXT + 1), None]])
+@pytest.mark.parametrize("texts", [["one"], ["x" * (fields.MAX_PROMPT_TEXT + 1), None]])
 def test_texts_have_a_limit_and_are_as_many_as_the_keys(texts):
     message = messages.RegisterPrompts(
         task="t", fingerprint="0" * 64, total=2, offset=0, keys=["p0", "p1"], texts=["one", "two"]

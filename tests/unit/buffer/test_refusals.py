@@ -5,7 +5,7 @@ import pytest
 from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.service import training
 from tba.common.errors import Refused
-from tba.common.wire import messages
+from tba.common.wire import fields, messages
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.status_messages import GetStatus
 
@@ -53,12 +53,12 @@ def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(h
 def test_a_crowd_of_names_is_refused_and_those_at_work_are_not(harness):
     buffer = harness()
     beat = messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={})
-    for n in range(messages.MAX_CLIENTS):
+    for n in range(fields.MAX_CLIENTS):
         buffer.ask(beat, sender=f"s{n}.1")
     with pytest.raises(Refused, match="1024 clients"):
         buffer.ask(beat, sender="late.1")
     buffer.ask(beat, sender="s0.1")
-    assert len(buffer.ask(GetStatus(), role="monitor", sender="m.1").message.clients) == messages.MAX_CLIENTS
+    assert len(buffer.ask(GetStatus(), role="monitor", sender="m.1").message.clients) == fields.MAX_CLIENTS
     buffer.clock.advance(buffer.config.buffer.lease_seconds + 1)
     buffer.ask(beat, sender="late.1")
 

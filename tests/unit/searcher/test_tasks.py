@@ -9,7 +9,7 @@ from tba.common.errors import TaskError
 from tba.searcher import tasks
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask, last_number
-from tba.searcher.tasks.task import LimitedTask, Prompt, check_prompts, fingerprint
+from tba.searcher.tasks.task import LimitedTask, Prompt, Reward, check_prompts, fingerprint
 
 
 @pytest.fixture
@@ -131,6 +131,12 @@ class OwnTask:
 
     def prompts(self):
         return [Prompt(key, "question", "answer") for key in self._keys]
+
+    def held_out(self):
+        return []
+
+    def score(self, prompt, response, finished):
+        return Reward(float(response == prompt.answer))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 _ANCHORED = ("tb", "tb_stale", "tb_learned_z", "online_dpo", "oapl")
 # Their advantage is the reward minus a mean of the group, so it can be raised by that mean.
 _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo")
-# Their formulas include pi / mu.
-_RATIO = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo", "oapl")
+# Their formulas include pi / mu, of tokens or otherwise.
+_TOKEN_RATIO = ("grpo", "dr_grpo", "ppo_clip", "cispo")
+_RATIO = (*_TOKEN_RATIO, "proximal_rloo", "oapl")
 # Their gradient is an advantage times grad log pi, without a ratio.
 _UNWEIGHTED = ("tb", "tb_stale", "reinforce", "rloo")
 
@@ -56,6 +57,8 @@ class TrainSection(Section):
     """AdamW weight decay, of all trained weights but a learned log Z."""
     adam_betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay rates of AdamW's two moments."""
+    learning_rate_by_ess: bool = False
+    """Multiply the learning rate of each step by the square root of the metric effective_sample_ratio (VCPO)."""
     max_grad_norm: PositiveFloat = 1.0
     """The norm of the gradient is clipped to this value."""
     beta: PositiveFloat = 0.012
@@ -143,6 +146,9 @@ class ObjectiveSection(Section):
     """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio below 1 - this is clipped."""
     clip_high: PositiveFloat = 0.2
     """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped."""
+    second_moment: PositiveFloat | Literal["off"] = "off"
+    """grpo, dr_grpo, ppo_clip, cispo: leave out the tokens with the largest (log pi/mu)^2 of each prompt, until the
+    mean of the others is below this (M2PO, whose authors use 0.04)."""
     cispo_cap: PositiveFloat = 5.0
     """cispo: the maximum importance weight of a token."""
     truncation: PositiveFloat | Literal["off"] = 8.0
@@ -202,6 +208,11 @@ class ObjectiveSection(Section):
 
     @model_validator(mode="after")
     def _check_stale(self) -> Self:
+        if self.second_moment != "off" and self.name not in _TOKEN_RATIO:
+            raise ValueError(
+                f"objective.second_moment has no effect for {self.name}: remove it, or use one of "
+                f"{', '.join(_TOKEN_RATIO)}"
+            )
         if self.imitation_weight and self.name not in _CENTRED:
             raise ValueError(
                 f"objective.imitation has no meaning for {self.name}, whose advantage is not the reward minus the mean "

@@ -131,12 +131,13 @@ def _insert_row(
 ) -> None:
     def insert(table: str, **values: Any) -> None:
         marks = ", ".join("?" * len(values))
-        statement = f"INSERT OR IGNORE INTO {table} ({', '.join(values)}) VALUES ({marks})"
+        statement = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) ON CONFLICT DO NOTHING"
         connection.execute(statement, list(values.values()))
 
     arrays = {name: bytes.fromhex(row.pop(name)) for name in ARRAYS}
     insert("prompts", id=prompt, run=1, position=prompt, key=f"prompt {prompt}")
-    row |= {"sender": 1, "sequence": trajectory, "dedup_hash": trajectory, "received_at": 0.0, "payload_bytes": 0}
+    row |= {"sender": 1, "sequence": trajectory, "dedup_hash": trajectory, "payload_bytes": 0, "metadata": "{}"}
+    row |= dict.fromkeys(("created_at", "received_at", "generation_seconds"), 0.0)
     row |= {f"{part}_tokens": len(arrays[f"{part}_ids"]) // 4 for part in ("prompt", "response")}
     insert("trajectory_rows", id=trajectory, run=1, prompt=prompt, **row)
     insert("payloads", trajectory=trajectory, **arrays)

@@ -21,6 +21,7 @@ from tba.trainer.objectives.advantages import (
 from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
 from tba.trainer.objectives.preference import online_dpo
 from tba.trainer.objectives.responses import Responses
+from tba.trainer.objectives.second_moment import second_moment_mask
 
 # A response whose sampler is unknown is left out of their losses.
 _NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
@@ -99,6 +100,8 @@ def _with_advantage(
     config: ObjectiveSection, loss: Loss, advantage: Advantage, responses: Responses, beta: float
 ) -> Tensor:
     reward_bK = responses.reward_bK
+    if config.second_moment != "off":
+        responses = replace(responses, mask_R=second_moment_mask(responses, config.second_moment))
     advantage_bK = advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
     raised_bK = imitation(reward_bK, config.imitation_weight, config.reward_floor)
     if config.name == "tba_prime" and config.mean_kl == "sampler" and config.anchor != "none":

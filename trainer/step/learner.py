@@ -175,11 +175,13 @@ class Learner:
                 reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
                 return self._skip(batch, finite, reason, _not_finite(batch, sums))
             cosine = gradient_cosine(self.optimizer, self._ranks)
-            learning_rate = self._update()
+            ratios = self._policy_metrics(batch, sums)
+            by_ess = self._config.learning_rate_by_ess
+            learning_rate = self._update(math.sqrt(ratios.get("effective_sample_ratio", 1.0)) if by_ess else 1.0)
         metrics = {
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
-            **self._policy_metrics(batch, sums),
+            **ratios,
             **stale_metrics(batch, sums.log_ratio_BK),
             **batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
@@ -230,9 +232,9 @@ class Learner:
             modules.remove(self.policy)
         return norms + [float(full_tensor(nn.utils.clip_grad_norm_(module.parameters(), limit))) for module in modules]
 
-    def _update(self) -> float:
-        """Apply the gradients. Returns the learning rate."""
-        learning_rate = self._learning_rate(self.steps_done)
+    def _update(self, scale: float) -> float:
+        """Apply the gradients, at a scale of the scheduled learning rate. Returns the learning rate."""
+        learning_rate = scale * self._learning_rate(self.steps_done)
         self.before_writing()
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()

@@ -202,6 +202,13 @@ def test_the_mismatch_is_measured_on_on_policy_tokens_only():
     assert "mismatch_mean" not in make_learner().step(random_batch(1)).metrics
 
 
+def test_the_learning_rate_may_follow_the_effective_sample_ratio():
+    scaled, plain = (make_learner(learning_rate_by_ess=flag).step(random_batch(1)).metrics for flag in (True, False))
+    assert plain["learning_rate"] == 0.01
+    assert scaled["effective_sample_ratio"] < 0.9
+    assert scaled["learning_rate"] == pytest.approx(0.01 * scaled["effective_sample_ratio"] ** 0.5)
+
+
 def test_all_metrics_are_finite_floats():
     metrics = make_learner().step(random_batch(1)).metrics
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())

@@ -2,7 +2,7 @@
 
 pi is the policy being trained, mu the one that sampled, both at the temperature of sampling: rho = pi / mu is 1 on
 fresh data, up to the rounding of the engine, and what grows is the expected reward of pi at that temperature. Only
-`truncated_importance`, which is Trajectory Balance on tokens, has log pi at temperature 1 beside its weights. A is an
+`truncated_importance`, which is Trajectory Balance on tokens, has log pi at temperature 1 next to its weights. A is an
 advantage without gradient (advantages.py), T_ij the counted tokens of a response, T their sum over the whole batch.
 With a `kl` other than "none" every reward is first regularised as in Bartoldson et al. 2025, Eq. 7.
 

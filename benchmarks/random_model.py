@@ -79,4 +79,6 @@ def make_canary(model: Path, size: Size) -> Canary:
     from tba.trainer.publishing import canary
 
     made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return canary.make_canary(made, dict(made.named_parameters()), canary.canary_sequences(model, size.vocabulary))
+    return canary.make_canary(
+        made, dict(made.named_parameters()), canary.canary_sequences(model, size.vocabulary, long=False)
+    )

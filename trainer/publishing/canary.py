@@ -26,11 +26,12 @@ _TEXTS = (
     "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5",
     "Der schnelle braune Fuchs springt über den faulen Hund. 1, 2, 3, 4, 5, 6, 7",
 )
-# Sequences, and tokens of each. Up to 15 tokens the time goes into reading and widening the weights, beyond that into
-# arithmetic. 3 x 5 of these are computed, since nothing follows the last token of a sequence.
-_DENSE = 3, 6
-# A few tokens would pass through a few experts only, and rounding may choose others, which changes a token by nats.
-_ROUTED = 4, 16
+# Sequences, and tokens of each. On a CPU the time of up to 15 tokens goes into reading and widening the weights, and
+# beyond that into arithmetic. 3 x 5 of the short ones are computed, since nothing follows the last token of a sequence.
+_SHORT = 3, 6
+# On a GPU more tokens cost next to nothing, and show smaller errors. And few tokens would pass through few experts, whose
+# choice rounding may change by nats.
+_LONG = 4, 16
 _SEED = 20250319
 # Elements of a linear layer that are widened at a time. On a CPU they stay in a core's second-level cache; on a GPU the
 # blocks are few, as each takes three kernels.
@@ -38,15 +39,15 @@ _CPU_BLOCK, _GPU_BLOCK = 1 << 17, 1 << 24
 _CPU = torch.device("cpu")
 
 
-def canary_sequences(directory: Path, vocabulary: int, *, routed: bool = False) -> list[list[int]]:
+def canary_sequences(directory: Path, vocabulary: int, *, long: bool) -> list[list[int]]:
     """A few short texts in the model's tokens, replaced by seeded random ids where the tokenizer does not suit them.
 
-    `routed` is whether the model has routed experts: it gets more tokens.
+    `long` is for models with routed experts, and for models on a GPU.
 
     Text is the better canary: bfloat16 rounding differs more on unlikely tokens. But a tokenizer of a few characters
     turns every text into unknown tokens.
     """
-    count, length = _ROUTED if routed else _DENSE
+    count, length = _LONG if long else _SHORT
     texts = [ids[:length] for ids in _tokenized(directory)[:count]]
     # Fewer distinct tokens would leave most of the embedding untested.
     texts = [ids for ids in texts if len(set(ids)) >= length // 2 and max(ids) < vocabulary]

@@ -141,8 +141,8 @@ class SnapshotWriter(ABC):
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._unwrapped = unwrapped
         self._model_files = model_files
-        vocabulary, routed = model.get_input_embeddings().num_embeddings, bool(experts_per_token(unwrapped))
-        sequences = canary_sequences(model_files, vocabulary, routed=routed)
+        long = model.device.type != "cpu" or bool(experts_per_token(unwrapped))
+        sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings, long=long)
         self._make_canary = partial(make_canary, skeleton(unwrapped), sequences=sequences, device=model.device)
         self._directory = config.snapshots.resolve()
         # The directories of its snapshots, for the file server.

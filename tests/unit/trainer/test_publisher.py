@@ -193,10 +193,10 @@ def read_step(path) -> int:
 
 def test_a_canary_has_many_distinct_tokens_even_with_a_tiny_tokenizer(example_model):
     vocabulary = json.loads((example_model / "config.json").read_text())["vocab_size"]
-    sequences = canary_sequences(example_model, vocabulary)
+    sequences = canary_sequences(example_model, vocabulary, long=False)
     assert [len(set(ids)) >= 4 and max(ids) < vocabulary for ids in sequences] == [True] * 3
     assert len(set(map(tuple, sequences))) == 3
 
 
-def test_a_mixture_of_experts_gets_a_longer_canary(example_model):
-    assert [len(ids) for ids in canary_sequences(example_model, 16, routed=True)] == [16] * 4
+def test_a_long_canary_has_64_tokens(example_model):
+    assert [len(ids) for ids in canary_sequences(example_model, 16, long=True)] == [16] * 4

@@ -29,8 +29,8 @@ _TEXTS = (
 # Sequences, and tokens of each. On a CPU the time of up to 15 tokens goes into reading and widening the weights, and
 # beyond that into arithmetic. 3 x 5 of the short ones are computed, since nothing follows the last token of a sequence.
 _SHORT = 3, 6
-# On a GPU more tokens cost next to nothing, and show smaller errors. And few tokens would pass through few experts, whose
-# choice rounding may change by nats.
+# On a GPU more tokens cost next to nothing, and show smaller errors. With routed experts few tokens would pass through
+# few of them, and rounding may choose others, which changes a token by nats.
 _LONG = 4, 16
 _SEED = 20250319
 # Elements of a linear layer that are widened at a time. On a CPU they stay in a core's second-level cache; on a GPU the

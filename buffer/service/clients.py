@@ -161,6 +161,9 @@ class Clients:
         if address not in self._count_living().nodes:
             self.recount()
         nodes = self._count_living().nodes
+        # Its heartbeat waited here for longer than a sender may be silent.
+        if address not in nodes:
+            return []
         number = nodes.index(address)
         sources: list[str] = []
         while number and len(sources) < fields.MAX_SOURCES:

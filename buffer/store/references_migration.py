@@ -96,8 +96,8 @@ def declare_references(db: Database) -> None:
     """Apply the migration, in the transaction of the caller. Ids of rows do not change."""
     for view in db.view_names():
         db.execute(f"DROP VIEW {view}")
-    # 0 meant "none", which would refer to a visit 0.
-    db.execute("UPDATE trajectory_rows SET visit = NULL WHERE visit = 0")
+    # 0 meant "none". Others were of a newer copy of the file, from which this one was restored.
+    db.execute("UPDATE trajectory_rows SET visit = NULL WHERE visit NOT IN (SELECT id FROM visits)")
     for table, (columns, old_rows) in _REBUILT.items():
         # Not the other way round: SQLite would let references to the table follow the old one to its new name.
         db.execute(f"CREATE TABLE new_{table} {columns}")

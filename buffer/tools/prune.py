@@ -110,12 +110,13 @@ def _prune(
         if archive is not None:
             where = f"id IN ({old})"
             done["exported"] = export(store.path, archive, where=where, format_=None, force=False)["trajectories"]
+        # Before their batches: if it is interrupted, no trajectory looks as if no batch had ever used it.
+        _delete_trajectories(store, run, ids)
         with store.transaction():
             trained = database.one(f"SELECT COUNT(*) FROM consumption_rows WHERE {slots}")[0]  # noqa: S608
             database.execute(f"DELETE FROM consumption_rows WHERE {slots}")  # noqa: S608
             database.execute(f"DELETE FROM batches WHERE {batches}")  # noqa: S608
             database.execute("UPDATE runs SET pruned_slots = pruned_slots + ? WHERE id = ?", (trained, run.id))
-        _delete_trajectories(store, run, ids)
         if whole:
             _delete_run(store, run)
         database.shrink()

@@ -16,7 +16,8 @@ _ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE
 _ALLOWED_PRAGMAS = frozenset({"table_info", "table_xinfo", "table_list", "index_list", "index_info", "index_xinfo"})
 _DENIED_FUNCTIONS = frozenset({"load_extension", "writefile", "edit"})
 _STATEMENT_ERRORS = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE)
-_PROGRESS_INSTRUCTIONS = 100_000
+# One instruction may make a value of megabytes: few, so that a limit on seconds holds.
+_PROGRESS_INSTRUCTIONS = 100
 _HINT = ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients) and tables"
 
 

@@ -6,6 +6,7 @@ search there is no cost. A search first adds what has arrived since the last one
 
 import contextlib
 import sqlite3
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from tba.common.errors import StorageError, UsageError
 _BUSY_SECONDS = 60.0
 COLUMNS = ("id", "run", "prompt", "policy_version", "reward", "match")
 _TABLES = ("prompts", "responses")
-# A prompt that matches stands for each of its trajectories.
+# A prompt that matches stands for each of its trajectories. If a response matches, too, the better of both counts:
+# beside MIN(), SQLite takes the other columns from the row of the minimum.
 _SEARCH = """
-WITH found (id, rank, match) AS (
+WITH matches (id, rank, match) AS (
     SELECT rowid, rank, snippet(responses_fts, 0, '[', ']', '...', 16) FROM responses_fts
     WHERE responses_fts MATCH :words
     UNION ALL
@@ -27,7 +29,7 @@ WITH found (id, rank, match) AS (
     FROM (SELECT rowid AS prompt, rank, snippet(prompts_fts, 0, '[', ']', '...', 16) AS match FROM prompts_fts
           WHERE prompts_fts MATCH :words) f
     JOIN buffer.trajectory_rows t ON t.prompt = f.prompt
-)
+), found AS (SELECT id, MIN(rank) AS rank, match FROM matches GROUP BY id)
 SELECT t.id, r.name AS run, p.key AS prompt, t.policy_version, t.reward, found.match
 FROM found
 JOIN buffer.trajectory_rows t ON t.id = found.id
@@ -65,8 +67,12 @@ def search(path: Path, words: str, *, limit: int, index: Path | None = None) -> 
 
 
 def _update(db: Database, path: Path) -> None:
-    """Add what the database has and the index lacks. A restored database gets a new index."""
-    identity = path.stat().st_ino & 0x7FFFFFFF
+    """Add what the database has and the index lacks. A restored database gets a new index, and one with other runs.
+
+    The number of a deleted file may be used again, and ids of trajectories after a run is pruned.
+    """
+    runs = db.execute("SELECT group_concat(uuid) FROM (SELECT uuid FROM buffer.runs ORDER BY id)").fetchone()[0]
+    identity = zlib.crc32(f"{path.stat().st_ino} {runs}".encode()) & 0x7FFFFFFF
     if db.execute("PRAGMA main.user_version").fetchone()[0] != identity:
         for table in _TABLES:
             if table in db.table_names():

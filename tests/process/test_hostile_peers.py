@@ -130,7 +130,7 @@ def test_thousands_of_mutated_messages_over_a_socket_do_not_harm_the_server(serv
     with connected(config.address, "searcher") as client:
         visit = messages.Visit(lease=0, epoch=0, prompt_key="p0")
         client.post(*put_of(client.sender, 0, visit, 8))
-        assert client.poll(10)[0].message.stored == 4  # type: ignore[attr-defined]
+        assert client.poll(60)[0].message.stored == 4  # type: ignore[attr-defined]
     with closing(sqlite3.connect(config.database)) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -193,7 +193,8 @@ def test_a_reader_of_an_old_state_does_not_block_the_writer(tmp_path):
     assert held > 50 << 20, "the reader prevents a reset of the WAL"
     slowest = max([slowest, *(write_five_mib(store, run) for _ in range(12))])
     assert log_bytes(store) < held + (20 << 20), "the WAL is reset"
-    assert slowest < 5
+    # Even on a busy machine: a writer that is blocked waits for the reader, which lives on.
+    assert slowest < 60
     store.close()
 
 

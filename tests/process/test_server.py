@@ -42,12 +42,12 @@ def test_a_sender_is_recognised_by_its_name_after_a_reconnection(server, run_con
     with connect(run_config, "searcher") as first:
         prepare(first)
         first.post(*put_of(trajectory, 4, 0))
-        assert first.poll(10)[0].message.stored == 4
+        assert first.poll(60)[0].message.stored == 4
         # Another socket has another ZeroMQ address.
         with connect(run_config, "searcher") as returned:
             returned.sender = first.sender
             returned.post(*put_of(trajectory, 4, 0))
-            (reply,) = returned.poll(10)
+            (reply,) = returned.poll(60)
             assert reply.message == messages.PutAck(first_sequence=0, stored=0, duplicates=4)
 
 
@@ -71,7 +71,7 @@ def test_a_parked_request_is_answered_when_the_data_arrives(server, run_config, 
         asked = trainer.post(messages.SampleBatch(step=0, prompts=1, samples=2, reference="r", wait_seconds=20.0))
         assert trainer.poll(0.3) == []
         searcher.post(*put_of(trajectory, 2, 0))
-        (reply,) = trainer.poll(10)
+        (reply,) = trainer.poll(60)
         assert reply.header.id == asked
         assert isinstance(reply.message, messages.Batch)
 

@@ -1,6 +1,7 @@
 """`tba buffer prune`: what it deletes, what it keeps, and what it needs first."""
 
 import json
+import sqlite3
 
 import pytest
 
@@ -53,6 +54,22 @@ def test_a_trajectory_that_a_kept_batch_uses_is_kept(prune, trained):
     store.close()
     prune(*OLD, "--yes")
     assert (1,) in ask(trained, "SELECT id FROM trajectories")
+
+
+def test_after_an_interruption_no_trained_trajectory_looks_untrained_and_the_next_prune_completes(prune, trained):
+    store = Store(trained, durability="process")
+    store.database.execute("CREATE TRIGGER stop BEFORE DELETE ON batches BEGIN SELECT RAISE(ABORT, 'cut off'); END")
+    store.close()
+    with pytest.raises(sqlite3.IntegrityError, match="cut off"):
+        prune(*OLD, "--yes")
+    untrained = "SELECT id FROM trajectory_rows WHERE id NOT IN (SELECT trajectory FROM consumption_rows)"
+    assert ask(trained, untrained) == []
+    store = Store(trained, durability="process")
+    store.database.execute("DROP TRIGGER stop")
+    store.close()
+    prune(*OLD, "--yes")
+    assert ask(trained, "SELECT pruned, pruned_slots FROM runs") == [(4, 4)]
+    assert {finding["result"] for finding in check(trained)} == {"ok"}
 
 
 def test_a_pruned_run_repeats_its_kept_steps_and_continues(prune, trained, harness, trajectory):

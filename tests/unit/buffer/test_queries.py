@@ -44,6 +44,21 @@ def test_bytes_of_a_reply_have_a_limit(filled):
     assert "at most 8 MiB" in result.cut
 
 
+MANY = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 10000)"
+
+
+@pytest.mark.parametrize("row", ["replace(hex(zeroblob(50000)), '00', char(128512))", ", ".join(["''"] * 500)])
+def test_a_reply_can_be_read_whatever_its_values_are(row, filled):
+    result = ask(filled, f"{MANY} SELECT {row} FROM n", limit=wire.MAX_QUERY_ROWS)
+    assert isinstance(result, wire.QueryResult)
+    assert "at most 8 MiB" in result.cut
+
+
+def test_a_query_of_few_long_rows_has_its_limit_of_time(filled):
+    failure = ask(filled, f"{MANY.replace('10000', '2000')} SELECT MAX(hex(randomblob(100000))) FROM n", seconds=0.05)
+    assert "takes longer than 0.05 s" in failure.message
+
+
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
 
 

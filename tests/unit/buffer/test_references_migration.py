@@ -26,7 +26,9 @@ INSERT INTO trajectory_rows VALUES
     (11, 3, 6, 8, 5, 0, 0, 0.5, '{}', 'eos', 1, 1, 12, '{"temperature":1.0,"top_p":1.0}', 1.0, 2.0, 0.1, 'a', NULL,
      '{}', 20, NULL),
     (12, 3, 4, 0, 5, 1, 0, 0.7, '{}', 'eos', 1, 1, 13, '{"temperature":1.0,"top_p":1.0}', 1.0, 2.0, 0.1, 'b', NULL,
-     '{}', 20, NULL);
+     '{}', 20, NULL),
+    (13, 3, 4, 99, 5, 2, 0, 0.7, '{}', 'eos', 1, 1, 14, '{"temperature":1.0,"top_p":1.0}', 1.0, 2.0, 0.1, 'c', NULL,
+     '{}', 20, 5.0);
 INSERT INTO payloads VALUES (11, x'00000000', x'00000000', x'00000000', x'0000000001000000', x''),
     (12, x'00000000', x'00000000', x'00000000', x'0000000001000000', x'');
 INSERT INTO snapshots VALUES (3, 0, 0, '/v0', 'm', 1, 1.0, NULL);
@@ -78,6 +80,8 @@ def test_ids_and_contents_stay(migrated):
     assert migrated.execute("SELECT id, run, prompt, visit, text FROM trajectory_rows").fetchall() == [
         (11, 3, 6, 8, "a"),
         (12, 3, 4, None, "b"),
+        # Its visit was of a newer copy of the file.
+        (13, 3, 4, None, "c"),
     ]
     assert migrated.execute("SELECT id, key, text FROM prompts").fetchall() == [(4, "p0", None), (6, "p1", None)]
     # A lease of a sender that is not in the table belongs to none, and is handed out again.

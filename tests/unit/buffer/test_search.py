@@ -74,3 +74,19 @@ def test_an_index_may_be_elsewhere(searched, tba_buffer, tmp_path):
 
 def test_a_search_needs_a_word(searched, tba_buffer):
     assert "at least one word" in tba_buffer("search", " ", "-b", searched.store.path).message
+
+
+def test_a_trajectory_whose_prompt_and_response_match_is_found_once(searched, tba_buffer):
+    found = tba_buffer("search", "apples", "-b", searched.store.path, "--json").json
+    assert sorted(row["id"] for row in found) == [1, 2]
+
+
+def test_a_new_database_under_a_number_of_a_deleted_one_gets_a_new_index(searched, trajectory, tba_buffer):
+    assert searched.search("seven") == {1, 3}
+    store = searched.store
+    with store.transaction():
+        # What a deleted file and a new run in one of the same inode look like.
+        store.database.execute("UPDATE runs SET uuid = 'another'")
+        store.database.execute("UPDATE trajectory_rows SET text = 'eight'")
+    assert searched.search("seven") == set()
+    assert searched.search("eight") == {1, 2, 3}

@@ -19,7 +19,7 @@ _BUSY_SECONDS = 60.0
 COLUMNS = ("id", "run", "prompt", "policy_version", "reward", "match")
 _TABLES = ("prompts", "responses")
 # A prompt that matches stands for each of its trajectories. If a response matches, too, the better of both counts:
-# beside MIN(), SQLite takes the other columns from the row of the minimum.
+# with MIN(), SQLite takes the other columns from the row of the minimum.
 _SEARCH = """
 WITH matches (id, rank, match) AS (
     SELECT rowid, rank, snippet(responses_fts, 0, '[', ']', '...', 16) FROM responses_fts

@@ -13,6 +13,9 @@ from tba.common.config.section import Section
 from tba.common.config.task import RewardModelSection, TaskSection
 from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
 
+# Of a token id, and of a log-probability, in a message.
+_TOKEN_BYTES = 4
+
 
 class Config(Section):
     """The whole configuration."""
@@ -161,6 +164,7 @@ def _check_ratios(config: Config) -> None:
 
 def _check_batches(config: Config) -> None:
     """Refuse settings under which no batch is possible, so that the trainer would wait forever."""
+    _check_group(config.search)
     buffer, group = config.buffer, config.train.samples_per_prompt if config.buffer.replacement == "never" else 1
     if group > buffer.prompt_cap:
         raise ValueError(f'buffer.replacement = "never" needs buffer.prompt_cap >= train.samples_per_prompt = {group}')
@@ -173,6 +177,24 @@ def _check_batches(config: Config) -> None:
     if config.max_trajectories is not None and config.max_trajectories < least:
         raise ValueError(
             f"buffer.max_trajectories = {config.max_trajectories} is less than the {least} that a batch needs"
+        )
+
+
+def _check_group(search: SearchSection) -> None:
+    """Refuse groups that fit no put: a searcher would generate its first one and end."""
+    # Imports NumPy, which most commands do not need before their configuration is read.
+    from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
+    from tba.common.wire.fields import MAX_PUT_ROWS
+
+    if search.samples_per_prompt > MAX_PUT_ROWS:
+        raise ValueError(
+            f"search.samples_per_prompt = {search.samples_per_prompt}: at most {MAX_PUT_ROWS} are possible"
+        )
+    tokens, most = search.samples_per_prompt * search.max_tokens, MAX_REQUEST_FRAME_BYTES // _TOKEN_BYTES
+    if tokens > most:
+        raise ValueError(
+            f"search.samples_per_prompt = {search.samples_per_prompt} responses of search.max_tokens = "
+            f"{search.max_tokens} are {tokens} tokens, and a message has room for {most}: lower one of them"
         )
 
 

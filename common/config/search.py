@@ -25,7 +25,8 @@ class SearchSection(Section):
     cpu_searchers: Positive = 1
     """Number of searchers if `gpus` is `cpu`."""
     samples_per_prompt: Positive = 24
-    """S: responses per visit of a prompt, sent to the buffer together."""
+    """S: responses per visit of a prompt, sent to the buffer together: at most 4096, and at most 8,388,608 tokens if
+    all of them have `max_tokens`."""
     max_in_flight: Positive | Literal["auto"] = "auto"
     """Maximum number of responses that one engine generates concurrently. `auto`: vLLM as many as its KV cache holds
     with half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; the Transformers engine 256."""

@@ -121,6 +121,18 @@ def test_a_seed_outside_the_integers_of_the_database_is_refused(seed):
     assert "run.seed" in refusal(assignments=[f"run.seed={seed}"])
 
 
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (["search.samples_per_prompt=4097"], "at most 4096"),
+        (["search.samples_per_prompt=1025", "search.max_tokens=8192"], "8396800 tokens, and a message has room for"),
+    ],
+)
+def test_a_group_that_fits_no_message_is_refused(assignments, words):
+    assert words in refusal(assignments=assignments)
+    resolve(None, environment={}, assignments=["search.samples_per_prompt=1024", "search.max_tokens=8192"])
+
+
 def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):
     asked = {"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}
     file = write(tmp_path, '[search.vllm]\nkv_cache_dtype = "fp8"\nspeculative_config = { method = "ngram" }')

@@ -8,7 +8,7 @@ from contextlib import closing
 from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.system.cpu_affinity import openmp_threads, partition_cores
-from tba.common.system.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus
+from tba.common.system.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus, searcher_gpus
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire.client import BufferClient
@@ -66,13 +66,14 @@ class Fleet:
         notify_systemd(f"STATUS={line}")
 
 
-def searcher_groups(config: Config, flag: str = "") -> list[list[str]]:
-    """Return the GPUs of each searcher; `flag` as in `choose_gpus`.
+def searcher_groups(config: Config, flag: str = "", *, with_trainer: bool = False) -> list[list[str]]:
+    """Return the GPUs of each searcher; `flag` as in `choose_gpus`. With `with_trainer` it leaves out the trainer's.
 
     Raises UsageError for a missing GPU, DeviceBusy for one without enough free memory.
     """
     present = list_gpus()
-    chosen = choose_gpus(config.search.gpus, present, "search.gpus", flag)
+    wanted = searcher_gpus(config.search.gpus, config.train.gpu, present) if with_trainer else config.search.gpus
+    chosen = choose_gpus(wanted, present, "search.gpus", flag)
     # vLLM reserves its fraction of the memory at its start.
     if config.search.engine == "vllm":
         check_free(chosen, present, utilization=config.search.gpu_memory_utilization)
@@ -90,7 +91,7 @@ def searcher_children(config: Config, arguments: Sequence[str], *, with_trainer:
         environment = one_thread_each(config)
         engines = [
             (label(group), ["--gpus", ",".join(group), "--tp", str(len(group))], None)
-            for group in searcher_groups(config)
+            for group in searcher_groups(config, with_trainer=with_trainer)
         ]
     else:
         count = config.search.cpu_searchers

@@ -168,7 +168,7 @@ def check_start(config: Config, *, resume: bool) -> None:
         need("peft", "lora")
     # Both raise for missing or busy GPUs.
     if config.search.gpus != CPU:
-        searcher_groups(config)
+        searcher_groups(config, with_trainer=True)
     if config.train.gpu != CPU:
         choose_gpus(config.train.gpu, list_gpus(), "train.gpu")
     if CPU not in (config.search.gpus, config.train.gpu):

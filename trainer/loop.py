@@ -323,7 +323,8 @@ class Trainer:
                 reference_logprobs=list(result.reference.values()),
             )
         )
-        self._health.update(batch.step, metrics, float(batch.reward_BK.max()))
+        at_temperature_1 = all(row.temperature == 1 for row in batch.rows)
+        self._health.update(batch.step, metrics, float(batch.reward_BK.max()), at_temperature_1=at_temperature_1)
         self._show(batch.step, metrics)
         self._count_skipped(batch.step, result)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tba.common.config import Config, TaskSection
 from tba.common.config.engine_arguments import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
-from tba.common.system.devices import Gpu, shared_gpus
+from tba.common.system.devices import Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_model
 
 _SHARED_UTILIZATION = 0.5
@@ -32,11 +32,11 @@ def check_paths(config: Config) -> list[str]:
 def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
     """Raise ConfigError if searchers and trainer use the same GPU and the searchers' share is more than a half of it.
 
-    `present` are the GPUs of this machine, which `all` names. If the buffer's address is on a network, the roles may be
-    on different nodes: then this returns a sentence.
+    `present` are the GPUs of this machine, of which `all` leaves out the trainer's if there are others. If the buffer's
+    address is on a network, the roles may be on different nodes: then this returns a sentence.
     """
     search, train = config.search, config.train
-    shared = shared_gpus(search.gpus, train.gpu, present)
+    shared = shared_gpus(searcher_gpus(search.gpus, train.gpu, present), train.gpu, present)
     if not shared or search.engine != "vllm" or search.gpu_memory_utilization <= _SHARED_UTILIZATION:
         return []
     sentence = f"search.gpus = {search.gpus} and train.gpu = {train.gpu} both name GPU {', '.join(shared)}"

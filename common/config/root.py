@@ -160,6 +160,11 @@ def _check_ratios(config: Config) -> None:
             "which do not exist for greedy decoding or a nucleus: set search.top_p = 1 and search.temperature above 0, "
             "or objective.name = tb"
         )
+    if config.train.learning_rate_by_ess and not config.search.has_ratios:
+        raise ValueError(
+            "train.learning_rate_by_ess has no effect for greedy decoding or a nucleus, which have no ratios: remove "
+            "it, or set search.top_p = 1 and search.temperature above 0"
+        )
 
 
 def _check_batches(config: Config) -> None:

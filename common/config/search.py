@@ -19,7 +19,8 @@ class SearchSection(Section):
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
     gpus: GpuList = "all"
-    """The GPUs, with one searcher on each: `0-6`, `0,2,4`, UUIDs, `all`; or `cpu`."""
+    """The GPUs, with one searcher on each: `0-6`, `0,2,4`, UUIDs, `all`; or `cpu`. In `tba run`,
+    `all` leaves out the trainer's, if there are others."""
     tensor_parallel: Positive = 1
     """vLLM: GPUs per engine. `gpus` is cut into consecutive groups of this size, with one searcher on each."""
     cpu_searchers: Positive = 1

@@ -190,7 +190,9 @@ class ObjectiveSection(Section):
     @property
     def uses_ratio(self) -> bool:
         """Whether the loss depends on the log-probabilities with which responses were sampled."""
-        weighted = self.name == "tba_prime" and (self.truncation != "off" or self.mean_kl == "sampler")
+        weighted = self.name == "tba_prime" and (
+            self.truncation != "off" or (self.mean_kl == "sampler" and self.anchor != "none")
+        )
         return self.name in _RATIO or weighted or self.anchor == "ema" or self.taper_kind != "off"
 
     @property

@@ -76,9 +76,16 @@ def shared_gpus(one: str, other: str, present: Sequence[Gpu] = ()) -> list[str]:
     """Return the GPUs that two lists name, as far as that can be said; `all` are those `present`, by default none."""
     if CPU in (one, other):
         return []
-    here = [gpu.index for gpu in present]
-    first, second = (set(here if wanted == "all" else _expand_all(wanted)) for wanted in (one, other))
+    first, second = (set(_indices(wanted, present)) for wanted in (one, other))
     return sorted(first & second, key=lambda name: (len(name), name))
+
+
+def searcher_gpus(wanted: str, trainer: str, present: Sequence[Gpu]) -> str:
+    """Return the searchers' GPUs on the trainer's machine: `all` are all but the trainer's, if there are others."""
+    if wanted != "all" or trainer == CPU:
+        return wanted
+    taken = _indices(trainer, present)
+    return ",".join(gpu.index for gpu in present if gpu.index not in taken) or wanted
 
 
 def assumed_gpus(text: str) -> list[Gpu]:
@@ -163,6 +170,13 @@ def _find(name: str, wanted: str, present: Sequence[Gpu]) -> Gpu | None:
 def _named(name: str, present: Sequence[Gpu]) -> Gpu:
     # A GPU that a scheduler allows exists, even if nvidia-smi is missing and cannot describe it.
     return next((gpu for gpu in present if gpu.is_called(name)), Gpu(name))
+
+
+def _indices(wanted: str, present: Sequence[Gpu]) -> list[str]:
+    """Return the indices of the GPUs in a list, and the names of those that are not `present`."""
+    if wanted == "all":
+        return [gpu.index for gpu in present]
+    return [next((gpu.index for gpu in present if gpu.is_called(name)), name) for name in _expand_all(wanted)]
 
 
 def _expand_all(wanted: str) -> list[str]:

@@ -8,16 +8,20 @@ scenario NAME/again is NAME with another directory, so that it can resume.
 import os
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
+from tba.common.errors import ConfigError
 from tba.common.system.process import RENDEZVOUS_VARIABLE
 from tba.tests.helpers.trainer import objective, random_batch, tiny_model
+from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.distributed.ranks import ALONE, Ranks, join
 from tba.trainer.distributed.sharding import full_tensor
@@ -56,6 +60,10 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "offload_tied": ({"offload": "optimizer", "tie": True, "max_grad_norm": 1e-3}, 3),
     "offload_learned_z": ({"offload": "optimizer", "name": "tb_learned_z"}, 3),
     "offload_half": ({"offload": "optimizer", "autocast": True, "double": False}, 4),
+    # At several temperatures, with demonstrations: `make_batch`.
+    "stale": ({"name": "tb_stale", "learning_rate_by_ess": True, "micro_batch_tokens": 40}, 5),
+    "stale_tba_prime": ({"name": "tba_prime", "sharding": "all"}, 3),
+    "transposed": ({"transpose": True}, 3),
     "lora_half": ({"autocast": True, "double": False, "lora": LoraSection(rank=2)}, 4),
 }
 
@@ -82,6 +90,7 @@ def make_learner(
     double: bool = True,
     autocast: bool = False,
     lora: LoraSection | None = None,
+    transpose: bool = False,
     reference: ReferenceSection | None = None,
     **keys: Any,
 ) -> Learner:
@@ -94,6 +103,10 @@ def make_learner(
             for name_, parameter in policy.named_parameters():
                 if "lora_B" in name_:
                     parameter.normal_(std=0.1)
+    if transpose:
+        # As after a conversion of its files.
+        for layer in policy.model.layers:
+            layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.T.contiguous().T
     if double:
         policy, initial = policy.double(), initial and initial.double()
     config, masters = TrainSection.model_validate(_FLAT | keys), None
@@ -116,6 +129,18 @@ def make_learner(
     )
 
 
+def make_batch(scenario: str, step: int, prompts: int) -> TrainBatch:
+    """Return the batch of a step."""
+    batch = random_batch(step, prompts=prompts, step=step)
+    if not scenario.startswith("stale"):
+        return batch
+    rows = [
+        replace(row, temperature=(0.7, 1.0, 0.0, 1.3)[n % 4], sampling_logprobs=row.sampling_logprobs - 3)
+        for n, row in enumerate(batch.rows)
+    ]
+    return replace(batch, rows=rows)
+
+
 def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2) -> dict[str, Any]:
     """Train a scenario. Returns metrics of each step, weights by name, and the number of gradient reductions."""
     keys, prompts = SCENARIOS[scenario.removesuffix("/again")]
@@ -126,9 +151,7 @@ def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2)
         checkpoint.restore(found, learner)
     first = learner.steps_done
     REDUCTIONS.clear()
-    metrics = [
-        learner.step(random_batch(step, prompts=prompts, step=step)).metrics for step in range(first, first + steps)
-    ]
+    metrics = [learner.step(make_batch(scenario, step, prompts)).metrics for step in range(first, first + steps)]
     weights = {
         f"{what}/{name}": tensor.clone()
         for what in (MERGED, BASE, FACTORS)
@@ -190,3 +213,9 @@ def load(rank: int, ranks: int, directory: Path, offload: str) -> None:
     }
     torch.save(found, directory / f"{offload}{rank}.pt")
     group.close()
+
+
+def refuse(rank: int, ranks: int, directory: Path) -> None:
+    """Expect that one of the ranks refuses the model of `load`."""
+    with pytest.raises(ConfigError, match=r"set tie_word_embeddings = false in config\.json"):
+        load(rank, ranks, directory, "none")

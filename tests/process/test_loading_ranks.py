@@ -1,12 +1,14 @@
 """Several processes load one model: rank 0 reads it, the others receive their shards."""
 
+import json
 import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tba.tests.helpers.ranks import load, run_all
+from tba.tests.helpers.ranks import load, refuse, run_all
 from tba.tests.helpers.trainer import save_tiny_model
 from tba.trainer.model.scorer import load_model, weights_of
 
@@ -54,3 +56,14 @@ def test_only_rank_0_has_memory_for_a_whole_model(loaded):
     assert first > 2 * one_model
     # A third of the policy and of the reference, a layer on its way, and what libraries allocate.
     assert max(others) < 1.5 * one_model
+
+
+def test_an_output_head_that_config_json_does_not_describe_is_refused_by_every_rank(tmp_path: Path):
+    model = save_tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    # One process trains it: transformers leaves weights apart that differ.
+    alone = load_model(model, torch.device("cpu"))
+    assert not torch.equal(alone.get_input_embeddings().weight, alone.get_output_embeddings().weight)
+    context = multiprocessing.get_context("forkserver")
+    run_all([context.Process(target=refuse, args=(rank, RANKS, tmp_path)) for rank in range(RANKS)], 200)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tba.common.errors import ConfigError
 from tba.trainer.distributed.ranks import Ranks
 
 
@@ -24,8 +25,9 @@ def shard(scorer: nn.Module, layer_types: Collection[str], ranks: Ranks, *, auto
     """Shard a scorer's model over the ranks, in place: its parameters become DTensors, of rank 0's weights.
 
     `layer_types` are the class names of the layers that are gathered one at a time. On ranks other than 0 the model may
-    be on the meta device.
+    be on the meta device. Raises ConfigError, on every rank, if it has other tensors there.
     """
+    _check_same(scorer, ranks)
     half = torch.bfloat16 if autocast else None
     policy = MixedPrecisionPolicy(half, torch.float32 if autocast else None, cast_forward_inputs=False)
     for module in list(scorer.modules()):
@@ -40,6 +42,20 @@ def shard(scorer: nn.Module, layer_types: Collection[str], ranks: Ranks, *, auto
             # FSDP would use a scaled sum, which gloo does not have.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _check_same(scorer: nn.Module, ranks: Ranks) -> None:
+    """Raise ConfigError if the ranks do not have the same tensors: they would wait for each other's broadcasts.
+
+    Rank 0 has them from the files, where two weights may differ that are one by config.json, from which the others are.
+    """
+    tensors = [*scorer.parameters(), *scorer.buffers()]
+    own = torch.tensor([len(tensors), sum(tensor.numel() for tensor in tensors)])
+    if not torch.equal(ranks.sum(own), ranks.size * own):
+        raise ConfigError(
+            "the model's files have other weights than its config.json describes, which several processes need: if "
+            "they have an output head of its own, set tie_word_embeddings = false in config.json"
+        )
 
 
 def _receive(module: nn.Module, ranks: Ranks) -> None:
@@ -62,9 +78,9 @@ def _from_rank_0(tensor: Tensor, ranks: Ranks) -> Tensor:
     assert ranks.mesh is not None
     device = ranks.mesh.device_type
     if ranks.rank == 0:
-        tensor.data = tensor.data.to(device)
+        tensor.data = tensor.data.to(device).contiguous()
     else:
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         tensor = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     # As bytes: gloo does not have all dtypes.
     dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)

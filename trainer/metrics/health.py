@@ -61,15 +61,18 @@ class Health:
     _largest_reward: float = -math.inf
     _logged_at: dict[str, int] = field(default_factory=dict)
 
-    def update(self, step: int, metrics: Mapping[str, float], largest_reward: float) -> None:
+    def update(
+        self, step: int, metrics: Mapping[str, float], largest_reward: float, *, at_temperature_1: bool = True
+    ) -> None:
         """Take the metrics of a step, and log what exceeds its limit. `largest_reward` is that of the batch.
 
-        A skipped step has none of the metrics, and changes nothing.
+        `at_temperature_1` is whether all of its responses were sampled so. A skipped step has none of the metrics, and
+        changes nothing.
         """
         found = {
             "policy_mass": self._lost_share(metrics),
             "log_ratio_positive": self._lost_nats(metrics),
-            "log_z": self._impossible_log_z(metrics, largest_reward),
+            "log_z": self._impossible_log_z(metrics, largest_reward) if at_temperature_1 else "",
         }
         for name, sentence in found.items():
             if sentence and step - self._logged_at.get(name, -_REPEAT_STEPS) >= _REPEAT_STEPS:
@@ -106,12 +109,13 @@ class Health:
         limit = max(_LOST_NATS, _LOST_NATS_PER_TOKEN * metrics["response_tokens_mean"])
         if self._lost.count < _FIRST_STEPS or lost <= limit:
             return ""
-        return f"stale answers that were right have lost {lost:.1f} nats"
+        return f"stale answers with a reward above the mean of their prompt have lost {lost:.1f} nats"
 
     def _impossible_log_z(self, metrics: Mapping[str, float], largest_reward: float) -> str:
         """Return a sentence if log Z is above max r / beta, which it never is on fresh data.
 
-        Z is the mean of exp(r / beta) over the reference, so log Z <= max r / beta, over all rewards seen so far.
+        Z is the mean of exp(r / beta) over the reference, so log Z <= max r / beta, over all rewards seen so far. The
+        estimate obeys it where the sampler is the policy at temperature 1: it adds KL(sampler || policy).
         """
         if "log_z" not in metrics:
             return ""

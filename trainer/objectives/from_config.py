@@ -100,8 +100,6 @@ def _with_advantage(
     config: ObjectiveSection, loss: Loss, advantage: Advantage, responses: Responses, beta: float
 ) -> Tensor:
     reward_bK = responses.reward_bK
-    if config.second_moment != "off":
-        responses = replace(responses, mask_R=second_moment_mask(responses, config.second_moment))
     advantage_bK = advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
     raised_bK = imitation(reward_bK, config.imitation_weight, config.reward_floor)
     if config.name == "tba_prime" and config.mean_kl == "sampler" and config.anchor != "none":
@@ -109,6 +107,13 @@ def _with_advantage(
     weight_bK = taper(responses, advantage_bK + raised_bK, config.taper_kind)
     if config.name in _NEEDS_SAMPLER:
         weight_bK = responses.only_known(weight_bK)
+    if config.second_moment != "off":
+        # The advantage is of the whole response: the reference has no log-probabilities of single tokens.
+        kept = replace(responses, mask_R=second_moment_mask(responses, config.second_moment))
+        if config.name == "grpo":
+            # Its mean stays that over the whole response, or the tokens that are kept would weigh more.
+            weight_bK = weight_bK * kept.tokens_bK / responses.tokens_bK.clamp(min=1)
+        return loss(kept, weight_bK * (advantage_bK + raised_bK))
     if config.name == "tba_prime" and config.imitation_weight:
         # Eq. 7 is at temperature 1, but the sampler is imitated at its own temperature.
         tempered = replace(responses, logprob_R=responses.at_sampling_R)

@@ -67,10 +67,14 @@ class Responses:
         return self.per_row(self.sampled_logprob_R)
 
     @property
+    def usable_R(self) -> Tensor:
+        """Counted tokens of a known sampler: [R], bool."""
+        return self.mask_R if self.known_bK is None else self.mask_R & self.per_token(self.known_bK)
+
+    @property
     def log_ratio_R(self) -> Tensor:
         """log pi / mu of each token at the temperature of sampling: [R], float64; 0 if unknown or not counted."""
-        usable_R = self.mask_R if self.known_bK is None else self.mask_R & self.per_token(self.known_bK)
-        return torch.where(usable_R, self.at_sampling_R.double() - self.sampled_logprob_R, 0.0)
+        return torch.where(self.usable_R, self.at_sampling_R.double() - self.sampled_logprob_R, 0.0)
 
     @property
     def log_ratio_bK(self) -> Tensor:

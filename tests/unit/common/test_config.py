@@ -208,5 +208,9 @@ def test_a_gpu_of_both_roles_is_refused_on_one_machine_and_noted_on_a_network(mo
     ]
     with pytest.raises(ConfigError, match="both name GPU 7: name different ones"):
         checked("0-7", "7")
+    # One GPU: there is no other for the searcher. With more, `all` leaves out the trainer's.
     with pytest.raises(ConfigError, match="both name GPU 0"):
-        checked("all", "0", address="tcp://node0:5757", here=2)
+        checked("all", "0", address="tcp://node0:5757", here=1)
+    assert checked("all", "0", here=2) == checked("all", "0", share=0.4, here=1) == []
+    with pytest.raises(ConfigError, match="both name GPU 0, 1:"):
+        checked("all", "all", here=2)

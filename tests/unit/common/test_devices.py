@@ -2,8 +2,19 @@
 
 import pytest
 
+from tba.common.config import Config, TrainSection
 from tba.common.errors import DeviceBusy, UsageError
-from tba.common.system.devices import Gpu, check_free, choose_gpus, group_gpus, label, list_gpus
+from tba.common.system.devices import (
+    Gpu,
+    check_free,
+    choose_gpus,
+    group_gpus,
+    label,
+    list_gpus,
+    searcher_gpus,
+    shared_gpus,
+)
+from tba.deploy.fleet import searcher_groups
 
 EIGHT = [Gpu(str(n), uuid=f"GPU-{n}aaa-{n}", total_mib=80_000) for n in range(8)]
 NAMES = [str(n) for n in range(8)]
@@ -107,3 +118,16 @@ def test_the_error_of_a_failing_driver_has_its_message(nvidia_smi):
     nvidia_smi(failure="NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.")
     with pytest.raises(UsageError, match="no GPU can be used: NVIDIA-SMI has failed because"):
         list_gpus()
+
+
+def test_all_searchers_of_tba_run_leave_out_the_gpus_of_the_trainer(nvidia_smi):
+    nvidia_smi("".join(f"{index}, GPU-{index * 11:02}, 81559, 4\n" for index in range(4)))
+    everywhere = Config.model_validate({"task": {"train": "t"}})
+    assert searcher_groups(everywhere) == [["0"], ["1"], ["2"], ["3"]]
+    for trainer, left in [("0", "123"), ("1-2", "03"), ("GPU-33,0", "12"), ("cpu", "0123"), ("all", "0123")]:
+        config = everywhere.model_copy(update={"train": TrainSection(gpu=trainer)})
+        assert searcher_groups(config, with_trainer=True) == [[index] for index in left], trainer
+    one = [Gpu("0", "GPU-00")]
+    assert searcher_gpus("all", "0", one) == "all"
+    assert shared_gpus("all", "GPU-00", one) == shared_gpus("0", "GPU-00", one) == ["0"]
+    assert searcher_gpus("0-3", "0", one) == "0-3"

@@ -21,7 +21,8 @@ def after(health: Health, steps: range, *, largest_reward: float = 1.0, **metric
 def test_good_answers_that_have_lost_probability_are_told_with_the_remedy(caplog):
     warning = after(watch("dr_grpo"), range(5), log_ratio_positive=-1.2)
     assert warning == (
-        "stale answers that were right have lost 1.2 nats: lower train.learning_rate, or set objective.imitation = 0.5"
+        "stale answers with a reward above the mean of their prompt have lost 1.2 nats: lower train.learning_rate, or "
+        "set objective.imitation = 0.5"
     )
     assert caplog.text.count(warning) == 1
 
@@ -55,6 +56,15 @@ def test_the_bound_is_that_of_the_largest_reward_so_far():
     after(health, range(5), log_z=-5.0, largest_reward=1.0)
     assert after(health, range(5, 40), log_z=9.0, largest_reward=0.0) == ""
     assert "bound of 0.0" in after(watch(), range(5), log_z=9.0, largest_reward=0.0)
+
+
+def test_the_bound_of_log_z_does_not_hold_for_data_of_another_temperature():
+    """Of fresh data the estimate is KL(pi_T || pi) - KL(pi_T || ref) + mean r / beta."""
+    health = watch()
+    for step in range(9):
+        fields = {"log_z": 13.2, "beta": 0.1, "response_tokens_mean": 5.0}
+        health.update(step, fields, 1.0, at_temperature_1=False)
+    assert health.warning == ""
 
 
 def test_one_batch_and_the_first_steps_give_no_warning():

@@ -129,6 +129,37 @@ def test_only_negative_advantages_of_lost_answers_are_tapered():
     assert taper(group, negative, "off").tolist() == [[1.0, 1.0, 1.0]]
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "ppo_clip", "cispo"])
+@pytest.mark.parametrize("kl", ["none", "reference", "ema"])
+def test_the_second_moment_leaves_out_tokens_and_changes_no_others(name, kl):
+    generator = torch.Generator().manual_seed(1)
+    logprob_R = (-2 * torch.rand(24, generator=generator, dtype=torch.float64)).requires_grad_()
+    sampled_R = logprob_R.detach() + 0.3 * torch.randn(24, generator=generator, dtype=torch.float64)
+    group = replace(
+        answers(logprob_R, PROBABILITIES, [0, 1, 0, 2]),
+        logprob_R=logprob_R,
+        # The last response is a demonstration.
+        sampled_logprob_R=torch.cat([sampled_R[:18], torch.zeros(6)]),
+        known_bK=torch.tensor([[True, True, True, False]]),
+        mask_R=torch.rand(24, generator=generator) < 0.8,
+        lengths=[6] * 4,
+        reference_bK=torch.full((1, 4), -5.0, dtype=torch.float64),
+        totals=Totals(1, 4, 24),
+    )
+
+    def gradient(**keys):
+        return torch.autograd.grad(objective(name, kl=kl, **keys).loss(group, BETA), logprob_R)[0]
+
+    square_R = torch.where(group.mask_R, logprob_R.detach() - sampled_R, torch.nan)[:18].square()
+    ascending = square_R[~square_R.isnan()].sort().values
+    count = max(n for n in range(1, len(ascending) + 1) if ascending[:n].mean() < 0.04)
+    assert 1 < count < len(ascending) - 1
+    kept_R = torch.cat([square_R <= ascending[count - 1], torch.zeros(6, dtype=torch.bool)])
+    expected = torch.where(kept_R, gradient(), 0.0)
+    assert torch.allclose(gradient(second_moment=0.04), expected, atol=1e-14)
+    assert expected.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("keys", "times"), [({"imitation": 0.5}, 1), ({"imitation": 0.5, "reward_floor": -1.0}, 0), ({}, 0)]
 )
@@ -161,5 +192,8 @@ def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search
     for keys in ({"name": "grpo"}, {"name": "tb_stale"}, {"name": "rloo", "kl": "ema"}, {"name": "oapl"}):
         with pytest.raises(ValidationError, match="ratios of the policy to its sampler"):
             Config.model_validate({"search": search, "objective": keys})
-    for keys in ({"name": "tb"}, {"name": "tb_stale", "taper": "off"}, {"name": "rloo"}):
+    with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
+        Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
+    without_ratios = {"name": "tba_prime", "truncation": "off", "kl": "none"}
+    for keys in ({"name": "tb"}, {"name": "tb_stale", "taper": "off"}, {"name": "rloo"}, without_ratios):
         Config.model_validate({"search": search, "objective": keys})

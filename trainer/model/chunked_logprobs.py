@@ -94,8 +94,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for hidden_CH, target_C, normaliser_C, gradient_C, *tempered_C in _chunks(
             weight.shape[0], hidden_RH, target_R, normaliser_R, gradient_R, *tempered
         ):
-            logits_CV = _logits(hidden_CH, weight, bias_V, ctx.exact)
+            # Freed before the next logits exist.
             tempered_delta_CV = None
+            logits_CV = _logits(hidden_CH, weight, bias_V, ctx.exact)
             if temperature_R is not None:
                 scale_C, tempered_normaliser_C, tempered_gradient_C = tempered_C
                 tempered_delta_CV = logits_CV / scale_C[:, None]

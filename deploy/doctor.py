@@ -121,7 +121,8 @@ def _memory(
     except TbaError as error:
         return "fail", str(error)
     if report is None:
-        return "unchecked", "nvidia-smi tells no memory, torch is not installed, or the model is not on this machine"
+        why = "" if assumed else "nvidia-smi tells no memory, "
+        return "unchecked", f"{why}torch is not installed, or config.json of {config.model.path} is not on this machine"
     return ("ok" if report.fits else "fail"), report.sentence()
 
 

@@ -86,7 +86,8 @@ def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, pa
         last, why = min(checkpoints), "the oldest checkpoint next to it"
     if before_step > last:
         raise UsageError(
-            f"of run {run.name} in {path} the steps from {max(0, last)} on stay ({why}): lower --before-step"
+            f"of run {run.name} in {path} the steps from {max(0, last)} on stay ({why}): "
+            + ("lower --before-step" if last > 0 else "nothing can be deleted unless --keep-steps is lower")
         )
 
 

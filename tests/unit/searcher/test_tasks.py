@@ -136,7 +136,7 @@ class OwnTask:
         return []
 
     def score(self, prompt, response, finished):
-        return Reward(float(response == prompt.answer))
+        return Reward(float(response == prompt.answer), {})
 
 
 @pytest.mark.parametrize(

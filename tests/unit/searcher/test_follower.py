@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -195,7 +196,7 @@ def test_a_snapshot_assembled_during_close_is_not_passed_to_the_engine(lab, foll
 
 
 def test_closing_does_not_wait_for_a_trainer_that_is_away(lab, follower):
-    away = lab.publish(0).model_copy(update={"path": "/nowhere/v00000000", "address": "tcp://127.0.0.1:9"})
+    away = msgspec.structs.replace(lab.publish(0), path="/nowhere/v00000000", address="tcp://127.0.0.1:9")
     follower.weights.update(away)
     follower.weights.close()
     assert not follower.preparation._thread.running

@@ -32,6 +32,8 @@ import zmq
 from benchmarks import serving
 from benchmarks.ingest import GROUP, PROMPTS, Load
 from benchmarks.table import print_table
+from tba.common.config import TaskSection
+from tba.common.rendering import PromptRenderer, Tokenizer
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Frames, encode_request
@@ -240,7 +242,8 @@ def register(address: str, task: Task, number: int) -> None:
     """Be one searcher that starts."""
     client = BufferClient(address, role="searcher", name=f"starting{number}")
     client.call(messages.Hello(host="bench", pid=1, software="bench"), messages.Welcome, deadline_seconds=60)
-    register_prompts(client, task, lambda: False)
+    # Texts are rendered without a tokenizer.
+    register_prompts(client, task, PromptRenderer(cast(Tokenizer, None), TaskSection()), lambda: False)
     client.close()
 
 

@@ -11,20 +11,20 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import EngineError, SnapshotError, TaskError
 from tba.common.log import get_logger
+from tba.common.rendering import PromptRenderer
 from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import PinnedSnapshot, weights_directory
 from tba.common.weights.snapshot import MANIFEST, Snapshot, choose_snapshots, read
-from tba.common.weights.tokenizer import encode_prompt, load_tokenizer
+from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.messages import WeightsRef
 from tba.common.wire.trajectory import STOP_EOS
 from tba.searcher.engines.engine import Engine, GenerationRequest, SamplingSettings
-from tba.searcher.pipeline import Tokenizer
-from tba.searcher.run import make_engine
+from tba.searcher.run import context_of, make_engine
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, failed, storable
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import CORRECT, Prompt, fingerprint
+from tba.searcher.tasks.task import CORRECT, Prompt, check_rendering, fingerprint
 from tba.searcher.weights.assembly import SnapshotAssembler
 
 log = get_logger(__name__)
@@ -90,11 +90,13 @@ def evaluate_snapshots(config: Config, named: Path | None, *, every: bool, devic
     """
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
-    task, tokenizer = load_task(config.task), load_tokenizer(model_directory(config.model.path))
+    task = load_task(config.task)
+    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     # A prompt that occurs twice counts once.
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
+    check_rendering(task, prompts, renderer, context_of(config))
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
     with contextlib.ExitStack() as ending:
         assembler = SnapshotAssembler(weights_directory(config), "path", SystemClock())
@@ -111,18 +113,18 @@ def evaluate_snapshots(config: Config, named: Path | None, *, every: bool, devic
             serving.callback(pinned.release)
             with before:
                 engine.load_weights(snapshot)
-                result = _answers(engine, rewards, tokenizer, prompts, greedy).result(snapshot)
+                result = _answers(engine, rewards, renderer, prompts, greedy).result(snapshot)
             yield result
 
 
 def _answers(
-    engine: Engine, rewards: Rewards, tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: SamplingSettings
+    engine: Engine, rewards: Rewards, renderer: PromptRenderer, prompts: Sequence[Prompt], settings: SamplingSettings
 ) -> Answers:
     """Answer every prompt, and score the answers in worker processes, as a searcher does."""
     scored: dict[int, Scored] = {}
     unfinished = 0
     for id_, prompt in enumerate(prompts):
-        ids = np.asarray(encode_prompt(tokenizer, prompt.text), np.int32)
+        ids = np.asarray(renderer.ids(prompt), np.int32)
         try:
             engine.submit(GenerationRequest(id_, ids, settings))
         except EngineError as error:
@@ -133,7 +135,7 @@ def _answers(
             finished = generation.stop_reason == STOP_EOS
             unfinished += not finished
             try:
-                text = storable(tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
+                text = storable(renderer.tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
             # The ids are of another vocabulary.
             except Exception as error:
                 log.exception("answer not decoded", prompt=prompts[generation.id].key)

@@ -16,6 +16,7 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, ConfigError, Refused
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
+from tba.common.rendering import PromptRenderer
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
@@ -24,7 +25,7 @@ from tba.common.wire.codec import Reply
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
 from tba.searcher.exploration import Exploration
-from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage, Tokenizer
+from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage
 from tba.searcher.prompts import outage_prompts, register_prompts
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
@@ -58,7 +59,7 @@ class Searcher:
         task: Task,
         rewards: Rewards,
         references: ReferenceScorer | None,
-        tokenizer: Tokenizer,
+        renderer: PromptRenderer,
         exploration: Exploration,
         client: BufferClient,
         clock: Clock,
@@ -66,6 +67,7 @@ class Searcher:
         self._config = config
         self._engine = engine
         self._task = task
+        self._renderer = renderer
         self._rewards = rewards
         self._references = references
         self._client = client
@@ -75,8 +77,8 @@ class Searcher:
         self._delivery = Delivery(
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
-        generation = GenerationStage(engine, task, tokenizer, exploration, config.search.samples_per_prompt)
-        self._scoring = ScoringStage(rewards, tokenizer)
+        generation = GenerationStage(engine, task, renderer, exploration, config.search.samples_per_prompt)
+        self._scoring = ScoringStage(rewards, renderer.tokenizer)
         self._pipeline = Pipeline(generation, self._scoring, references, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
         self._outage_prompts = outage_prompts(task.prompts(), config, client.sender)
@@ -131,7 +133,7 @@ class Searcher:
                     f"the buffer at {self._client.address} serves run {welcome.run_name}, this configuration is of "
                     f"run {self._config.run.name}"
                 )
-            register_prompts(self._client, self._task, stop)
+            register_prompts(self._client, self._task, self._renderer, stop)
             self._delivery.open()
             self._find_sources(stop)
         # Raised only after `stop()`.

@@ -11,13 +11,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
-from tba.common.weights.tokenizer import PromptTokenizer, encode_prompt
+from tba.common.rendering import PromptRenderer, Tokenizer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Trajectory
@@ -38,12 +37,6 @@ _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
-class Tokenizer(PromptTokenizer, Protocol):
-    """The part of a Hugging Face tokenizer that a searcher uses."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Response:
     """One sample of a group. With an `error` the engine could not generate it."""
@@ -58,14 +51,14 @@ class GenerationStage:
     """Visits in, responses of the engine out."""
 
     def __init__(
-        self, engine: Engine, task: Task, tokenizer: Tokenizer, exploration: Exploration, samples: int
+        self, engine: Engine, task: Task, renderer: PromptRenderer, exploration: Exploration, samples: int
     ) -> None:
         self._engine = engine
         self._exploration = exploration
         self._samples = samples
         self._prompts = prompts = {prompt.key: prompt for prompt in task.prompts()}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
-        self._prompt_ids = cache(lambda key: np.asarray(encode_prompt(tokenizer, prompts[key].text), np.int32))
+        self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(prompts[key]), np.int32))
         self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
         self._failed: list[Response] = []
         self._next_id = 0

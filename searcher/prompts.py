@@ -1,11 +1,11 @@
 """The task's prompts at the buffer: their registration, and the choice among them while the buffer is away."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tba.common.config import Config
+from tba.common.rendering import PromptRenderer
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
@@ -15,32 +15,41 @@ _REGISTER_CHUNK = 10_000
 _REGISTER_CHARACTERS = 1 << 20
 
 
-def register_prompts(client: BufferClient, task: Task, stop: Callable[[], bool]) -> None:
-    """Send the keys and texts of the prompts that the buffer lacks. Raises Refused if it has others."""
-    prompts = task.prompts()
-    digest = fingerprint(prompts)
+def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer, stop: Callable[[], bool]) -> None:
+    """Send the keys and rendered texts of the prompts that the buffer lacks.
 
-    def ask(offset: int, chunk: Sequence[Prompt]) -> messages.Registered:
+    Raises Refused if it has others, or if another searcher renders them with other settings.
+    """
+    prompts = task.prompts()
+    digest = fingerprint(prompts, renderer.settings(prompts))
+
+    def ask(offset: int, chunk: Sequence[tuple[str, str]]) -> messages.Registered:
         message = messages.RegisterPrompts(
             task=task.name,
             fingerprint=digest,
             total=len(prompts),
             offset=offset,
-            keys=[prompt.key for prompt in chunk],
-            texts=[prompt.text[: fields.MAX_PROMPT_TEXT] for prompt in chunk],
+            keys=[key for key, _ in chunk],
+            texts=[text for _, text in chunk],
         )
         return client.call(message, messages.Registered, stop=stop)[0]
 
     registered = ask(0, [])
     while not registered.complete:
-        registered = ask(registered.known, _chunk(prompts, registered.known))
+        registered = ask(registered.known, _chunk(prompts, registered.known, renderer))
 
 
-def _chunk(prompts: Sequence[Prompt], start: int) -> Sequence[Prompt]:
-    """Return as many prompts from a position on as fit one message, at least one."""
-    chunk = prompts[start : start + _REGISTER_CHUNK]
-    sizes = itertools.accumulate(min(len(prompt.text), fields.MAX_PROMPT_TEXT) for prompt in chunk)
-    return chunk[: max(1, sum(size <= _REGISTER_CHARACTERS for size in sizes))]
+def _chunk(prompts: Sequence[Prompt], start: int, renderer: PromptRenderer) -> Sequence[tuple[str, str]]:
+    """Return keys and texts of as many prompts from a position on as fit one message, at least one."""
+    chunk: list[tuple[str, str]] = []
+    characters = 0
+    for prompt in prompts[start : start + _REGISTER_CHUNK]:
+        text = renderer.text(prompt)[: fields.MAX_PROMPT_TEXT]
+        characters += len(text)
+        if chunk and characters > _REGISTER_CHARACTERS:
+            break
+        chunk.append((prompt.key, text))
+    return chunk
 
 
 def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> Iterator[messages.Visit]:

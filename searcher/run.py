@@ -9,20 +9,20 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import MissingExtra
 from tba.common.log import get_logger
+from tba.common.rendering import PromptRenderer
 from tba.common.system.process import StopSignal
-from tba.common.weights.model_files import model_directory
+from tba.common.weights.model_files import model_directory, read_json
 from tba.common.weights.node_store import clear, make_directory, weights_directory
-from tba.common.weights.tokenizer import encode_prompt, load_tokenizer
+from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.searcher.engines.engine import Engine
 from tba.searcher.exploration import Exploration
 from tba.searcher.loop import Searcher
-from tba.searcher.pipeline import Tokenizer
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Task, check_prompts
+from tba.searcher.tasks.task import Task, check_prompts, check_rendering
 
 log = get_logger(__name__)
 
@@ -42,7 +42,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
     task = load_task(config.task)
     check_prompts(task)
-    tokenizer = load_tokenizer(model_directory(config.model.path))
+    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
+    check_rendering(task, task.prompts(), renderer, context_of(config))
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
     clock = SystemClock()
@@ -61,7 +62,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             return
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            engine = make_engine(config, device=device, name=name, prompt_tokens=_prompt_tokens(task, tokenizer))
+            engine = make_engine(config, device=device, name=name, prompt_tokens=_prompt_tokens(task, renderer))
             ending.callback(engine.close)
             # After the engine, which claims a fraction of the GPU's free memory.
             references = _make_references(config, device)
@@ -73,13 +74,25 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             task=task,
             rewards=rewards,
             references=references,
-            tokenizer=tokenizer,
+            renderer=renderer,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
         )
         ending.callback(searcher.close)
         searcher.run(stop)
+
+
+def context_of(config: Config) -> int | None:
+    """Return the largest number of tokens of prompt and response, None if only the engine knows it."""
+    model = read_json(model_directory(config.model.path) / "config.json")
+    model = model.get("text_config", model)
+    positions: int | None = model.get("max_position_embeddings")
+    if config.search.engine == "vllm":
+        # vLLM derives the context of models with scaled positions.
+        scaled = model.get("rope_scaling") or "factor" in (model.get("rope_parameters") or {})
+        return config.search.max_model_len or (None if scaled else positions)
+    return positions
 
 
 def _make_references(config: Config, device: str) -> ReferenceScorer | None:
@@ -97,10 +110,10 @@ def _clear_weights(config: Config, client: BufferClient) -> None:
         clear(weights_directory(config))
 
 
-def _prompt_tokens(task: Task, tokenizer: Tokenizer) -> int:
+def _prompt_tokens(task: Task, renderer: PromptRenderer) -> int:
     """Return the mean length of the first prompts of a task, in tokens."""
     first = task.prompts()[:_MEASURED_PROMPTS]
-    return round(np.mean([len(encode_prompt(tokenizer, prompt.text)) for prompt in first])) if first else 0
+    return round(np.mean([len(renderer.ids(prompt)) for prompt in first])) if first else 0
 
 
 def make_engine(config: Config, *, device: str, name: str, prompt_tokens: int = 0) -> Engine:

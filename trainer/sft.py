@@ -25,6 +25,7 @@ from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.errors import CheckpointError, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
+from tba.common.rendering import PromptRenderer
 from tba.common.system.durable import exclusive_lock, publish_directory, temporary_directory
 from tba.common.weights.model_files import eos_ids, model_directory
 from tba.common.weights.tokenizer import load_tokenizer
@@ -135,7 +136,7 @@ class Job:
         home = device if ranks.size == 1 else host
         policy = load_model(files, host if offload else home)
         self._unwrapped = structure_of(policy) if ranks.rank == 0 else policy
-        encoder = _encoder(files, tokenizer, policy)
+        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), policy)
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
         self._name = _fingerprint(self._rows, config.run.seed, plan.batch_size)
@@ -269,12 +270,12 @@ class Job:
         self._saved_step = self.learner.steps_done
 
 
-def _encoder(files: Path, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> Encoder:
-    ends = eos_ids(files) or ([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])
+def _encoder(files: Path, renderer: PromptRenderer, policy: PreTrainedModel) -> Encoder:
+    ends = eos_ids(files) or [id_ for id_ in [renderer.tokenizer.eos_token_id] if id_ is not None]
     if not ends:
         raise ConfigError(f"{files} names no end token: set eos_token_id in its config.json")
     vocabulary = policy.get_input_embeddings().num_embeddings
-    return Encoder(tokenizer, ends, vocabulary, getattr(policy.config, "max_position_embeddings", None) or 1 << 30)
+    return Encoder(renderer, ends, vocabulary, getattr(policy.config, "max_position_embeddings", None) or 1 << 30)
 
 
 def _batch(rows: list[Row], step: int) -> TrainBatch:

@@ -1,9 +1,9 @@
 """[task] and [reward_model]: prompts, and how responses are scored."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tba.common.config.section import NonNegative, Positive, PositiveFloat, Section
 
@@ -20,6 +20,14 @@ class TaskSection(Section):
     """gsm8k: a local jsonl file with `question` and `answer`, or a hub id such as openai/gsm8k."""
     test: str = ""
     """gsm8k: the held-out jsonl file; empty uses the test split of the hub id."""
+    template: Literal["auto", "chat", "raw"] = "auto"
+    """How prompts are rendered, in search, eval and `tba sft`. chat: by the chat template of the model's tokenizer, a
+    text as one message of the user; raw: the text as it is; auto: chat for a prompt with messages if the tokenizer has
+    a chat template, raw otherwise (docs/prompts.md)."""
+    system: str = ""
+    """A system message that begins each prompt that has none of its own; needs a chat template. Empty: none."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as `{ enable_thinking = false }` for Qwen 3."""
     limit: NonNegative = 0
     """Use only this many training prompts, from the first; 0 uses all."""
     held_out_limit: NonNegative = 0
@@ -39,6 +47,14 @@ class TaskSection(Section):
         if name not in TASKS and not _OWN_TASK.fullmatch(name):
             raise ValueError(f"no task has this name: use {', '.join(TASKS)}, or your own as `package.module:factory`")
         return name
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if self.template == "raw" and (self.system or self.template_kwargs):
+            raise ValueError(
+                'task.system and task.template_kwargs have no effect with task.template = "raw": remove them'
+            )
+        return self
 
     @property
     def reads_files(self) -> bool:

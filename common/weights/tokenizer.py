@@ -1,32 +1,9 @@
-"""Load a tokenizer with transformers, and tokenise prompts.
-
-Without transformers, `tba.buffer.tools.tokenizer` reads tokenizer.json.
-"""
+"""Load a tokenizer with transformers. Without transformers, `tba.buffer.tools.tokenizer` reads tokenizer.json."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line
-
-
-class PromptTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that tokenises prompts."""
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-
-def encode_prompt(tokenizer: PromptTokenizer, text: str) -> list[int]:
-    """Tokenise a prompt as searchers and `tba sft` do it, with the tokenizer's special tokens.
-
-    The text of a chat template may begin with the token that begins a sequence, which most tokenizers then put before
-    it a second time. The model was not trained on two, so one is dropped.
-    """
-    ids = [int(id_) for id_ in tokenizer.encode(text)]
-    begin = tokenizer.bos_token_id
-    return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
+from tba.common.rendering import Message
 from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory, weight_files
@@ -44,10 +45,14 @@ class RewardModel:
         limits = (config.max_length or self._tokenizer.model_max_length, positions)
         self._max_tokens = int(min(limit for limit in limits if limit))
 
-    def encode(self, prompt: str, response: str) -> list[int]:
-        """The tokens of a pair. Raises ValueError for one that the model cannot score."""
+    def encode(self, prompt: str, response: str, messages: Sequence[Message] = ()) -> list[int]:
+        """The tokens of a pair. Raises ValueError for one that the model cannot score.
+
+        `messages` are those of a prompt that is a conversation; a chat template gets them instead of the text.
+        """
         if self._config.template == "chat":
-            chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            whole = (*(messages or [("user", prompt)]), ("assistant", response))
+            chat = [{"role": role, "content": content} for role, content in whole]
             # A template is a program that comes with the model and may raise anything.
             try:
                 text = self._tokenizer.apply_chat_template(chat, tokenize=False)
@@ -56,6 +61,8 @@ class RewardModel:
             # The template has written the special tokens.
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         else:
+            if messages and not prompt:
+                raise ValueError('the prompt has messages and no text: set reward_model.template = "chat"')
             ids = self._tokenizer.encode(prompt + response, verbose=False)
         if not 0 < len(ids) <= self._max_tokens:
             raise ValueError(

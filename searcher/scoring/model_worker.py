@@ -18,6 +18,7 @@ from tba.common.log import get_logger
 from tba.searcher.scoring.classifier import RewardModel
 from tba.searcher.scoring.scoring import storable
 from tba.searcher.scoring.worker_process import Connection
+from tba.searcher.tasks.task import Prompt
 
 log = get_logger(__name__)
 
@@ -46,9 +47,10 @@ def _score(connection: Connection, model: RewardModel, items: Sequence[Any]) -> 
     # A process that ends while it tokenizes may have ended because of any of these.
     _begin(connection, [item[0] for item in items], 0, len(items))
     tickets, pairs, refused = [], [], []
-    for ticket, _, prompt, _, response, _ in items:
+    for ticket, fields, response, _ in items:
+        prompt = Prompt(*fields)
         try:
-            pairs.append(model.encode(prompt, response))
+            pairs.append(model.encode(prompt.text, response, prompt.messages))
             tickets.append(ticket)
         except ValueError as error:
             refused.append([ticket, None, storable(f"not scored: {error}")])

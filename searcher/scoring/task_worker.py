@@ -32,8 +32,8 @@ def main() -> None:
         sys.exit(1)
     connection.send(["ready"])
     for batch in connection.messages:
-        for ticket, key, text, answer, response, finished in batch:
-            reward, error = score(task, Prompt(key, text, answer), response, finished, memory_mib)
+        for ticket, prompt, response, finished in batch:
+            reward, error = score(task, Prompt(*prompt), response, finished, memory_mib)
             # If the reward forked, this may be the child, which must not reply as well.
             if os.getpid() != own_pid:
                 os._exit(0)

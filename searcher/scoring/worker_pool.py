@@ -18,7 +18,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from tba.common.log import get_logger
@@ -207,11 +207,7 @@ class WorkerPool:
             count = min(self.settings.batch, -(-len(self._waiting) // len(self.workers)))
             items = [self._waiting.popleft() for _ in range(count)]
             worker.items = {item.ticket: item for item in items}
-            message = [
-                [item.ticket, item.prompt.key, item.prompt.text, item.prompt.answer, item.text, item.finished]
-                for item in items
-            ]
-            worker.process.send(message)
+            worker.process.send([[item.ticket, astuple(item.prompt), item.text, item.finished] for item in items])
 
     def _expire(self) -> None:
         """Fail items that have waited too long for a worker. The time while there was one does not count."""

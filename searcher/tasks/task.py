@@ -1,23 +1,45 @@
 """The task protocol: prompts with stable keys, and a scorer for their responses."""
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tba.common.errors import TaskError
+from tba.common.rendering import Message, PromptRenderer
 
 # The reward part that `tba eval` averages: 1 for a right answer, 0 for a wrong one.
 CORRECT = "correct"
+# More than the special tokens that a tokenizer adds to a text.
+_ADDED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem. `key` is unique within the task and the same in every process and run."""
+    """One problem. `key` is unique within the task and the same in every process and run.
+
+    It is a text; or messages, pairs (role, content) or maps of these two, that the model's chat template renders; or
+    token ids, which are used as they are. With both text and messages, the text is used where there is no template.
+    Lists become tuples. Raises ValueError for a message of another form.
+    """
 
     key: str
-    text: str
-    answer: str
+    text: str = ""
+    answer: str = ""
+    messages: Sequence[Message] = ()
+    ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", tuple(_message(self.key, message) for message in self.messages))
+        object.__setattr__(self, "ids", tuple(int(id_) for id_ in self.ids))
+
+
+def _message(key: str, message: Any) -> Message:
+    pair = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else tuple(message)
+    if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        raise ValueError(f"prompt {key!r} has the message {message!r}: write (role, content), two strings")
+    return pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +82,13 @@ class LimitedTask:
         return self._task.held_out()[: self._held_out_limit]
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return the hex sha256 of all keys, texts and answers, in order."""
-    digest = hashlib.sha256()
+def fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:
+    """Return the hex sha256 of all prompts, in order, and of the settings that render them (`PromptRenderer`)."""
+    digest = hashlib.sha256(settings.encode())
     for prompt in prompts:
         digest.update(f"{prompt.key}\0{prompt.text}\0{prompt.answer}\0".encode())
+        if prompt.messages or prompt.ids:
+            digest.update(json.dumps([prompt.messages, prompt.ids]).encode())
     return digest.hexdigest()
 
 
@@ -79,3 +103,22 @@ def check_prompts(task: Task) -> None:
             )
     if not first:
         raise TaskError(f"task {task.name} has no prompts")
+
+
+def check_rendering(task: Task, prompts: Sequence[Prompt], renderer: PromptRenderer, context: int | None) -> None:
+    """Raise TaskError for a prompt that cannot be rendered or leaves no room for a response.
+
+    `context` is the largest number of tokens of prompt and response, None if it is not known.
+    """
+    for prompt in prompts:
+        try:
+            # A token is at least one byte of the text, so only long texts are tokenised here.
+            most = len(prompt.ids) or len(renderer.text(prompt).encode("utf-8", "replace")) + _ADDED
+            tokens = len(renderer.ids(prompt)) if context is not None and most >= context else 0
+        except ValueError as error:
+            raise TaskError(f"task {task.name}: the prompt {prompt.key!r} cannot be rendered: {error}") from error
+        if context is not None and tokens >= context:
+            raise TaskError(
+                f"task {task.name}: the prompt {prompt.key!r} has {tokens} tokens, and the context of the model has "
+                f"room for {context}, with at least one of a response: drop the prompt, or raise search.max_model_len"
+            )

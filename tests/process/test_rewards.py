@@ -9,6 +9,7 @@ import pytest
 
 from tba.common.config import TaskSection
 from tba.common.errors import EngineError, TaskError
+from tba.common.rendering import PromptRenderer
 from tba.common.weights.snapshot import read
 from tba.searcher.engines.engine import Generation, SamplingSettings
 from tba.searcher.evaluate import _answers
@@ -151,7 +152,9 @@ def evaluate(scorer, texts, snapshots):
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
     prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
     engine: Any = EchoEngine()
-    return _answers(engine, scorer, Letters(), prompts, greedy).result(read(Path(RandomWeights(snapshots).full().path)))
+    tokenizer: Any = Letters()
+    renderer = PromptRenderer(tokenizer, TaskSection())
+    return _answers(engine, scorer, renderer, prompts, greedy).result(read(Path(RandomWeights(snapshots).full().path)))
 
 
 def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer, tmp_path):

@@ -15,22 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from tba.common import jsonl
 from tba.common.errors import TaskError
-from tba.common.weights.tokenizer import encode_prompt
+from tba.common.rendering import Message, PromptRenderer
 from tba.trainer.batch.batch import Row
 
 
 @dataclass(frozen=True, slots=True)
+class _Prompt:
+    text: str = ""
+    messages: Sequence[Message] = ()
+    ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Encoder:
-    """The tokenizer, and the limits of the model: ids below `vocabulary`, `longest` tokens per row.
+    """The renderer of prompts, and the limits of the model: ids below `vocabulary`, `longest` tokens per row.
 
     Any of `end_ids` ends a response; the first one is appended to a response that has none.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    renderer: PromptRenderer
     end_ids: Sequence[int]
     vocabulary: int
     longest: int
@@ -67,8 +73,9 @@ def _tokens(value: Any, encoder: Encoder) -> tuple[list[int], list[int]]:
         raise ValueError("a row has `messages`, or `prompt` and `response` (or `answer`), which are strings")
     if not response:
         raise ValueError("the response is empty")
-    tokenizer = encoder.tokenizer
-    return encode_prompt(tokenizer, prompt), _ended(tokenizer.encode(response, add_special_tokens=False), encoder)
+    renderer = encoder.renderer
+    response_ids = renderer.tokenizer.encode(response, add_special_tokens=False)
+    return renderer.ids(_Prompt(prompt)), _ended(response_ids, encoder)
 
 
 def _chat_tokens(messages: Any, encoder: Encoder) -> tuple[list[int], list[int]]:
@@ -78,8 +85,9 @@ def _chat_tokens(messages: Any, encoder: Encoder) -> tuple[list[int], list[int]]
         raise ValueError("`messages` ends with the assistant's, after at least one other")
     if not messages[-1]["content"]:
         raise ValueError("the response is empty")
-    prompt = _rendered(messages[:-1], encoder, add_generation_prompt=True)
-    whole = _rendered(messages, encoder, add_generation_prompt=False)
+    said = [(message["role"], message["content"]) for message in messages]
+    prompt = encoder.renderer.ids(_Prompt(messages=said[:-1]))
+    whole = encoder.renderer.conversation_ids(said, add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
         raise ValueError("the chat template renders the prompt differently once the response follows it")
     return prompt, _ended(whole[len(prompt) :], encoder)
@@ -87,20 +95,6 @@ def _chat_tokens(messages: Any, encoder: Encoder) -> tuple[list[int], list[int]]
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _rendered(messages: list[dict[str, str]], encoder: Encoder, *, add_generation_prompt: bool) -> list[int]:
-    from jinja2 import TemplateError
-
-    if encoder.tokenizer.chat_template is None:
-        raise ValueError("the model's tokenizer has no chat template: write `prompt` and `response`")
-    try:
-        text = encoder.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
-    return encode_prompt(encoder.tokenizer, text)
 
 
 def _ended(response: list[int], encoder: Encoder) -> list[int]:

@@ -123,6 +123,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched, SlowClient]]:
     """Run a searcher for a number of iterations of its loop."""
+    from tba.common.rendering import PromptRenderer
     from tba.common.weights.tokenizer import load_tokenizer
     from tba.searcher.engines.transformers_engine import TransformersEngine
     from tba.searcher.exploration import Exploration
@@ -153,7 +154,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         searcher = Searcher(
             buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
             engine=watched, task=task, rewards=Rewards(task, config.task), references=None,
-            tokenizer=load_tokenizer(Path(model)),
+            renderer=PromptRenderer(load_tokenizer(Path(model)), config.task),
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
             client=client, clock=clock,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.errors import EngineError
+from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
 from tba.searcher.engines.engine import Generation
 from tba.searcher.exploration import Exploration
@@ -78,7 +79,7 @@ def make():
         opened.append(rewards)
         exploration = Exploration(config.search, run_seed=0, searcher="s")
         scoring = ScoringStage(rewards, tokenizer)
-        generation = GenerationStage(engine, task, tokenizer, exploration, SAMPLES)
+        generation = GenerationStage(engine, task, PromptRenderer(tokenizer, config.task), exploration, SAMPLES)
         return Pipeline(generation, scoring, None, delivery), scoring, delivery
 
     yield make

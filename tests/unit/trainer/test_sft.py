@@ -10,11 +10,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.common.clock import SystemClock
-from tba.common.config import Config
+from tba.common.config import Config, TaskSection
 from tba.common.errors import MemoryShort, TaskError, UsageError
+from tba.common.rendering import PromptRenderer
 from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import eos_ids
-from tba.common.weights.tokenizer import encode_prompt
+from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.trainer import tiny_model
 from tba.trainer.batch.sft_data import Encoder, read_rows
 from tba.trainer.sft import Job, Plan, sft
@@ -39,7 +40,9 @@ def base(tmp_path, example_model) -> Path:
 
 @pytest.fixture
 def encoder(base) -> Encoder:
-    return Encoder(AutoTokenizer.from_pretrained(base), eos_ids(base), vocabulary=16, longest=12)
+    return Encoder(
+        PromptRenderer(AutoTokenizer.from_pretrained(base), TaskSection()), eos_ids(base), vocabulary=16, longest=12
+    )
 
 
 @pytest.fixture
@@ -150,21 +153,21 @@ def test_resuming_with_other_data_is_rejected(base, pairs, tmp_path):
 def test_a_pair_ends_with_the_end_token(encoder, tmp_path):
     file = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "answer": "2", "source": "me"}', "")
     (row,) = read_rows([file], encoder)
-    assert row.prompt_ids.tolist() == encoder.tokenizer.encode("1+1=")
-    assert row.response_ids.tolist() == [*encoder.tokenizer.encode("2"), 1]
+    assert row.prompt_ids.tolist() == encoder.renderer.tokenizer.encode("1+1=")
+    assert row.response_ids.tolist() == [*encoder.renderer.tokenizer.encode("2"), 1]
 
 
 def test_the_last_message_of_a_conversation_is_the_response_up_to_its_end_token(encoder, tmp_path):
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     file = write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))
-    encoder.tokenizer.chat_template = CHAT + "{% if not add_generation_prompt %}=={% endif %}"
+    encoder.renderer.tokenizer.chat_template = CHAT + "{% if not add_generation_prompt %}=={% endif %}"
     (row,) = read_rows([file], encoder)
-    assert encoder.tokenizer.decode(row.prompt_ids) == "1+1="
-    assert encoder.tokenizer.decode(row.response_ids) == "2=<eos>"
+    assert encoder.renderer.tokenizer.decode(row.prompt_ids) == "1+1="
+    assert encoder.renderer.tokenizer.decode(row.response_ids) == "2=<eos>"
 
 
 def test_a_rendered_prompt_begins_with_one_begin_token_in_a_demonstration_and_in_a_searcher(encoder, tmp_path):
-    tokenizer = encoder.tokenizer
+    tokenizer = encoder.renderer.tokenizer
     begin = tokenizer.bos_token = "<eos>"
     tokenizer._tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 1)])
     tokenizer.chat_template = "{{ bos_token }}" + CHAT
@@ -172,7 +175,8 @@ def test_a_rendered_prompt_begins_with_one_begin_token_in_a_demonstration_and_in
     (row,) = read_rows([write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))], encoder)
     assert row.prompt_ids.tolist() == [1, *tokenizer.encode("1=", add_special_tokens=False)]
     rendered = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
-    assert encode_prompt(tokenizer, rendered) == encode_prompt(tokenizer, "1=") == row.prompt_ids.tolist()
+    for text in (rendered, "1="):
+        assert encoder.renderer.ids(Prompt("", text)) == row.prompt_ids.tolist()
 
 
 USER = {"role": "user", "content": "1"}
@@ -208,13 +212,13 @@ def test_a_chat_template_that_changes_or_rejects_the_prompt_is_reported(encoder,
         ("{{ raise_exception('no system message') }}", "no system message"),
         (None, "no chat template"),
     ):
-        encoder.tokenizer.chat_template = template
+        encoder.renderer.tokenizer.chat_template = template
         with pytest.raises(TaskError, match=words):
             read_rows([file], encoder)
 
 
 def test_a_tokenizer_of_another_model_is_reported(encoder, tmp_path):
     file = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "response": "2"}')
-    smaller = Encoder(encoder.tokenizer, encoder.end_ids, vocabulary=4, longest=12)
+    smaller = Encoder(encoder.renderer, encoder.end_ids, vocabulary=4, longest=12)
     with pytest.raises(TaskError, match="but the model has 4"):
         read_rows([file], smaller)

@@ -130,8 +130,9 @@ class ObjectiveSection(Section):
     """lambda, which keeps good answers in stale data: advantages grow by lambda x (the mean reward of the other
     responses of the group - reward_floor), for tb, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto is 0.5
     for tb_stale and 0 for the others."""
-    reward_floor: float = 0.0
-    """imitation: the least reward of the task; the tasks of tba have 0. A reward below it is logged once."""
+    reward_floor: float | Literal["group"] = 0.0
+    """imitation: the least reward of the task; the tasks of tba have 0. A reward below it is logged once. group: the
+    least reward of the other responses of the group, for graded rewards far above that of the task."""
     taper: Literal["auto", "off", "response", "mean"] = "auto"
     """tb, rloo, reinforce, and tba_prime with truncation = "off": the weight of a response of negative advantage.
     response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for responses so

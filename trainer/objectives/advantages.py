@@ -3,6 +3,8 @@
 Shape suffixes: b prompts of a micro-batch, K responses to each, R response tokens.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -44,19 +46,32 @@ def leave_one_out(reward_bK: Tensor) -> Tensor:
     return centred(reward_bK) * (samples / (samples - 1))
 
 
-def imitation(reward_bK: Tensor, weight: float, floor: float) -> Tensor:
+def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"]) -> Tensor:
     """Return what raises advantages so that good stale answers are kept: [b, K], zero for `weight` 0.
 
         lambda (1/(K-1) sum_{k != j} r_ik - floor)
 
-    Added to `centred`, it lowers the baseline from the mean of the group towards `floor`, the least reward of the task,
-    lambda = `weight` of the way (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). Where the policy has
-    left its sampler, the group's mean under the sampler is no baseline that keeps the probability of the sampled
-    answers: a common fall of all of them changes no centred residual. This term pulls the policy to the sampler, as
-    strongly as the sampler was good at the prompt. It leaves the response's own reward out, so it does not depend on
-    the response, and on fresh data the gradient that it adds has the mean 0.
+    Added to `centred`, it lowers the baseline from the mean of the group towards `floor`, lambda = `weight` of the way
+    (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). `floor` is the least reward of the task, or with
+    "group" the least reward of the other responses, min_{k != j} r_ik: where all responses are far above the least
+    reward of the task, imitation would outweigh the differences within the group.
+
+    Where the policy has left its sampler, the group's mean under the sampler is no baseline that keeps the probability
+    of the sampled answers: a common fall of all of them changes no centred residual. This term pulls the policy to the
+    sampler, as strongly as the sampler was good at the prompt. It leaves the response's own reward out, mean and floor,
+    so it does not depend on the response, and on fresh data the gradient that it adds has the mean 0. With the least
+    reward of the whole group it would have not: it would lower the expected minimum of K responses.
     """
-    return weight * ((reward_bK.sum(dim=1, keepdim=True) - reward_bK) / (reward_bK.shape[1] - 1) - floor)
+    if not weight:
+        return torch.zeros_like(reward_bK)
+    others_bK = (reward_bK.sum(dim=1, keepdim=True) - reward_bK) / (reward_bK.shape[1] - 1)
+    return weight * (others_bK - (least_of_others(reward_bK) if floor == "group" else floor))
+
+
+def least_of_others(reward_bK: Tensor) -> Tensor:
+    """Return the least reward of the other responses of the group: [b, K]."""
+    least_b1, second_b1 = reward_bK.topk(2, dim=1, largest=False).values.split(1, dim=1)
+    return torch.where(reward_bK == least_b1, second_b1, least_b1)
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 Shape suffixes: b prompts of a micro-batch, K responses to each.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,12 @@ from tba.trainer.objectives.responses import Responses
 
 
 def trajectory_balance(
-    responses: Responses, beta: float, *, imitation_weight: float = 0.0, floor: float = 0.0, taper_kind: str = "off"
+    responses: Responses,
+    beta: float,
+    *,
+    imitation_weight: float = 0.0,
+    floor: float | Literal["group"] = 0.0,
+    taper_kind: str = "off",
 ) -> Tensor:
     """Return the Trajectory Balance loss with VarGrad's log Z (Bartoldson et al. 2025, Eq. 4 and 5), times beta / 2.
 

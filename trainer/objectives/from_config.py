@@ -49,7 +49,8 @@ class Objective:
 
 def make_objective(config: ObjectiveSection, *, longest_response: int) -> Objective:
     """Return the objective that the configuration names. `longest_response` is in tokens."""
-    floor = config.reward_floor if config.imitation_weight else -math.inf
+    counted_from = config.reward_floor
+    floor = counted_from if config.imitation_weight and counted_from != "group" else -math.inf
     if config.name in ("tb", "tb_stale"):
         balance = partial(
             trajectory_balance,

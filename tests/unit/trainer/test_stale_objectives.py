@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tba.common.config import Config, ObjectiveSection, TrainSection
 from tba.tests.helpers.trainer import LONGEST_RESPONSE, objective, random_batch, tiny_model
-from tba.trainer.objectives.advantages import taper
+from tba.trainer.objectives.advantages import imitation, taper
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.step.learner import Learner
 
@@ -46,9 +46,10 @@ def expected_gradient(name: str, temperature: float = 1.0, **keys) -> torch.Tens
     return torch.autograd.grad(total, logits)[0]
 
 
+@pytest.mark.parametrize("floor", [-1.0, "group"])
 @pytest.mark.parametrize("name", ["tb", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo"])
-def test_on_fresh_data_imitation_adds_a_gradient_of_mean_zero(name):
-    without, added = expected_gradient(name), expected_gradient(name, imitation=0.7, reward_floor=-1.0)
+def test_on_fresh_data_imitation_adds_a_gradient_of_mean_zero(name, floor):
+    without, added = expected_gradient(name), expected_gradient(name, imitation=0.7, reward_floor=floor)
     assert torch.allclose(added, without, atol=1e-14)
     assert without.abs().max() > 1e-3
 
@@ -160,8 +161,14 @@ def test_the_second_moment_leaves_out_tokens_and_changes_no_others(name, kl):
     assert expected.abs().max() > 1e-3
 
 
+def test_the_floor_of_a_group_is_the_least_reward_of_the_other_responses():
+    reward_bK = torch.tensor([[3.0, 1.0, 1.0], [0.0, 4.0, 2.0], [1.0, 1.0, 1.0]])
+    expected = [[0.0, 0.5, 0.5], [0.5, 0.5, 1.0], [0.0, 0.0, 0.0]]
+    assert imitation(reward_bK, 0.5, "group").tolist() == expected
+
+
 @pytest.mark.parametrize(
-    ("keys", "times"), [({"imitation": 0.5}, 1), ({"imitation": 0.5, "reward_floor": -1.0}, 0), ({}, 0)]
+    ("keys", "times"), [({"imitation": 0.5}, 1), ({"imitation": 0.5, "reward_floor": "group"}, 0), ({}, 0)]
 )
 def test_a_reward_below_the_floor_is_logged_once(caplog, keys, times):
     batch = random_batch(1)

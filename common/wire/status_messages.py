@@ -15,7 +15,10 @@ class GetStatus(Message, frozen=True):
 
 
 class ClientStatus(Message, frozen=True):
-    """One client of the buffer in `tba status`. `trajectories` and `duplicates` are rows since the server started."""
+    """One client of the buffer in `tba status`. `trajectories` and `duplicates` are rows since the server started.
+
+    `activity_seconds`: how long it has been in this activity.
+    """
 
     role: Role
     sender: Name
@@ -28,6 +31,7 @@ class ClientStatus(Message, frozen=True):
     trajectories: Id
     duplicates: Id
     leases: Id
+    activity_seconds: Seconds = 0.0
 
 
 class Status(Message, frozen=True):
@@ -57,3 +61,14 @@ class Status(Message, frozen=True):
     batches_without_recent_data: Id
     no_recent_data: str
     clients: Annotated[list[ClientStatus], Meta(max_length=MAX_CLIENTS)]
+    newest_version: Id | None = None
+    trainer_waits_seconds: Seconds = 0.0
+    last_step_seconds: Seconds = 0.0
+    usual_step_seconds: Seconds = 0.0
+    last_put_seconds: Seconds = 0.0
+    refuses_puts: str = ""
+    disk_bytes: Id = 0
+    free_bytes: Id = 0
+    rows_since_step: Id = 0
+    errors_since_step: Id = 0
+    common_error: str = ""

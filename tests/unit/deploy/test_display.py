@@ -1,46 +1,15 @@
 """The display of `tba run` without a terminal, and counted nouns."""
 
 import io
-from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from tba.common.quantity import quantity
-from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.display import Display, clients_table, explain, summary_line
 from tba.tests.helpers.clock import ManualClock
-
-
-def make_status(step: int = 0, **changes) -> Status:
-    numbers = dict.fromkeys(
-        ("uptime_seconds", "epoch", "prompts", "trajectories", "errors", "duplicates", "sampleable", "puts_per_second",
-         "database_bytes", "queued_bytes", "commit_seconds", "batches_without_recent_data"), 0,
-    )  # fmt: skip
-    fields = {"run_name": "r", "step": step, "finished": False, "rejected": {}, "clients": []} | dict.fromkeys(
-        ("trainer_waits_for", "no_recent_data"), ""
-    )
-    return msgspec.convert(numbers | fields | changes, Status)
-
-
-def make_client(role: str, **changes) -> ClientStatus:
-    fields: dict[str, Any] = {
-        "role": role,
-        "sender": f"{role}.1",
-        "host": "h",
-        "silent_seconds": 0.1,
-        "activity": "training",
-    }
-    numbers: dict[str, Any] = {
-        "reason": "",
-        "weights_version": None,
-        "metrics": {},
-        "trajectories": 0,
-        "duplicates": 0,
-        "leases": 0,
-    }
-    return msgspec.convert(fields | numbers | changes, ClientStatus)
+from tba.tests.helpers.statuses import make_client, make_status
 
 
 @pytest.fixture

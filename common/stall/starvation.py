@@ -1,0 +1,222 @@
+"""What keeps searchers from filling the batch that the trainer waits for."""
+
+from collections.abc import Callable, Sequence
+
+from tba.common.quantity import lasting, quantity
+from tba.common.stall.facts import (
+    LOADING_SECONDS,
+    RESTART_SECONDS,
+    WAIT_SECONDS,
+    Facts,
+    Stall,
+    all_idle,
+    are,
+    is_silent,
+    live_trainer,
+    living,
+    waits,
+    who,
+)
+from tba.common.wire.status_messages import ClientStatus, Status
+
+# Searchers are at work, and nothing arrives: longer than most responses take.
+_NO_DATA_SECONDS = 900.0
+# A transaction takes milliseconds.
+_SLOW_COMMIT_SECONDS = 2.0
+
+# ---------------------------------------------------------------- weights
+
+
+def without_weights(_: Facts, status: Status) -> Stall | None:
+    """No searcher can serve the newest weights, or any."""
+    searchers = [client for client in living(status) if not is_silent(client)]
+    refusing = [client for client in searchers if "refused_version" in client.metrics]
+    if refusing and len(refusing) == len(searchers):
+        return _refused_weights(refusing, len(searchers))
+    without = [client for client in searchers if client.weights_version is None]
+    if not without or len(without) < len(searchers):
+        return None
+    longest = min(client.activity_seconds for client in without)
+    if longest < (LOADING_SECONDS if status.newest_version is None else RESTART_SECONDS):
+        return None
+    if status.newest_version is None:
+        what = f"the trainer has published no weights in {lasting(longest)}: read its log"
+    else:
+        what = f"weights v{status.newest_version} are published, and no searcher has them: {without[0].reason}"
+    return Stall("weights_missing", f"{are(without, status)} waiting for weights; {what}")
+
+
+def _refused_weights(refusing: Sequence[ClientStatus], count: int) -> Stall:
+    version = max(int(client.metrics["refused_version"]) for client in refusing)
+    return Stall(
+        "weights_refused",
+        f"weights: snapshot {version} refused by {len(refusing)} of {quantity(count, 'searcher')}: "
+        f"{refusing[0].reason}; compare model and versions of the packages on both sides",
+    )
+
+
+def unpublished(trainer: ClientStatus) -> Stall:
+    """Return the stall of a trainer that does not get its weights published."""
+    why = trainer.reason or "the disk of run.dir or search.weights_dir is slow"
+    return Stall(
+        "publication",
+        f"the trainer on {trainer.host} has not published its weights for {lasting(trainer.activity_seconds)}: {why}",
+    )
+
+
+# ---------------------------------------------------------------- what a batch lacks
+
+
+def starving(facts: Facts, status: Status) -> Stall | None:
+    """The trainer waits for a batch: name what keeps the searchers from filling it."""
+    if not waits(status):
+        return None
+    searchers = living(status)
+    for culprit in _CULPRITS:
+        if (stall := culprit(facts, status, searchers)) is not None:
+            return Stall(stall.reason, f"the trainer waits: {status.trainer_waits_for}; {stall.sentence}")
+    return None
+
+
+def _without_searchers(facts: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    if searchers:
+        return None
+    is_loading = "searcher" in facts.loading or not status.trajectories
+    if status.trainer_waits_seconds < (LOADING_SECONDS if is_loading else WAIT_SECONDS):
+        return None
+    left = [client for client in status.clients if client.role == "searcher"]
+    who = f"all {quantity(len(left), 'searcher')} left" if left else "no searcher is connected"
+    return Stall("no_searcher", f"{who}: start them with `tba search`, or read their logs")
+
+
+def _silent_searchers(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    silent = sorted(filter(is_silent, searchers), key=lambda client: -client.leases)
+    if not silent:
+        return None
+    held = sum(client.leases for client in silent)
+    leases = f" and holds {quantity(held, 'prompt')}, which others get after buffer.lease_seconds" if held else ""
+    have = "has" if len(silent) == 1 else "have"
+    return Stall(
+        "searcher_silent",
+        f"{who(silent, status)} {have} been silent for {lasting(silent[0].silent_seconds)}{leases}: look whether "
+        "the process lives and its network works, and start it again",
+    )
+
+
+def _refusing_searchers(_: Facts, __: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    refusing = [client for client in searchers if "refused_version" in client.metrics]
+    return _refused_weights(refusing, len(searchers)) if refusing else None
+
+
+def _old_weights(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    """Searchers wait for newer weights, which are not published or do not arrive."""
+    newest = status.newest_version
+    if not all_idle(searchers):
+        return None
+    trainer = live_trainer(status)
+    if trainer is not None and trainer.activity == "publishing" and trainer.reason:
+        return unpublished(trainer)
+    behind = [client for client in searchers if newest is not None and client.weights_version != newest]
+    if len(behind) < len(searchers):
+        return None
+    versions = ", ".join(sorted({_version(client) for client in behind}))
+    return Stall(
+        "weights_old",
+        f"{are(behind, status)} at {versions} and v{newest} is published: {behind[0].reason}; look at the way of "
+        "the weights (search.weights_from, the network, the space in search.weights_dir)",
+    )
+
+
+def _only_errors(_: Facts, status: Status, __: Sequence[ClientStatus]) -> Stall | None:
+    arrived, errors = status.rows_since_step, status.errors_since_step
+    if not errors or 2 * errors < arrived:
+        return None
+    most = f", most often: {status.common_error}" if status.common_error else ""
+    return Stall(
+        "only_errors",
+        f"{errors} of {quantity(arrived, 'trajectory', 'trajectories')} since the last step have an error{most}",
+    )
+
+
+def _paused(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    paused = [client for client in searchers if client.metrics.get("paused")]
+    if not paused:
+        return None
+    return Stall("spool", f"{are(paused, status)} paused: {paused[0].reason}{_slow_buffer(status)}")
+
+
+def _scoring(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    """All searchers wait for the same stage after generation."""
+    if not all_idle(searchers):
+        return None
+
+    def total(metric: str) -> int:
+        return round(sum(client.metrics.get(metric, 0.0) for client in searchers))
+
+    if waiting := total("rewards_waiting"):
+        slowest = max(client.metrics.get("reward_seconds", 0.0) for client in searchers)
+        return Stall(
+            "rewards",
+            f"{are(searchers, status)} waiting for {quantity(waiting, 'reward')}, which take {lasting(slowest)} each, "
+            f"with {quantity(total('reward_timeouts'), 'timeout')}: the reward function is slow or hangs; raise "
+            "task.reward_workers or lower task.reward_seconds",
+        )
+    if waiting := total("references_waiting"):
+        return Stall(
+            "references",
+            f"{are(searchers, status)} waiting for the reference log-probabilities of {quantity(waiting, 'response')}: "
+            "set search.reference_logprobs = false, so that the trainer computes them",
+        )
+    if waiting := total("unacknowledged_groups"):
+        return Stall(
+            "unacknowledged",
+            f"the buffer has not acknowledged {quantity(waiting, 'group')} of {who(searchers, status)}"
+            f"{_slow_buffer(status) or ': look at the network between them and at the log of the buffer'}",
+        )
+    return None
+
+
+def _limited(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    """Both sides wait for each other."""
+    if not all_idle(searchers):
+        return None
+    return Stall(
+        "limits",
+        f"and {are(searchers, status)} waiting: {searchers[0].reason}; both wait for each other: raise "
+        "buffer.max_staleness or lower train.prompts_per_step; if it stays, report it with `tba status --json`",
+    )
+
+
+def _nothing_arrives(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    if min(status.last_put_seconds, status.trainer_waits_seconds) < _NO_DATA_SECONDS:
+        return None
+    in_flight = round(sum(client.metrics.get("in_flight", 0.0) for client in searchers))
+    return Stall(
+        "no_data",
+        f"{are(searchers, status)} generating {quantity(in_flight, 'response')}, and none has arrived for "
+        f"{lasting(status.last_put_seconds)}: lower search.max_tokens or search.samples_per_prompt, or look whether "
+        "the engines hang",
+    )
+
+
+_CULPRITS: tuple[Callable[[Facts, Status, Sequence[ClientStatus]], Stall | None], ...] = (
+    _without_searchers,
+    _silent_searchers,
+    _refusing_searchers,
+    _paused,
+    _only_errors,
+    _scoring,
+    _old_weights,
+    _limited,
+    _nothing_arrives,
+)
+
+
+def _version(client: ClientStatus) -> str:
+    return "no weights" if client.weights_version is None else f"v{client.weights_version}"
+
+
+def _slow_buffer(status: Status) -> str:
+    if status.commit_seconds < _SLOW_COMMIT_SECONDS:
+        return ""
+    return f"; a transaction of the buffer takes {status.commit_seconds:.1f} s: its disk is slow, or others use it"

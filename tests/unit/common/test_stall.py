@@ -1,0 +1,307 @@
+"""The stall explainer: facts in, the culprit and the remedy out."""
+
+from typing import Any
+
+import pytest
+
+from tba.common.stall.explain import find_stall
+from tba.common.stall.facts import REASONS, Facts
+from tba.tests.helpers.statuses import make_client, make_status
+
+_LACK = "412 of 512 prompts have trajectories at staleness <= 4"
+
+
+def searcher(name: str = "gpu0", **changes: Any):
+    fields = {"activity": "generating", "activity_seconds": 300.0, "weights_version": 7, "metrics": {"in_flight": 48.0}}
+    return make_client("searcher", name, **fields | changes)
+
+
+def waiting(name: str = "gpu0", reason: str = "", metrics: dict[str, float] | None = None, **changes: Any):
+    return searcher(name, activity="waiting", reason=reason, metrics=metrics or {}, **changes)
+
+
+def trainer(**changes: Any):
+    return make_client("trainer", **{"activity_seconds": 1000.0} | changes)
+
+
+def run(*clients: Any, **changes: Any) -> Facts:
+    """A run at step 12 whose last step took as long as usual."""
+    fields: dict[str, Any] = {
+        "uptime_seconds": 5000.0,
+        "trajectories": 9000,
+        "last_step_seconds": 9.0,
+        "usual_step_seconds": 14.0,
+        "newest_version": 7,
+    }
+    return Facts(make_status(12, clients=list(clients), **fields | changes))
+
+
+def starved(*searchers: Any, **changes: Any) -> Facts:
+    """A run whose trainer has waited for a batch for 40 s."""
+    fields = {"trainer_waits_for": _LACK, "trainer_waits_seconds": 40.0, "last_step_seconds": 54.0}
+    return run(trainer(activity="waiting", reason=_LACK), *searchers, **fields | changes)
+
+
+def new_run(*clients: Any, seconds: float, **changes: Any) -> Facts:
+    """A run without a step, whose buffer was started some seconds ago."""
+    return Facts(make_status(clients=list(clients), uptime_seconds=seconds, **changes))
+
+
+_DISK = "96 MiB are free on the disk of b.sqlite, buffer.min_free_mib is 128: make room"
+_CANARY = "v812 does not match the trainer: its log-probabilities differ by 0.9 on the canary"
+_FETCH = "waiting for the trainer at tcp://a:1 to send model.safetensors: silent for 31 s"
+_FULL = "the spool is full (512 MiB): waiting for the buffer at tcp://a:5757"
+_REFUSING = {"refused_version": 812.0}
+_UNDER_WAY = "224 of 224 prompts under way"
+_STARVED_WORDS = ("the trainer waits", "412 of 512")
+
+# Facts, the reason, and words that the sentence must contain.
+STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
+    "buffer does not answer": (
+        Facts(None, "tcp://a:5757", 42),
+        "buffer_silent",
+        ("tcp://a:5757", "42 s", "tba buffer serve"),
+    ),
+    "buffer does not answer for hours": (Facts(None, "tcp://a:5757", 5 * 3600), "buffer_silent", ("5 h",)),
+    "buffer crashes": (
+        Facts(None, "tcp://a:5757", 1, failing=["buffer failed 2 times: disk I/O error"]),
+        "process_fails",
+        ("buffer", "disk I/O error"),
+    ),
+    "disk of the buffer is full": (
+        run(trainer(), searcher(), refuses_puts=_DISK, free_bytes=3, disk_bytes=100),
+        "buffer_refuses",
+        ("buffer refuses puts", "3% of its disk is free", "buffer.min_free_mib", "make room"),
+    ),
+    "disk full and spools full": (
+        starved(*(waiting(f"gpu{n}", _FULL, {"paused": 1.0}) for n in range(3)), refuses_puts=_DISK),
+        "buffer_refuses",
+        ("all 3 searchers are paused", "spool is full", "buffer refuses puts"),
+    ),
+    "disk full, one spool": (
+        run(trainer(), searcher("gpu0"), waiting("gpu1", _FULL, {"paused": 1.0}), refuses_puts=_DISK),
+        "buffer_refuses",
+        ("searcher gpu1 is paused",),
+    ),
+    "database cannot be written": (
+        run(trainer(), searcher(), refuses_puts="attempt to write a readonly database"),
+        "buffer_refuses",
+        ("readonly database",),
+    ),
+    "trainer crashes": (
+        Facts(run(searcher()).status, failing=["trainer failed 3 times: CUDA out of memory"]),
+        "process_fails",
+        ("trainer failed 3 times", "CUDA out of memory"),
+    ),
+    "another machine's searchers crash": (
+        starved(make_client("monitor", activity="failing", reason="gpu0 on n2 failed 4 times: no CUDA device")),
+        "process_fails",
+        ("gpu0 on n2", "no CUDA device", *_STARVED_WORDS),
+    ),
+    "searchers crash at the start": (
+        Facts(
+            new_run(trainer(), seconds=50).status,
+            failing=["search-gpu0 failed 2 times: a", "search-gpu1 failed 2 times: b"],
+        ),
+        "process_fails",
+        ("search-gpu0", "search-gpu1"),
+    ),
+    "no trainer was ever started": (new_run(searcher(), seconds=700), "no_trainer", ("no trainer", "`tba train`")),
+    "no trainer since the buffer's restart": (
+        run(searcher(), uptime_seconds=90.0),
+        "no_trainer",
+        ("90 s", "tba train --resume"),
+    ),
+    "trainer left": (
+        run(trainer(activity="gone", activity_seconds=200.0, host="n8"), searcher()),
+        "no_trainer",
+        ("on n8 left 3 min ago", "step 12", "--resume"),
+    ),
+    "trainer loads forever": (
+        Facts(new_run(searcher(), seconds=900).status, loading={"trainer"}),
+        "no_trainer",
+        ("15 min", "log"),
+    ),
+    "trainer was killed": (
+        run(trainer(silent_seconds=45.0, host="n8"), searcher()),
+        "trainer_silent",
+        ("trainer on n8", "45 s", "--resume"),
+    ),
+    "trainer was killed while it waited": (
+        run(trainer(silent_seconds=45.0), searcher(), trainer_waits_for=_LACK, trainer_waits_seconds=45.0),
+        "trainer_silent",
+        ("45 s",),
+    ),
+    "trainer hangs in a step": (
+        run(trainer(), searcher(), last_step_seconds=400.0),
+        "trainer_hangs",
+        ("step 12", "7 min", "14 s", "py-spy"),
+    ),
+    "trainer hangs in its first step": (
+        new_run(trainer(activity_seconds=2000.0), searcher(), seconds=3000, last_step_seconds=3000.0),
+        "trainer_hangs",
+        ("step 0", "33 min"),
+    ),
+    "no memory for a snapshot": (
+        run(trainer(activity="publishing", reason="the weights of step 12 wait for memory: 2 GiB are free")),
+        "publication",
+        ("not published", "2 GiB are free"),
+    ),
+    "snapshot is written slowly": (run(trainer(activity="publishing")), "publication", ("17 min", "run.dir")),
+    "checkpoint is written slowly": (run(trainer(activity="saving")), "checkpoint", ("checkpoint", "run.dir")),
+    "old weights, and the newest are not published": (
+        starved(waiting(reason="weights v7 are too old for max_staleness 4")),
+        "limits",
+        ("too old", "buffer.max_staleness"),
+    ),
+    "batch waits for weights that wait for disk": (
+        run(
+            trainer(activity="publishing", activity_seconds=40.0, reason="v8 waits for disk space"),
+            waiting(reason="weights v7 are too old for max_staleness 0"),
+            trainer_waits_for=_LACK,
+            trainer_waits_seconds=40.0,
+        ),
+        "publication",
+        ("v8 waits for disk space", *_STARVED_WORDS),
+    ),
+    "no searcher was ever started": (
+        new_run(
+            trainer(activity="waiting"), seconds=900, trainer_waits_for="0 of 8 prompts", trainer_waits_seconds=800.0
+        ),
+        "no_searcher",
+        ("no searcher is connected", "tba search"),
+    ),
+    "all searchers left": (
+        starved(searcher("gpu0", activity="gone"), searcher("gpu1", activity="gone")),
+        "no_searcher",
+        ("all 2 searchers left", *_STARVED_WORDS),
+    ),
+    "a searcher is silent": (
+        starved(searcher("gpu0"), searcher("gpu3", silent_seconds=94.0, leases=56)),
+        "searcher_silent",
+        ("searcher gpu3 has been silent for 94 s", "56 prompts", "buffer.lease_seconds", *_STARVED_WORDS),
+    ),
+    "all searchers are silent": (
+        starved(*(searcher(f"gpu{n}", silent_seconds=60.0) for n in range(7))),
+        "searcher_silent",
+        ("all 7 searchers have been silent", "network"),
+    ),
+    "many searchers are silent": (
+        starved(*(searcher(f"gpu{n}", silent_seconds=60.0 * (n != 0)) for n in range(7))),
+        "searcher_silent",
+        ("gpu1, gpu2, gpu3 and 3 more",),
+    ),
+    "the canary refuses": (
+        run(
+            trainer(),
+            *(searcher(f"gpu{n}", reason=_CANARY, metrics=_REFUSING) for n in range(7)),
+        ),
+        "weights_refused",
+        ("snapshot 812 refused by 7 of 7 searchers", "0.9 on the canary"),
+    ),
+    "one searcher refuses while the trainer waits": (
+        starved(searcher("gpu0"), searcher("gpu1", reason=_CANARY, metrics=_REFUSING)),
+        "weights_refused",
+        ("by 1 of 2 searchers", *_STARVED_WORDS),
+    ),
+    "the first snapshot is refused": (
+        run(trainer(), waiting(reason=_CANARY, metrics=_REFUSING, weights_version=None)),
+        "weights_refused",
+        ("1 of 1 searcher",),
+    ),
+    "no snapshot is published": (
+        new_run(
+            trainer(),
+            waiting(reason="no snapshot is published yet", weights_version=None, activity_seconds=700.0),
+            seconds=800,
+        ),
+        "weights_missing",
+        ("gpu0", "the trainer has published no weights in 12 min"),
+    ),
+    "the first weights do not arrive": (
+        run(trainer(), waiting(reason=_FETCH, weights_version=None)),
+        "weights_missing",
+        ("v7", "silent for 31 s"),
+    ),
+    "newer weights do not arrive": (
+        starved(waiting("gpu0", _FETCH), waiting("gpu1", _FETCH), newest_version=8),
+        "weights_old",
+        ("all 2 searchers are at v7 and v8 is published", "silent for 31 s", "search.weights_from"),
+    ),
+    "every reward fails": (
+        starved(searcher(), rows_since_step=4096, errors_since_step=4090, common_error="reward: KeyError: 'answer'"),
+        "only_errors",
+        ("4090 of 4096 trajectories", "KeyError: 'answer'", *_STARVED_WORDS),
+    ),
+    "spool full of a slow buffer": (
+        starved(waiting(reason=_FULL, metrics={"paused": 1.0}), commit_seconds=4.2),
+        "spool",
+        ("searcher gpu0 is paused", "spool is full", "4.2 s", "disk is slow"),
+    ),
+    "the spool's disk is full": (
+        starved(waiting(reason="/spool: No space left on device: waiting for", metrics={"paused": 1.0})),
+        "spool",
+        ("No space left",),
+    ),
+    "rewards hang": (
+        starved(waiting(metrics={"rewards_waiting": 96.0, "reward_seconds": 10.0, "reward_timeouts": 3.0})),
+        "rewards",
+        ("96 rewards", "10 s each", "3 timeouts", "task.reward_seconds"),
+    ),
+    "references are slow": (
+        starved(waiting(metrics={"references_waiting": 24.0})),
+        "references",
+        ("24 responses", "search.reference_logprobs"),
+    ),
+    "puts get no reply": (
+        starved(waiting(metrics={"unacknowledged_groups": 5.0})),
+        "unacknowledged",
+        ("5 groups of searcher gpu0", "network"),
+    ),
+    "puts wait for a slow disk": (
+        starved(waiting(metrics={"unacknowledged_groups": 1.0}), commit_seconds=9.0),
+        "unacknowledged",
+        ("1 group", "9.0 s"),
+    ),
+    "both sides wait": (
+        starved(waiting("gpu0", _UNDER_WAY), waiting("gpu1", _UNDER_WAY)),
+        "limits",
+        ("all 2 searchers are waiting", _UNDER_WAY, "buffer.max_staleness", *_STARVED_WORDS),
+    ),
+    "engines hang": (
+        starved(searcher(), last_put_seconds=1800.0, trainer_waits_seconds=1790.0),
+        "no_data",
+        ("48 responses", "30 min", "search.max_tokens"),
+    ),
+}
+
+HEALTHY: dict[str, Facts] = {
+    "training": run(trainer(), searcher()),
+    "finished": run(finished=True, uptime_seconds=9000.0),
+    "starting": new_run(seconds=30),
+    "loading": Facts(new_run(seconds=400).status, loading={"trainer", "searcher"}),
+    "the buffer restarts": Facts(None, "tcp://a:1", 3.0),
+    "searchers ahead": run(trainer(), waiting(reason=_UNDER_WAY)),
+    "a short wait for a batch": starved(waiting(reason=_UNDER_WAY), trainer_waits_seconds=2.0),
+    "searchers at work for a batch": starved(searcher(), last_put_seconds=100.0),
+    "some errors": starved(searcher(), rows_since_step=100, errors_since_step=20),
+    "one of two searchers crashes": Facts(run(trainer(), searcher()).status, failing=["gpu1 failed 2 times: x"]),
+    "a long step of a slow model": run(trainer(), searcher(), last_step_seconds=400.0, usual_step_seconds=60.0),
+}
+
+
+@pytest.mark.parametrize(("facts", "reason", "words"), STALLS.values(), ids=STALLS)
+def test_the_sentence_of_a_stall_names_the_culprit(facts: Facts, reason: str, words: tuple[str, ...]):
+    stall = find_stall(facts)
+    assert stall is not None
+    assert stall.reason == reason, stall.sentence
+    assert [word for word in words if word not in stall.sentence] == [], stall.sentence
+
+
+@pytest.mark.parametrize("facts", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_run_has_no_stall(facts: Facts):
+    assert find_stall(facts) is None
+
+
+def test_every_reason_has_a_stall_in_the_table():
+    assert {reason for _, reason, _ in STALLS.values()} == set(REASONS)

@@ -33,6 +33,7 @@ from tba.common.terminal import (
     start_process,
     with_config,
 )
+from tba.searcher.commands import eval_command
 from tba.trainer.commands import Resume, sft_command
 
 if TYPE_CHECKING:
@@ -271,46 +272,13 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
         terminal.print(f"everything is in {config.run.dir}", soft_wrap=True)
 
 
-@app.command("eval")
-@with_config
-def evaluate(
-    options: ConfigOptions,
-    snapshot: Annotated[
-        Path | None, typer.Option(help="One snapshot directory; by default the newest of the run.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All snapshots that the run has kept.")] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Measure the greedy accuracy on the held-out prompts."""
-    resolved = options.resolve({"search.gpus": "cpu" if cpu else None})
-    start_process("eval", level="WARNING", drains=False)
-    rows = _evaluate(resolved, snapshot, every=every)
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(["version", "step", "accuracy", "reward", "prompts", "unfinished", "failed"], rows)
+def _store_evaluation(config: "Config", row: dict[str, Any]) -> str:
+    from tba.buffer.tools.record_evaluation import record_evaluation
+
+    return record_evaluation(config, row)
 
 
-def _evaluate(resolved: "Resolved", snapshot: Path | None, *, every: bool) -> list[dict[str, Any]]:
-    """Evaluate snapshots, and add each result to the run's eval.jsonl as soon as it is there."""
-    from tba.common.system.devices import CPU, choose_and_pin
-
-    config = resolved.config
-    if (device := config.search.gpus) != CPU:
-        choose_and_pin(device, "search.gpus", "--cpu", most=config.search.tensor_parallel)
-        device = "cuda"
-    need("torch", "train")
-    from dataclasses import asdict
-
-    from tba.deploy.plot import record_evaluations
-    from tba.searcher.evaluate import evaluate_snapshots
-
-    rows = []
-    for result in evaluate_snapshots(config, snapshot, every=every, device=device):
-        rows.append(asdict(result))
-        record_evaluations(config.run.dir, rows[-1:])
-    return rows
+app.command("eval")(eval_command(_store_evaluation))
 
 
 @app.command()

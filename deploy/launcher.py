@@ -11,6 +11,7 @@ from rich.console import Console
 from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import check_gpus_apart, check_paths
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
+from tba.common.evaluations import Row, read_evaluations
 from tba.common.system.devices import CPU, choose_gpus, list_gpus
 from tba.common.terminal import need
 from tba.common.wire.client import BufferClient
@@ -19,7 +20,7 @@ from tba.deploy.child import Child, RestartPolicy, ending
 from tba.deploy.display import Display
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds
 from tba.deploy.fleet import POLL_SECONDS, one_thread_each, searcher_children, searcher_groups
-from tba.deploy.plot import draw, read_evaluations
+from tba.deploy.plot import draw
 from tba.deploy.run_directory import holds_run, mark_ending
 from tba.deploy.supervisor import Supervisor
 
@@ -121,8 +122,16 @@ def evaluate_at_end(config: Config, arguments: Sequence[str], stop: Callable[[],
         return
     rows = read_evaluations(config.run.dir, config.run.name)
     picture = draw(config.run.dir, run=config.run.name)
-    terminal.print(f"held-out greedy accuracy: {rows[0]['accuracy']:.1%} before, {rows[-1]['accuracy']:.1%} after")
+    terminal.print(before_and_after(rows))
     terminal.print(f"picture: {picture}", soft_wrap=True)
+
+
+def before_and_after(rows: Sequence[Row]) -> str:
+    """Return one line on the first and the last evaluation of a run."""
+    first, last = rows[0], rows[-1]
+    if "accuracy" in first and "accuracy" in last:
+        return f"held-out greedy accuracy: {first['accuracy']:.1%} before, {last['accuracy']:.1%} after"
+    return f"held-out reward: {first['reward']:.4g} before, {last['reward']:.4g} after"
 
 
 def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> bool:

@@ -1,42 +1,12 @@
-"""The evaluations of a run, and its plot: reward, held-out accuracy and staleness over optimiser steps."""
+"""The plot of a run: reward, held-out accuracy and staleness over optimiser steps."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tba.common import jsonl
 from tba.common.errors import MissingExtra, UsageError
-from tba.common.system.durable import write_text
+from tba.common.evaluations import read_evaluations, read_json_lines
 
 METRICS_FILE = "metrics.jsonl"
-EVALUATIONS_FILE = "eval.jsonl"
 PICTURE_FILE = "run.png"
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file, [] if there is none. An unfinished last line is skipped."""
-    if not path.exists():
-        return []
-    return [row for _, row in jsonl.read(path, skip_malformed=True)]
-
-
-def record_evaluations(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Add evaluations to the file of a run. They replace earlier ones of the same snapshot on the same prompts."""
-    directory.mkdir(parents=True, exist_ok=True)
-    all_rows = (*read_json_lines(directory / EVALUATIONS_FILE), *rows)
-    merged = {(row["run"], row["version"], row["prompt_set"]): row for row in all_rows}
-    lines = [json.dumps(merged[key]) for key in sorted(merged)]
-    write_text(directory / EVALUATIONS_FILE, "\n".join(lines) + "\n")
-
-
-def read_evaluations(directory: Path, run: str) -> list[dict[str, Any]]:
-    """Return the evaluations of a run on one set of prompts, by step: the largest set of its newest snapshot."""
-    rows = [row for row in read_json_lines(directory / EVALUATIONS_FILE) if row["run"] == run]
-    if not rows:
-        return []
-    chosen = max(rows, key=lambda row: (row["step"], row["prompts"]))["prompt_set"]
-    return sorted((row for row in rows if row["prompt_set"] == chosen), key=lambda row: row["step"])
 
 
 def draw(directory: Path, *, run: str) -> Path:
@@ -59,8 +29,8 @@ def draw(directory: Path, *, run: str) -> Path:
     steps = [row["step"] for row in metrics]
     rewards = [row["reward_mean"] for row in metrics]
     upper.plot(steps, rewards, label="mean reward of the batch", alpha=0.6)
-    if evaluations:
-        points = [(row["step"], row["accuracy"]) for row in evaluations]
+    if any("accuracy" in row for row in evaluations):
+        points = [(row["step"], row["accuracy"]) for row in evaluations if "accuracy" in row]
         upper.plot(*zip(*points, strict=True), marker="o", label="held-out greedy accuracy")
     # The same axis for all runs whose rewards are fractions.
     if all(0 <= reward <= 1 for reward in rewards):

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from collections.abc import Callable
 
 import numpy as np
 
@@ -55,8 +56,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         ending.callback(client.close)
         # Before the engine: workers must not inherit its threads and memory, and it measures the free memory of the GPU
         # after the reward model is loaded.
-        model = ModelScorer(config.reward_model, device, stop) if config.reward_model.path else None
-        rewards = Rewards(task, config.task, model)
+        rewards = make_rewards(config, task, device, stop)
         ending.callback(rewards.close)
         if stop():
             return
@@ -93,6 +93,12 @@ def context_of(config: Config) -> int | None:
         scaled = model.get("rope_scaling") or "factor" in (model.get("rope_parameters") or {})
         return config.search.max_model_len or (None if scaled else positions)
     return positions
+
+
+def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], bool]) -> Rewards:
+    """Start the workers that score: the task's, and the reward model's if one is configured."""
+    model = ModelScorer(config.reward_model, device, stop) if config.reward_model.path else None
+    return Rewards(task, config.task, model)
 
 
 def _make_references(config: Config, device: str) -> ReferenceScorer | None:

@@ -16,7 +16,7 @@ from tba.buffer.service.counters import Counters
 from tba.buffer.service.ingest import Ingest
 from tba.buffer.service.leasing import Leasing
 from tba.buffer.service.put_columns import PutColumns
-from tba.buffer.service.run_state import AsOf, ReplyBody, RunState
+from tba.buffer.service.run_state import AsOf, ReplyBody, RunState, refuse_beyond
 from tba.buffer.service.training import BatchSource, DrawnBatches, Training
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
@@ -26,6 +26,7 @@ from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
 from tba.common.wire.codec import RequestHeader
+from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.status_messages import GetStatus, Status
 
 log = get_logger(__name__)
@@ -65,6 +66,7 @@ class BufferService:
             messages.FinishRun: training.finish_run,
             messages.Heartbeat: self._heartbeat,
             messages.Goodbye: self._goodbye,
+            PutEvaluation: self._put_evaluation,
             GetStatus: lambda *_: ReplyBody(self.status()),
         }
 
@@ -195,6 +197,11 @@ class BufferService:
         next_version = state.newest.version + 1 if state.newest else 0
         recorded = state.store.batches.recorded_steps(state.run)
         return ReplyBody(messages.Welcome(run_name=state.run.name, next_version=next_version, recorded_steps=recorded))
+
+    def _put_evaluation(self, message: PutEvaluation, _: str) -> ReplyBody:
+        refuse_beyond("snapshot", message.version, message.step)
+        self.state.store.evaluations.put(self.state.run, message)
+        return ReplyBody(messages.Done())
 
     def _heartbeat(self, message: messages.Heartbeat, sender: str) -> ReplyBody:
         client = self.state.clients[sender]

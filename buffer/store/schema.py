@@ -10,6 +10,7 @@ from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
 from tba.buffer.store.references_migration import declare_references
+from tba.buffer.store.views import EVALUATIONS
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
@@ -56,6 +57,13 @@ CREATE TABLE reference_logprobs (trajectory INTEGER, reference TEXT, logprob REA
     PRIMARY KEY (trajectory, reference)) STRICT;
 """
 
+_EVALUATION_ROWS = """
+CREATE TABLE evaluation_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id),
+    version INTEGER NOT NULL, step INTEGER NOT NULL, prompts INTEGER NOT NULL, prompt_set TEXT NOT NULL,
+    settings TEXT NOT NULL, evaluated_at REAL NOT NULL, seconds REAL NOT NULL, metrics TEXT NOT NULL,
+    intervals TEXT NOT NULL, UNIQUE (run, version, prompt_set, settings)) STRICT
+"""
+
 
 @migrations(name="0001_initial")
 def _initial(db: Database) -> None:
@@ -67,6 +75,12 @@ def _initial(db: Database) -> None:
 @migrations(name="0002_references")
 def _references(db: Database) -> None:
     declare_references(db)
+
+
+@migrations(name="0003_evaluations")
+def _evaluations(db: Database) -> None:
+    for statement in (_EVALUATION_ROWS, EVALUATIONS):
+        db.execute(statement)
 
 
 def migrate(db: Database) -> None:

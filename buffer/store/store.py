@@ -1,6 +1,6 @@
 """The buffer's storage: the tables of one database file, and transactions on them.
 
-    Store ──► runs, senders, prompts, visits, trajectories, batches, snapshots ──► DatabaseFile ──► WriteAheadLog
+    Store ──► runs, senders, prompts, visits, trajectories, batches, snapshots, ... ──► DatabaseFile ──► WriteAheadLog
 
 Invariant: nothing is acknowledged before its transaction has committed. There is one writer.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.batches import Batches
+from tba.buffer.store.tables.evaluations import Evaluations
 from tba.buffer.store.tables.prompts import Prompts, Visits
 from tba.buffer.store.tables.runs import Run, Runs, Senders, Snapshots
 from tba.buffer.store.tables.trajectories import Trajectories
@@ -39,6 +40,7 @@ class Store:
         self.trajectories = Trajectories(self.database)
         self.batches = Batches(self.database, self.trajectories)
         self.snapshots = Snapshots(self.database)
+        self.evaluations = Evaluations(self.database)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The views of the database, for people who query it. `docs/database.md` describes them column by column.
 
-Views are part of migration 0002. A released view is never edited: a later migration drops and recreates it.
+`VIEWS` are part of migration 0002, `EVALUATIONS` of 0003. A released view is never edited: a later migration drops and
+recreates it.
 
 A view must stay usable on a million rows. Therefore no join multiplies rows, and each count or average is a correlated
 subquery over an index: `LIMIT 10` computes it for ten rows, a filter by id for one row, and an unselected column costs
@@ -93,6 +94,21 @@ SELECT s.id, r.name AS run, s.sender, s.role, s.host, s.pid, s.trajectories, s.e
        s.reward_sum / NULLIF(s.trajectories - s.errors, 0) AS mean_reward, s.first_received_at, s.last_received_at
 FROM senders s
 LEFT JOIN runs r ON r.id = s.run
+"""
+
+EVALUATIONS = """
+CREATE VIEW evaluations AS
+SELECT r.name AS run, e.version, e.step, e.prompts AS held_out_prompts,
+       json_extract(e.metrics, '$.accuracy') AS accuracy,
+       json_extract(e.intervals, '$.accuracy[0]') AS accuracy_low,
+       json_extract(e.intervals, '$.accuracy[1]') AS accuracy_high,
+       json_extract(e.metrics, '$.reward') AS reward,
+       json_extract(e.metrics, '$.sampled_reward') AS sampled_reward,
+       json_extract(e.metrics, '$.kl') AS kl,
+       e.metrics, e.intervals, e.prompt_set, e.settings, e.seconds, e.evaluated_at,
+       strftime('%Y-%m-%dT%H:%M:%SZ', e.evaluated_at, 'unixepoch') AS evaluated_at_text
+FROM evaluation_rows e
+LEFT JOIN runs r ON r.id = e.run
 """
 
 VIEWS = (TRAJECTORIES, GROUPS, CONSUMPTION, STALENESS, CLIENTS)

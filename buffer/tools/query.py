@@ -18,7 +18,9 @@ _DENIED_FUNCTIONS = frozenset({"load_extension", "writefile", "edit"})
 _STATEMENT_ERRORS = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE)
 # One instruction may make a value of megabytes: few, so that a limit on seconds holds.
 _PROGRESS_INSTRUCTIONS = 100
-_HINT = ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients) and tables"
+_HINT = (
+    ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients, evaluations) and tables"
+)
 
 
 @contextlib.contextmanager

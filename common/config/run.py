@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tba.common.config.section import NonNegative, NonNegativeFloat, PositiveFloat, Section
+from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class RunSection(Section):
@@ -33,11 +33,30 @@ class ModelSection(Section):
 
 
 class EvalSection(Section):
-    """Greedy evaluation on held-out prompts."""
+    """Evaluation on held-out prompts (docs/evaluation.md)."""
 
     at_end: bool = False
     """Whether `tba run` evaluates the kept snapshots and draws the plot after training. By default only the newest are
     kept; `train.keep_snapshot_every` also keeps some from the course of the run."""
+    gpu: GpuList | Literal[""] = ""
+    """The GPU, or `cpu`, on which `tba run` starts a searcher that evaluates kept snapshots while the run goes on
+    (`tba search --eval`). Empty: none."""
+    samples: NonNegative = 0
+    """Sampled answers per held-out prompt, in addition to the greedy one: for pass@k, diversity and the KL. 0 is
+    none."""
+    pass_at: tuple[Positive, ...] = (1, 4, 16, 64)
+    """The k of pass@k; those above `samples` are left out."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Temperature of the sampled answers."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus of the sampled answers."""
+    max_tokens: NonNegative = 0
+    """Maximum length of an answer, in tokens; 0 is search.max_tokens."""
+    kl: bool = False
+    """Measure the KL divergence of the sampled answers from model.path, of which a frozen copy is loaded."""
+    embedder: str = ""
+    """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for the mean
+    cosine distance between the sampled answers to a prompt. Empty: not measured."""
 
 
 class LaunchSection(Section):

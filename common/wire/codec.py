@@ -16,6 +16,7 @@ from msgspec import Meta, Raw, Struct
 from tba.common.errors import Oversize, VersionMismatch, WireError
 from tba.common.quantity import quantity
 from tba.common.wire import messages
+from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.fields import Id, Name, Role
 from tba.common.wire.file_messages import Chunk, FetchChunk
 from tba.common.wire.messages import PROTOCOL_VERSION, Message, PutTrajectories, RunState
@@ -35,7 +36,7 @@ def _by_type(*classes: type[Message]) -> dict[str, type[Message]]:
     return {cls.TYPE: cls for cls in classes}
 
 
-REQUESTS = _by_type(*messages.Request.__subclasses__(), GetStatus)
+REQUESTS = _by_type(*messages.Request.__subclasses__(), GetStatus, PutEvaluation)
 REPLIES = _by_type(*messages.Reply.__subclasses__(), Status)
 FILE_REQUESTS, FILE_REPLIES = _by_type(FetchChunk), _by_type(Chunk, messages.Failure)
 QUERY_REQUESTS, QUERY_REPLIES = _by_type(RunQuery), _by_type(QueryResult, messages.Failure)

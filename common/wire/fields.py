@@ -34,7 +34,7 @@ Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 UnixTime = Annotated[float, Meta(ge=0, lt=253_402_300_800)]
 LONGEST_WAIT_SECONDS = 60
 Wait = Annotated[float, Meta(ge=0, le=LONGEST_WAIT_SECONDS)]
-Role = Literal["searcher", "trainer", "publisher", "monitor", "importer"]
+Role = Literal["searcher", "trainer", "publisher", "monitor", "importer", "evaluator"]
 # The version of a trajectory that no policy of this run generated, such as an imported one.
 NO_POLICY = -1
 # The lease of a trajectory without a visit: imported, or generated while the buffer was unavailable.

@@ -9,7 +9,7 @@ raw arrays of `tba.common.wire.trajectory`, one frame per kind for the whole bat
 `id` pairs a reply with its request. Every request is idempotent, so a sender that gets no reply sends the same bytes
 again: puts are identified by (sender, sequence), batches and reports by step, snapshots by version, leases by the list
 of those already held. The envelope and its checks are in `codec`, the files of snapshots in `file_messages`, the
-status in `status_messages`.
+status in `status_messages`, evaluations in `evaluation_messages`.
 """
 
 import sys

@@ -9,6 +9,7 @@ import numpy as np
 
 from tba.common.wire import messages
 from tba.common.wire.codec import encode_request
+from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.status_messages import GetStatus
 from tba.tests.helpers.puts import make_trajectory, put_message, reference
 
@@ -186,4 +187,15 @@ _PLAIN: list[Callable[[random.Random], messages.Message]] = [
     lambda r: messages.Heartbeat(activity="x", reason="", weights_version=r.choice((None, 1)), metrics={"a": 1.0}),
     lambda r: messages.Goodbye(),
     lambda r: GetStatus(),
+    lambda r: PutEvaluation(
+        version=r.choice(VERSIONS),
+        step=r.randrange(9),
+        prompts=2,
+        prompt_set="a",
+        settings="b",
+        evaluated_at=1.0,
+        seconds=1.0,
+        metrics={"reward": 0.5},
+        intervals={"reward": (0.0, 1.0)},
+    ),
 ]

@@ -9,14 +9,12 @@ import pytest
 
 from tba.common.config import TaskSection
 from tba.common.errors import EngineError, TaskError
-from tba.common.rendering import PromptRenderer
-from tba.common.weights.snapshot import read
 from tba.searcher.engines.engine import Generation, SamplingSettings
-from tba.searcher.evaluate import _answers
+from tba.searcher.evaluation.answers import Question, answer
+from tba.searcher.evaluation.measure import Measured, measure_greedy
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
-from tba.tests.helpers.weights import RandomWeights
 
 MISDEEDS = {
     "raises": "reward: ValueError: lone ? surrogate",
@@ -123,6 +121,8 @@ class EchoEngine:
             raise EngineError("the prompt has no tokens")
         self._requests.append(request)
 
+    max_in_flight = 4
+
     @property
     def in_flight(self) -> int:
         return len(self._requests)
@@ -148,31 +148,35 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def evaluate(scorer, texts, snapshots):
+def evaluate(scorer, texts, go_on=lambda _: True) -> dict[str, float] | None:
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
     prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
+    questions = [Question(n, np.asarray(Letters().encode(text), np.int32), greedy) for n, text in enumerate(texts)]
     engine: Any = EchoEngine()
-    tokenizer: Any = Letters()
-    renderer = PromptRenderer(tokenizer, TaskSection())
-    return _answers(engine, scorer, renderer, prompts, greedy).result(read(Path(RandomWeights(snapshots).full().path)))
+    answers = answer(engine, scorer, lambda ids: "".join(map(chr, ids)), prompts, questions, go_on)
+    if answers is None:
+        return None
+    measured = Measured(seed=0)
+    measure_greedy(measured, answers)
+    return measured.metrics
 
 
-def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer, tmp_path):
-    found = evaluate(scorer, ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")], tmp_path)
-    assert found.prompts == 13
-    assert found.accuracy == pytest.approx(2 / 13)
+def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer):
+    found = evaluate(scorer, ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")])
+    assert found is not None
+    assert found["accuracy"] == pytest.approx(2 / 13)
     # "forks" has a reward of 1 and no part `correct`.
-    assert found.reward == pytest.approx(3 / 13)
-    assert found.unfinished == pytest.approx(1 / 13)
-    assert found.failed == pytest.approx(11 / 13)
-    assert (found.run, found.version) == ("test", 0)
+    assert found["reward"] == pytest.approx(3 / 13)
+    assert found["unfinished"] == pytest.approx(1 / 13)
+    assert found["failed"] == pytest.approx(11 / 13)
 
 
-def test_an_evaluation_without_the_part_correct_says_what_to_add(scorer, tmp_path):
-    with pytest.raises(TaskError, match="no part 'correct', which `tba eval` averages: add it"):
-        evaluate(scorer, ["prints", "forks"], tmp_path)
+def test_a_task_that_only_rewards_has_no_accuracy(scorer):
+    found = evaluate(scorer, ["prints", "forks"])
+    assert found is not None
+    assert "accuracy" not in found
+    assert (found["reward"], found["failed"]) == (pytest.approx(1.0), 0.0)
 
 
-def test_the_set_of_an_evaluation_is_that_of_its_prompts(scorer, tmp_path):
-    one, two, again = (evaluate(scorer, texts, tmp_path / str(n)) for n, texts in enumerate((["a"], ["b"], ["a"])))
-    assert one.prompt_set == again.prompt_set != two.prompt_set
+def test_an_evaluation_can_be_given_up(scorer):
+    assert evaluate(scorer, ["good"] * 9, go_on=lambda finished: finished < 2) is None

@@ -35,6 +35,7 @@ def test_the_command_line_loads_no_role_before_a_command_runs():
     # These declare commands and import nothing else of their roles.
     buffer = ["command_options", "commands", "maintenance_commands"]
     assert sorted(roles) == [
-        "tba.buffer", *(f"tba.buffer.{name}" for name in buffer), "tba.trainer", "tba.trainer.commands"
-    ]  # fmt: skip
+        *("tba.buffer", *(f"tba.buffer.{name}" for name in buffer)),
+        *(f"tba.{role}{module}" for role in ("searcher", "trainer") for module in ("", ".commands")),
+    ]
     assert not {"sqlite3", "pydantic", "numpy", "zmq"} & set(loaded)

@@ -11,7 +11,7 @@ from tba.common.errors import StorageError
 from tba.common.wire import messages
 from tba.tests.conftest import ROOT
 
-VIEWS = ("trajectories", "groups", "consumption", "staleness", "clients")
+VIEWS = ("trajectories", "groups", "consumption", "staleness", "clients", "evaluations")
 
 
 def columns(buffer, table: str) -> list[str]:

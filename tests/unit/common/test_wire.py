@@ -19,6 +19,7 @@ from tba.common.wire.codec import (
     encode_request,
     request_id_of,
 )
+from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.status_messages import GetStatus
 from tba.common.wire.trajectory import pack, unpack_arrays
 from tba.tests.helpers.puts import put_message
@@ -43,6 +44,17 @@ REQUESTS = {
     ),
     "goodbye": messages.Goodbye(),
     "get_status": GetStatus(),
+    "put_evaluation": PutEvaluation(
+        version=7,
+        step=14,
+        prompts=32,
+        prompt_set="0f",
+        settings="1e",
+        evaluated_at=5.0,
+        seconds=0.5,
+        metrics={"accuracy": 0.5},
+        intervals={"accuracy": (0.25, 0.75)},
+    ),
 }
 REPLIES = {
     "welcome": messages.Welcome(run_name="demo", next_version=8, recorded_steps=15),

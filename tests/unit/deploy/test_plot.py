@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tba.deploy.plot import EVALUATIONS_FILE, METRICS_FILE, draw, read_evaluations, read_json_lines, record_evaluations
+from tba.common.evaluations import EVALUATIONS_FILE, read_evaluations, read_json_lines, record_evaluations
+from tba.deploy.plot import METRICS_FILE, draw
 
 
 def row(version, accuracy, *, run="r", prompts=1000, prompt_set="all"):

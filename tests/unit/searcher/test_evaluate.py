@@ -8,7 +8,7 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
-from tba.searcher.evaluate import _prepared
+from tba.searcher.evaluation.snapshots import _prepared
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 

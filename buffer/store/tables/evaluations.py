@@ -1,0 +1,32 @@
+"""The table of evaluations of snapshots on held-out prompts."""
+
+import json
+
+from tba.buffer.store.database import Table
+from tba.buffer.store.tables.runs import Run
+from tba.common.wire.evaluation_messages import PutEvaluation
+
+
+class Evaluations(Table):
+    """The evaluations of the runs of a database."""
+
+    def put(self, run: Run, message: PutEvaluation) -> None:
+        """Store an evaluation, in place of one of the same version, prompts and settings."""
+        self._database.execute(
+            "INSERT INTO evaluation_rows (run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, "
+            "metrics, intervals) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (run, version, prompt_set, settings)"
+            " DO UPDATE SET step = excluded.step, prompts = excluded.prompts, evaluated_at = excluded.evaluated_at,"
+            " seconds = excluded.seconds, metrics = excluded.metrics, intervals = excluded.intervals",
+            (
+                run.id,
+                message.version,
+                message.step,
+                message.prompts,
+                message.prompt_set,
+                message.settings,
+                message.evaluated_at,
+                message.seconds,
+                json.dumps(message.metrics),
+                json.dumps(message.intervals),
+            ),
+        )

@@ -1,0 +1,68 @@
+"""The evaluations of a run, in `eval.jsonl` of its directory: one line per snapshot, prompts and settings."""
+
+import fcntl
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.common import jsonl
+from tba.common.system.durable import write_text
+from tba.common.wire.evaluation_messages import PutEvaluation
+
+EVALUATIONS_FILE = "eval.jsonl"
+# What a row has besides metrics.
+_FIELDS = ("run", "version", "step", "prompts", "prompt_set", "settings", "evaluated_at", "seconds", "intervals")
+# An evaluation of the same key replaces an earlier one.
+KEY = ("run", "version", "prompt_set", "settings")
+
+Row = dict[str, Any]
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies an evaluation."""
+    return tuple(row.get(name, "") for name in KEY)
+
+
+def metrics_of(row: Row) -> dict[str, float]:
+    """Return the metrics of a row."""
+    return {name: value for name, value in row.items() if name not in _FIELDS}
+
+
+def as_message(row: Row) -> PutEvaluation:
+    """Return the message that stores an evaluation in the database."""
+    fields = {name: row[name] for name in _FIELDS if name not in ("run", "intervals")}
+    intervals = {name: (low, high) for name, (low, high) in row["intervals"].items()}
+    return PutEvaluation(**fields, metrics=metrics_of(row), intervals=intervals)
+
+
+def read_json_lines(path: Path) -> list[Row]:
+    """Return the rows of a JSON-lines file, [] if there is none. An unfinished last line is skipped."""
+    if not path.exists():
+        return []
+    return [row for _, row in jsonl.read(path, skip_malformed=True)]
+
+
+def record_evaluations(directory: Path, rows: Sequence[Row]) -> None:
+    """Add evaluations to the file of a run. They replace earlier ones with the same key."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # `tba eval` and a searcher with --eval may add rows at the same time.
+    with (directory / f".{EVALUATIONS_FILE}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        all_rows = (*read_json_lines(directory / EVALUATIONS_FILE), *rows)
+        merged = {key_of(row): row for row in all_rows}
+        lines = [json.dumps(merged[key]) for key in sorted(merged)]
+        write_text(directory / EVALUATIONS_FILE, "\n".join(lines) + "\n")
+
+
+def read_evaluations(directory: Path, run: str) -> list[Row]:
+    """Return the evaluations of a run by step, those with the prompts and settings of one snapshot.
+
+    It is the newest one that was evaluated, with the largest set of prompts, and the last settings in use.
+    """
+    rows = [row for row in read_json_lines(directory / EVALUATIONS_FILE) if row["run"] == run]
+    if not rows:
+        return []
+    chosen = max(rows, key=lambda row: (row["step"], row["prompts"], row.get("evaluated_at", 0.0)))
+    same = [row for row in rows if key_of(row)[2:] == key_of(chosen)[2:]]
+    return sorted(same, key=lambda row: (row["step"], row["version"]))

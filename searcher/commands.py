@@ -1,0 +1,109 @@
+"""The command `tba eval`. Slow imports are in its body, so that `tba --help` stays fast."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tba.common.terminal import (
+    ConfigOptions,
+    Json,
+    need,
+    note,
+    print_json,
+    print_table,
+    row_progress,
+    start_process,
+    with_config,
+)
+
+if TYPE_CHECKING:
+    from tba.common.config import Config
+
+# Stores an evaluation in the database of its run: the configuration and the row. Returns why it did not, or "".
+Store = Callable[[Any, dict[str, Any]], str]
+
+_COLUMNS = ("version", "step", "accuracy", "reward", "prompts", "unfinished", "failed")
+# Shown as columns where they were measured.
+_MORE_COLUMNS = ("pass_at_", "kl", "kl_per_token", "distinct_", "embedding_distance")
+
+
+def eval_command(store: Store) -> Callable[..., None]:
+    """Return the command. `store` is passed in, because this package does not import the buffer."""
+
+    @with_config
+    def evaluate(
+        options: ConfigOptions,
+        snapshot: Annotated[
+            Path | None, typer.Option(help="One snapshot directory; by default the newest of the run.")
+        ] = None,
+        every: Annotated[bool, typer.Option("--all", help="All snapshots that the run has kept.")] = False,
+        again: Annotated[bool, typer.Option("--again", help="Also those that were evaluated already.")] = False,
+        cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Evaluate snapshots on the held-out prompts: accuracy, reward, and what [eval] adds."""
+        resolved = options.resolve({"search.gpus": "cpu" if cpu else None})
+        start_process("eval", level="WARNING", drains=False)
+        need("torch", "train")
+        rows = _evaluate(resolved.config, store, snapshot, every=every, again=again)
+        if as_json:
+            print_json(rows)
+        else:
+            headings = _headings(rows)
+            print_table(headings, [dict.fromkeys(headings) | _with_intervals(row) for row in rows])
+
+    return evaluate
+
+
+def _evaluate(
+    config: "Config", store: Store, snapshot: Path | None, *, every: bool, again: bool
+) -> list[dict[str, Any]]:
+    """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
+    from tba.common.evaluations import EVALUATIONS_FILE, key_of, read_json_lines, record_evaluations
+    from tba.common.system.devices import CPU, choose_and_pin
+
+    if (device := config.search.gpus) != CPU:
+        choose_and_pin(device, "search.gpus", "--cpu", most=config.search.tensor_parallel)
+        device = "cuda"
+    from tba.searcher.evaluation.snapshots import evaluate_snapshots
+
+    earlier = [] if again else read_json_lines(config.run.dir / EVALUATIONS_FILE)
+    known = {key_of(row): row for row in earlier}
+    rows = []
+    with row_progress() as show:
+        report = _reporting(show)
+        for row, is_new in evaluate_snapshots(config, snapshot, every=every, device=device, known=known, report=report):
+            rows.append(row)
+            if is_new:
+                record_evaluations(config.run.dir, [row])
+                if reason := store(config, row):
+                    note(f"v{row['version']}: {reason}")
+    return sorted(rows, key=lambda row: (row["step"], row["version"]))
+
+
+def _reporting(show: Callable[[str, int, int | None], None]) -> Callable[[str, int, int], bool]:
+    def report(doing: str, done: int, total: int) -> bool:
+        show(doing, done, total)
+        return True
+
+    return report
+
+
+def _headings(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the columns of a table: those that every evaluation has, and further ones that some row has."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    more = [name for start in _MORE_COLUMNS for name in names if name.startswith(start) and name not in _COLUMNS]
+    has = [name for name in _COLUMNS if name in names or not rows]
+    return list(dict.fromkeys([*has, *more]))
+
+
+def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row for people: accuracy and reward with the ends of their intervals."""
+    shown = dict(row)
+    for name in ("accuracy", "reward"):
+        if name in row and name in row.get("intervals", {}):
+            low, high = row["intervals"][name]
+            shown[name] = f"{row[name]:.4g} [{low:.4g}, {high:.4g}]"
+    return shown

@@ -1,0 +1,137 @@
+"""Answers to prompts, generated and scored as in a searcher: a scorer or a prompt that fails is a counted error."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tba.common.errors import EngineError
+from tba.common.log import get_logger
+from tba.common.wire.trajectory import STOP_EOS, Int32
+from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import failed, storable
+from tba.searcher.tasks.task import Prompt, Reward
+
+log = get_logger(__name__)
+
+_WAIT_SECONDS = 1.0
+# Failed answers that are logged one by one; the evaluation counts all of them.
+_MAX_LOGGED = 20
+
+# Called with the number of finished answers. False ends the evaluation without a result.
+Continue = Callable[[int], bool]
+# The text of a response that is scored, from its token ids.
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request for one answer to the prompt at this position; `ids` are the prompt's tokens."""
+
+    prompt: int
+    ids: Int32
+    sampling: SamplingSettings
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer. With an `error` it could not be generated or scored, and its reward is 0.
+
+    `logprob` is the sum over its tokens, in nats, under the distribution that they were sampled from.
+    """
+
+    question: Question
+    response_ids: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprob: float = 0.0
+    unfinished: bool = False
+    text: str = ""
+    reward: Reward = field(default_factory=lambda: Reward(0.0, {}))
+    error: str | None = None
+
+
+def answer(
+    engine: Engine,
+    rewards: Rewards,
+    decode: Decode,
+    prompts: Sequence[Prompt],
+    questions: Sequence[Question],
+    go_on: Continue = lambda _: True,
+) -> list[Answer] | None:
+    """Return the answers in the order of the questions, None if `go_on` returned False."""
+    answering = _Answering(engine, rewards, decode, prompts, questions)
+    while not answering.done:
+        answering.step()
+        if not go_on(answering.finished):
+            return None
+    if answering.failures > _MAX_LOGGED:
+        log.warning("further answers failed", answers=answering.failures - _MAX_LOGGED)
+    return answering.answers
+
+
+class _Answering:
+    """Questions on their way through engine and scorer. The ids of requests and tickets are positions of answers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: Rewards,
+        decode: Decode,
+        prompts: Sequence[Prompt],
+        questions: Sequence[Question],
+    ) -> None:
+        self._engine = engine
+        self._rewards = rewards
+        self._decode = decode
+        self._prompts = prompts
+        self.answers = [Answer(question) for question in questions]
+        self._waiting = deque(range(len(questions)))
+        self.finished = 0
+        self.failures = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every question has its answer."""
+        return self.finished == len(self.answers)
+
+    def step(self) -> None:
+        """Step the engine, and collect the scores that are there."""
+        # One load in the engine and one behind it, as in a searcher.
+        while self._waiting and self._engine.in_flight < 2 * self._engine.max_in_flight:
+            self._submit(self._waiting.popleft())
+        for generation in self._engine.step() if self._engine.in_flight else ():
+            self._score(generation)
+        if self._rewards.waiting:
+            for scored in self._rewards.wait(0.0 if self._engine.in_flight or self._waiting else _WAIT_SECONDS):
+                self._finish(scored.ticket, scored.reward, scored.error)
+
+    def _submit(self, number: int) -> None:
+        question = self.answers[number].question
+        try:
+            self._engine.submit(GenerationRequest(number, question.ids, question.sampling))
+        except EngineError as error:
+            self._finish(number, *failed(f"not generated: {error}"))
+
+    def _score(self, generation: Generation) -> None:
+        one = self.answers[generation.id]
+        one.response_ids = generation.response_ids
+        one.logprob = float(generation.logprobs.astype(np.float64).sum())
+        one.unfinished = generation.stop_reason != STOP_EOS
+        try:
+            one.text = storable(self._decode(generation.response_ids.tolist()))
+        # The ids are of another vocabulary.
+        except Exception as error:  # noqa: BLE001
+            self._finish(generation.id, *failed(f"not decoded: {type(error).__name__}: {error}"))
+            return
+        self._rewards.submit(generation.id, self._prompts[one.question.prompt], one.text, not one.unfinished)
+
+    def _finish(self, number: int, reward: Reward, error: str | None) -> None:
+        one = self.answers[number]
+        one.reward, one.error = reward, error
+        self.finished += 1
+        if error is None:
+            return
+        self.failures += 1
+        if self.failures <= _MAX_LOGGED:
+            log.warning("answer failed", prompt=self._prompts[one.question.prompt].key, reason=error)

@@ -1,0 +1,256 @@
+"""Evaluate snapshots with one engine: task, scorers, reference and sentence encoder are loaded once."""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.errors import TaskError
+from tba.common.evaluations import Row
+from tba.common.log import get_logger
+from tba.common.rendering import PromptRenderer
+from tba.common.weights.model_files import model_directory
+from tba.common.weights.node_store import PinnedSnapshot, weights_directory
+from tba.common.weights.snapshot import Manifest, Snapshot
+from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.wire.fields import NO_VISIT
+from tba.common.wire.messages import Visit
+from tba.common.wire.trajectory import STOP_EOS, Trajectory
+from tba.searcher.engines.engine import Engine, SamplingSettings
+from tba.searcher.evaluation import measure
+from tba.searcher.evaluation.answers import Answer, Question, answer
+from tba.searcher.exploration import Exploration
+from tba.searcher.run import context_of, make_engine, make_rewards
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Prompt, Task, check_rendering, fingerprint
+from tba.searcher.weights.assembly import SnapshotAssembler
+
+log = get_logger(__name__)
+
+# Of [task]: what changes neither prompts nor scores, or is part of the prompts' own hash.
+_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "load_seconds"}
+_NOT_MEASURED = {"at_end", "gpu"}
+_REFERENCE_ROWS = 256
+_HASH_DIGITS = 16
+# The sampled answers of an evaluation have seeds of their own, as those of an epoch do.
+_EPOCH = 0
+
+# What is being done, how much of it is done, and how much there is. False ends the evaluation without a result.
+Report = Callable[[str, int, int], bool]
+LogprobsOf = Callable[[Sequence[Trajectory]], list[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated: the held-out prompts, how they are rendered, and the hash of all settings."""
+
+    task: Task
+    renderer: PromptRenderer
+    prompts: Sequence[Prompt]
+    prompt_set: str
+    settings: str
+
+    def key(self, manifest: Manifest) -> tuple[Any, ...]:
+        """Return what identifies the evaluation of a snapshot: `tba.common.evaluations.KEY`."""
+        return manifest.run, manifest.version, self.prompt_set, self.settings
+
+
+def read_subject(config: Config) -> Subject:
+    """Load the held-out prompts. Raises TaskError if there are none."""
+    task = load_task(config.task)
+    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
+    # A prompt that occurs twice counts once.
+    prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
+    if not prompts:
+        raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
+    check_rendering(task, prompts, renderer, context_of(config))
+    settings = {
+        "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
+        "reward_model": config.reward_model.model_dump(mode="json", include={"path", "weight", "template"}),
+        "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
+        "max_tokens": max_tokens(config),
+        "seed": config.run.seed,
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    prompt_set = fingerprint(prompts, renderer.settings(prompts))
+    return Subject(task, renderer, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
+
+
+def max_tokens(config: Config) -> int:
+    """Return the maximum length of an answer in tokens."""
+    return config.eval.max_tokens or config.search.max_tokens
+
+
+class Evaluator:
+    """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds."""
+
+    def __init__(
+        self,
+        config: Config,
+        subject: Subject,
+        *,
+        engine: Engine,
+        rewards: Rewards,
+        references: LogprobsOf | None,
+        embed: measure.Embed | None,
+        serving: contextlib.ExitStack,
+    ) -> None:
+        self._config = config
+        self.subject = subject
+        self._engine = engine
+        self._rewards = rewards
+        self._tokenizer = subject.renderer.tokenizer
+        self._references = references
+        self._embed = embed
+        self._serving = serving
+        self._questions = questions(config, subject)
+
+    def evaluate(self, snapshot: Snapshot, pinned: PinnedSnapshot, report: Report = lambda *_: True) -> Row | None:
+        """Load a snapshot, which stays pinned until the next one is loaded, and return its evaluation.
+
+        Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
+        """
+        before = self._serving.pop_all()
+        self._serving.callback(pinned.release)
+        with before:
+            self._engine.load_weights(snapshot)
+        manifest, started = snapshot.manifest, time.monotonic()
+        doing, total = f"v{manifest.version}", len(self._questions)
+        answers = answer(
+            self._engine,
+            self._rewards,
+            lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
+            self.subject.prompts,
+            self._questions,
+            lambda finished: report(doing, finished, total),
+        )
+        measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
+        return None if measured is None else self._row(manifest, measured, time.monotonic() - started)
+
+    def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
+        prompts, samples = len(self.subject.prompts), self._config.eval.samples
+        measured = measure.Measured(self._config.run.seed)
+        measure.measure_greedy(measured, answers[:prompts])
+        if not samples:
+            return measured
+        groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
+        measure.measure_sampled(measured, groups, self._config.eval.pass_at)
+        if self._references is not None:
+            found = self._reference_logprobs(answers[prompts:], go_on)
+            if found is None:
+                return None
+            references = [found[start : start + samples] for start in range(0, len(found), samples)]
+            measure.measure_divergence(measured, groups, references)
+        if self._embed is not None and go_on():
+            measure.measure_diversity(measured, groups, self._embed)
+        return measured if go_on() else None
+
+    def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:
+        assert self._references is not None
+        found: list[float | None] = []
+        for start in range(0, len(answers), _REFERENCE_ROWS):
+            if not go_on():
+                return None
+            found += self._references([_as_row(one) for one in answers[start : start + _REFERENCE_ROWS]])
+        return found
+
+    def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
+        return {
+            "run": manifest.run,
+            "version": manifest.version,
+            "step": manifest.step,
+            "prompts": len(self.subject.prompts),
+            "prompt_set": self.subject.prompt_set,
+            "settings": self.subject.settings,
+            "evaluated_at": time.time(),
+            "seconds": seconds,
+            **measured.metrics,
+            "intervals": {name: list(ends) for name, ends in measured.intervals.items()},
+        }
+
+
+def questions(config: Config, subject: Subject) -> list[Question]:
+    """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
+    prompts = subject.prompts
+    ids = [np.asarray(subject.renderer.ids(prompt), np.int32) for prompt in prompts]
+    length, section = max_tokens(config), config.eval
+    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=length)
+    asked = [Question(number, ids[number], greedy) for number in range(len(prompts))]
+    sampled = {"temperature": section.temperature, "top_p": section.top_p, "max_tokens": length}
+    exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
+    for number, prompt in enumerate(prompts):
+        visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)
+        asked += [Question(number, ids[number], exploration.settings(visit, n)) for n in range(section.samples)]
+    return asked
+
+
+@contextlib.contextmanager
+def open_evaluator(
+    config: Config, subject: Subject, *, device: str, name: str, stop: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[Evaluator, SnapshotAssembler]]:
+    """Start everything that evaluations need, and the assembler of their snapshots. Frees it at the end of the block.
+
+    Raises ConfigError for a model or task that cannot be loaded.
+    """
+    with contextlib.ExitStack() as ending:
+        assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock())
+        ending.callback(assembler.remove_created)
+        # Before the engine, as `WorkerPool` says.
+        rewards = make_rewards(config, subject.task, device, stop)
+        ending.callback(rewards.close)
+        # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
+        serving = ending.enter_context(contextlib.ExitStack())
+        engine = make_engine(config, device=device, name=name)
+        ending.callback(engine.close)
+        evaluator = Evaluator(
+            config,
+            subject,
+            engine=engine,
+            rewards=rewards,
+            references=_load_reference(config, device),
+            embed=_load_embedder(config, device),
+            serving=serving,
+        )
+        yield evaluator, assembler
+
+
+def _load_reference(config: Config, device: str) -> LogprobsOf | None:
+    if not (config.eval.kl and config.eval.samples):
+        return None
+    from tba.searcher.scoring.reference_model import ReferenceModel
+
+    return ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs
+
+
+def _load_embedder(config: Config, device: str) -> measure.Embed | None:
+    if not (config.eval.embedder and config.eval.samples):
+        return None
+    from tba.searcher.evaluation.embedder import SentenceEncoder
+
+    return SentenceEncoder(config.eval.embedder, device=device).embed
+
+
+def _as_row(one: Answer) -> Trajectory:
+    """Return an answer as what a reference model scores."""
+    return Trajectory(
+        prompt_key="",
+        lease=NO_VISIT,
+        prompt_ids=one.question.ids,
+        response_ids=one.response_ids,
+        logprobs=np.zeros(0, np.float32),
+        version_runs=np.zeros((0, 2), np.int32),
+        reward=0.0,
+        reward_parts={},
+        stop_reason=STOP_EOS,
+        sampling={},
+        created_at=0.0,
+        generation_seconds=0.0,
+    )

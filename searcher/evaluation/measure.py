@@ -1,0 +1,116 @@
+"""The metrics of an evaluation, from its answers. docs/evaluation.md lists them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tba.searcher.evaluation.answers import Answer
+from tba.searcher.evaluation.statistics import Floats, Interval, bootstrap, cosine_distance, distinct, pass_at_k
+from tba.searcher.tasks.task import CORRECT
+
+_GRAMS = (1, 2, 4)
+
+# The embeddings [n, E] of some texts.
+Embed = Callable[[Sequence[str]], Floats]
+
+
+@dataclass(slots=True)
+class Measured:
+    """Metrics by name, and the 95 % intervals of those that are means over prompts."""
+
+    seed: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, Interval] = field(default_factory=dict)
+
+    def add(self, name: str, sums: Sequence[float], counts: Sequence[float] | None = None) -> None:
+        """Add the mean sum(sums) / sum(counts) over prompts, which have one value each. Without a count: nothing."""
+        sums_N = np.asarray(sums, np.float64)
+        counts_N = np.ones(len(sums_N)) if counts is None else np.asarray(counts, np.float64)
+        if counts_N.sum() > 0:
+            self.metrics[name] = float(sums_N.sum() / counts_N.sum())
+            self.intervals[name] = bootstrap(sums_N, counts_N, seed=self.seed)
+
+    def exponentiate(self, source: str, name: str) -> None:
+        """Add exp of a metric, if it is there and its exp is finite."""
+        if source in self.metrics and self.metrics[source] < math.log(1e300):
+            low, high = self.intervals[source]
+            self.metrics[name] = math.exp(self.metrics[source])
+            self.intervals[name] = math.exp(low), math.exp(min(high, math.log(1e300)))
+
+
+def measure_greedy(measured: Measured, answers: Sequence[Answer]) -> None:
+    """Add the metrics of the greedy answers, one per prompt."""
+    _measure_rewards(measured, [[answer] for answer in answers], "")
+    if _has_correct(answers):
+        measured.add("accuracy", [_correct(answer) for answer in answers])
+
+
+def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], pass_at: Sequence[int]) -> None:
+    """Add the metrics of the sampled answers, n per prompt."""
+    _measure_rewards(measured, groups, "sampled_")
+    if _has_correct([answer for group in groups for answer in group]):
+        # A part between 0 and 1 counts as correct at 1.
+        right = [sum(_correct(answer) >= 1 for answer in group) for group in groups]
+        for k in sorted({k for k in pass_at if k <= len(groups[0])}):
+            name = f"pass_at_{k}"
+            measured.add(name, [pass_at_k(len(group), c, k) for group, c in zip(groups, right, strict=True)])
+    if len(groups[0]) > 1:
+        for n in _GRAMS:
+            _add_known(measured, f"distinct_{n}", [distinct([a.response_ids.tolist() for a in g], n) for g in groups])
+
+
+def measure_divergence(
+    measured: Measured, groups: Sequence[Sequence[Answer]], references: Sequence[Sequence[float | None]]
+) -> None:
+    """Add the KL divergence from the reference, estimated as the mean of log mu - log pi_ref over the samples.
+
+    `references` has the log-probability of each answer under the reference, None where there is none.
+    """
+    ratios, logprobs, tokens, counts = [], [], [], []
+    for group, found in zip(groups, references, strict=True):
+        pairs = [(a, r) for a, r in zip(group, found, strict=True) if r is not None and math.isfinite(a.logprob)]
+        ratios.append(sum(a.logprob - r for a, r in pairs))
+        logprobs.append(-sum(r for _, r in pairs))
+        tokens.append(sum(len(a.response_ids) for a, _ in pairs))
+        counts.append(len(pairs))
+    measured.add("kl", ratios, counts)
+    measured.add("kl_per_token", ratios, tokens)
+    measured.add("reference_nll", logprobs, tokens)
+    measured.exponentiate("reference_nll", "reference_perplexity")
+
+
+def measure_diversity(measured: Measured, groups: Sequence[Sequence[Answer]], embed: Embed) -> None:
+    """Add the mean cosine distance between the embeddings of the answers to a prompt."""
+    distances: list[float | None] = []
+    for group in groups:
+        texts = [answer.text for answer in group if answer.text.strip()]
+        distances.append(cosine_distance(embed(texts)) if len(texts) > 1 else None)
+    _add_known(measured, "embedding_distance", distances)
+
+
+def _measure_rewards(measured: Measured, groups: Sequence[Sequence[Answer]], prefix: str) -> None:
+    size = [len(group) for group in groups]
+    measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
+    for part in sorted({part for group in groups for answer in group for part in answer.reward.parts}):
+        have = [[a.reward.parts[part] for a in group if part in a.reward.parts] for group in groups]
+        measured.add(f"{prefix}reward_part_{part}", [sum(h) for h in have], [len(h) for h in have])
+    measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
+    measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
+    demands = _has_correct([answer for group in groups for answer in group])
+    bad = [sum(a.error is not None or (demands and CORRECT not in a.reward.parts) for a in g) for g in groups]
+    measured.add(f"{prefix}failed", bad, size)
+
+
+def _add_known(measured: Measured, name: str, values: Sequence[float | None]) -> None:
+    measured.add(name, [value or 0.0 for value in values], [value is not None for value in values])
+
+
+def _has_correct(answers: Sequence[Answer]) -> bool:
+    """Whether the task says what is correct, or every answer failed, so that nobody can tell."""
+    return any(CORRECT in a.reward.parts for a in answers) or all(a.error is not None for a in answers)
+
+
+def _correct(answer: Answer) -> float:
+    return answer.reward.parts.get(CORRECT, 0.0)

@@ -1,0 +1,97 @@
+"""The estimators of an evaluation against enumeration, by hand, and on a known distribution."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from tba.searcher.engines.engine import SamplingSettings
+from tba.searcher.evaluation.answers import Answer, Question
+from tba.searcher.evaluation.measure import Measured, measure_divergence, measure_diversity, measure_sampled
+from tba.searcher.evaluation.statistics import bootstrap, cosine_distance, distinct, pass_at_k
+from tba.searcher.tasks.task import Reward
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_correct_one(samples):
+    for correct in range(samples + 1):
+        marks = [True] * correct + [False] * (samples - correct)
+        for k in range(1, samples + 1):
+            chosen = [any(choice) for choice in combinations(marks, k)]
+            assert pass_at_k(samples, correct, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+
+
+def test_pass_at_k_has_no_rounding_error_with_many_samples():
+    assert pass_at_k(10_000, 1, 5_000) == 0.5
+    with pytest.raises(ValueError, match="pass@3 of 0 correct among 2"):
+        pass_at_k(2, 0, 3)
+
+
+def test_intervals_cover_the_true_mean_as_often_as_they_say():
+    generator = np.random.default_rng(0)
+    trials = 200
+    ends = [bootstrap(generator.binomial(1, 0.3, 80).astype(float), seed=n) for n in range(trials)]
+    covered = sum(low <= 0.3 <= high for low, high in ends)
+    # Binomial: 95 % of 200 with a standard deviation of 3; the percentile interval covers a little less.
+    assert 176 <= covered <= 198
+
+
+def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
+    sums, counts = np.array([2.0, 8.0]), np.array([1.0, 4.0])
+    assert bootstrap(sums, counts, seed=1) == (2.0, 2.0)
+    values = np.arange(20.0)
+    assert bootstrap(values, seed=1) == bootstrap(values, seed=1) != bootstrap(values, seed=2)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, 3 / 6), (2, 3 / 4), (4, None)])
+def test_distinct_n_by_hand(n, expected):
+    # Bigrams: 12, 21, 12, 23.
+    assert distinct([[1, 2, 1], [1, 2, 3]], n) == expected
+
+
+def test_the_cosine_distance_is_the_mean_over_pairs():
+    rows = np.random.default_rng(0).normal(size=(5, 3))
+    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    pairs = [1 - a @ b for a, b in combinations(units, 2)]
+    assert cosine_distance(rows) == pytest.approx(np.mean(pairs))
+    assert cosine_distance(rows[:1]) is None
+
+
+def answered(tokens, *, correct=0.0, logprob=0.0, text="t", error=None) -> Answer:
+    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=8)
+    question = Question(0, np.zeros(1, np.int32), sampling)
+    parts = {} if error else {"correct": correct}
+    return Answer(question, np.asarray(tokens, np.int32), logprob, False, text, Reward(correct, parts), error)
+
+
+def test_the_metrics_of_sampled_answers_by_hand():
+    groups = [
+        [answered([1, 2], correct=1.0), answered([1, 2])],
+        [answered([3, 4]), answered([5, 6], error="reward: no")],
+    ]
+    measured = Measured(seed=0)
+    measure_sampled(measured, groups, (1, 2, 4))
+    found = measured.metrics
+    assert (found["pass_at_1"], found["pass_at_2"]) == (0.25, 0.5)
+    assert "pass_at_4" not in found
+    assert (found["sampled_reward"], found["sampled_failed"]) == (0.25, 0.25)
+    # One of two prompts has two equal answers, the other two without a common token.
+    assert found["distinct_1"] == pytest.approx(0.75)
+    assert found["distinct_2"] == pytest.approx(0.75)
+    assert "distinct_4" not in found
+
+
+def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_reference_could_score():
+    groups = [[answered([1, 2], logprob=-1.0), answered([1], logprob=-1.0)]]
+    measured = Measured(seed=0)
+    measure_divergence(measured, groups, [[-3.0, None]])
+    assert measured.metrics["kl"] == 2.0
+    assert measured.metrics["kl_per_token"] == 1.0
+    assert measured.metrics["reference_perplexity"] == pytest.approx(np.exp(1.5))
+
+
+def test_the_diversity_leaves_out_empty_answers():
+    groups = [[answered([1], text="a"), answered([1], text=" "), answered([1], text="b")]]
+    measured = Measured(seed=0)
+    measure_diversity(measured, groups, lambda texts: np.eye(2)[[ord(text) - 97 for text in texts]])
+    assert measured.metrics["embedding_distance"] == pytest.approx(1.0)

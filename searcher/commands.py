@@ -71,15 +71,17 @@ def _evaluate(
 
     earlier = [] if again else read_json_lines(config.run.dir / EVALUATIONS_FILE)
     known = {key_of(row): row for row in earlier}
-    rows = []
+    rows, stored = [], True
     with row_progress() as show:
         report = _reporting(show)
         for row, is_new in evaluate_snapshots(config, snapshot, every=every, device=device, known=known, report=report):
             rows.append(row)
             if is_new:
                 record_evaluations(config.run.dir, [row])
-                if reason := store(config, row):
-                    note(f"v{row['version']}: {reason}")
+                if stored and (reason := store(config, row)):
+                    note(f"v{row['version']} and later ones are in {EVALUATIONS_FILE} alone, {reason}")
+                    # Each attempt may wait for a buffer that is not there.
+                    stored = False
     return sorted(rows, key=lambda row: (row["step"], row["version"]))
 
 

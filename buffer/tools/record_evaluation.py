@@ -10,7 +10,7 @@ from tba.common.evaluations import Row, as_message
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import Done
 
-_REPLY_SECONDS = 10.0
+_REPLY_SECONDS = 5.0
 
 
 def record_evaluation(config: Config, row: Row) -> str:

@@ -108,7 +108,7 @@ def _add_known(measured: Measured, name: str, values: Sequence[float | None]) ->
 
 
 def _has_correct(answers: Sequence[Answer]) -> bool:
-    """Whether the task says what is correct, or every answer failed, so that nobody can tell."""
+    """Whether the task says what is correct, or every answer failed, so that it is unknown."""
     return any(CORRECT in a.reward.parts for a in answers) or all(a.error is not None for a in answers)
 
 

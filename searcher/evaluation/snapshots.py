@@ -41,7 +41,7 @@ def evaluate_snapshots(
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
     subject = read_subject(config)
     if every:
-        found = {path: known.get(_key(subject, path)) for path in paths}
+        found = {path: _known(known, subject, path) for path in paths}
         for row in found.values():
             if row is not None:
                 yield row, False
@@ -56,10 +56,10 @@ def evaluate_snapshots(
             yield row, True
 
 
-def _key(subject: Subject, path: Path) -> tuple[Any, ...] | None:
-    """Return the key of a snapshot's evaluation; None if the trainer has deleted it meanwhile, or it is damaged."""
+def _known(known: Mapping[tuple[Any, ...], Row], subject: Subject, path: Path) -> Row | None:
+    """Return the evaluation of a snapshot, if there is one and the snapshot can be read."""
     try:
-        return subject.key(read(path).manifest)
+        return known.get(subject.key(read(path).manifest))
     except SnapshotError:
         return None
 

@@ -250,6 +250,7 @@ class Searcher:
 
     def _metrics(self, now: float) -> dict[str, float]:
         since, tokens, trajectories = self._last
+        refused = self._weights.refused_version
         seconds = max(now - since, 1e-9)
         return {
             "tokens_per_second": (self._scoring.tokens - tokens) / seconds,
@@ -267,6 +268,7 @@ class Searcher:
             "weights_load_seconds": self._weights.last_load_seconds,
             "weights_prepare_seconds": self._weights.last_prepare_seconds,
             "weights_refusals": float(self._weights.refusals),
+            **({"refused_version": float(refused)} if refused is not None else {}),
             **(self._weights.report.metrics() if self._weights.report else {}),
         }
 

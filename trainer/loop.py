@@ -296,7 +296,7 @@ class Trainer:
             if isinstance(batch, TrainBatch):
                 return batch
             trouble = self._publisher.trouble if self._publisher is not None else ""
-            self._heartbeat.show("waiting", trouble or batch)
+            self._heartbeat.show("publishing" if trouble else "waiting", trouble or batch)
             # The buffer may wait for newer weights, and there was no room for them.
             if self._publisher is not None and self._publisher.missed:
                 self.publish()

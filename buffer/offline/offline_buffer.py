@@ -151,7 +151,7 @@ class OfflineBuffer:
             reply = self._service.handle_durably(header, message)
         # A parked request would wait indefinitely: no searcher adds data.
         if reply is None:
-            raise ConfigError(f"{self._service.state.trainer_waits_for}, and offline there will be no more")
+            raise ConfigError(f"{self._service.state.pace.waits_for}, and offline there will be no more")
         batch = reply.message
         if isinstance(batch, messages.Batch) and not self._replay:
             # Not sampled by the current weights: staleness 0 refers to the recorded trainer's weights.

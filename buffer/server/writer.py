@@ -142,6 +142,7 @@ class BufferServer:
             raise
         except StorageError as error:
             log.error("commit failed", reason=str(error), requests=len(group))
+            self._service.counters.storage_trouble = str(error)
             self._rebuild()
             return self._answer_without_space(group, error)
         except Exception:

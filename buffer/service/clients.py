@@ -23,12 +23,14 @@ GONE = "gone"
 class Client:
     """What is known of a sender since the server started.
 
-    `seen_at` is monotonic. `replaced`: a later start of the same name has said hello. `held_back`: why its last lease
-    request is parked. `serves`: the address at which its node serves snapshots.
+    `seen_at` and `activity_at`, when its activity last changed, are monotonic. `replaced`: a later start of the same
+    name has said hello. `held_back`: why its last lease request is parked. `serves`: the address at which its node
+    serves snapshots.
     """
 
     role: fields.Role
     seen_at: float
+    activity_at: float
     host: str = ""
     activity: str = "connected"
     reason: str = ""
@@ -86,7 +88,7 @@ class Clients:
         if client is None:
             if len(self._by_sender) >= fields.MAX_CLIENTS and not self._forget_one():
                 return
-            client = self._by_sender[sender] = Client(role, at)
+            client = self._by_sender[sender] = Client(role, at, at)
             self.recount()
         if role == "trainer" and client.role != role:
             client.role = role
@@ -95,6 +97,13 @@ class Clients:
         if sender == self._trainer[0]:
             client.host = self._trainer[1]
         client.seen_at = max(client.seen_at, at)
+
+    def show(self, sender: str, activity: str, reason: str = "") -> None:
+        """Record what a sender does now."""
+        client = self._by_sender[sender]
+        if activity != client.activity:
+            client.activity_at = self._clock.monotonic()
+        client.activity, client.reason = activity, reason
 
     def is_silent(self, sender: str) -> bool:
         """Whether the sender's leases expire. After a restart every sender has the full time to come back."""
@@ -135,7 +144,7 @@ class Clients:
         now = self._clock.monotonic()
         client = self._by_sender.get(last)
         if client is None:
-            return Client("trainer", self._opened, host) if now - self._opened < _RETURN_SECONDS else None
+            return Client("trainer", self._opened, self._opened, host) if now - self._opened < _RETURN_SECONDS else None
         return client if client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS else None
 
     def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:
@@ -207,6 +216,7 @@ class Clients:
                 trajectories=client.trajectories,
                 duplicates=client.duplicates,
                 leases=leases_of(sender),
+                activity_seconds=now - client.activity_at,
             )
             for sender, client in self._by_sender.items()
             if not (client.replaced and self.is_silent(sender))

@@ -22,12 +22,14 @@ class Counters:
     """Counts of committed puts and of rejections, and the duration of commits.
 
     `rejected` counts messages that got an error reply, by code; `duplicates` counts rows that came again.
-    `queued_bytes` is set by the writer.
+    `queued_bytes` is set by the writer, and so is `storage_trouble`: why the last transaction failed, until one
+    succeeds.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.rejected: Counter[str] = Counter()
         self.queued_bytes = 0
+        self.storage_trouble = ""
         self.duplicates = 0
         self._clock = clock
         self._started = clock.monotonic()
@@ -38,6 +40,7 @@ class Counters:
     def note_commit(self, seconds: float) -> None:
         """Count a transaction of this duration, including the work of its handlers."""
         self._commit_seconds.append(seconds)
+        self.storage_trouble = ""
 
     def note_put(self, *, stored: int, duplicates: int) -> None:
         """Count a committed put, in rows."""

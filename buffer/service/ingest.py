@@ -20,7 +20,8 @@ class Ingest:
     def put(self, put: PutColumns, sender: str) -> ReplyBody:
         """Store the rows that are new. Every row is checked first: a put is refused whole or not at all."""
         state = self._state
-        self._refuse_without_space()
+        if shortage := state.shortage_of_space():
+            raise Refused("storage", shortage)
         if state.clients[sender].role == "importer":
             ids = state.store.prompts.add_imported(state.run, sorted(set(put.prompt_key)))
             prompts, versions = [ids[key] for key in put.prompt_key], self._imported_versions(put)
@@ -87,6 +88,7 @@ class Ingest:
             start = part.stop
             if error is not None:
                 state.errors += part.stop - part.start
+                state.uncommitted_errors += columns["error"][part]
                 continue
             block = Block(
                 prompt=prompt,
@@ -98,16 +100,6 @@ class Ingest:
                 payload_bytes=columns["payload_bytes"][part],
             )
             state.index.extend(block)
-
-    def _refuse_without_space(self) -> None:
-        """Raise Refused below `buffer.min_free_mib`: the WAL needs room so that stored data stays readable."""
-        floor = self._state.config.buffer.min_free_mib << 20
-        if (free := self._state.store.database.free_bytes()) < floor:
-            raise Refused(
-                "storage",
-                f"{free >> 20} MiB are free on the disk of {self._state.store.path}, buffer.min_free_mib is "
-                f"{floor >> 20}: make room, or run `tba buffer compact`",
-            )
 
     def _prompts_of(self, put: PutColumns) -> list[int]:
         state = self._state

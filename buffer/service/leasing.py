@@ -159,7 +159,10 @@ class Leasing:
         oldest_useful = state.next_step - limit
         target = (limit + 1) * state.config.train.prompts_per_step
         under_way = self._under_way(oldest_useful, target)
-        reason = f"{under_way} of {quantity(target, 'prompt')} under way"
+        reason = (
+            f"{under_way} of {quantity(target, 'prompt')} under way: buffer.max_staleness = {limit} allows no more before "
+            "the next step"
+        )
         return _Room(max(0, min(room, target - under_way)), reason, oldest_useful, target)
 
     def _under_way(self, oldest_useful: int, enough: int) -> int:

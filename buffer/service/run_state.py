@@ -13,6 +13,7 @@ from tba.buffer.sampling.sampler import Sampler
 from tba.buffer.service.clients import Clients
 from tba.buffer.service.counters import DataLag
 from tba.buffer.service.leases import LeaseBook
+from tba.buffer.service.pace import Pace
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.clock import Clock
@@ -68,8 +69,7 @@ class RunState:
         self.as_of = as_of
         self.rate = RateLimiter(None if as_of else config.samples_per_insert, config.samples_per_insert_slack)
         self.clients = Clients(clock, config.buffer.lease_seconds)
-        # Why the trainer waits for a batch, or an empty string.
-        self.trainer_waits_for = ""
+        self.pace = Pace(clock)
         self.lag = DataLag(clock)
         # Whether the last requested batch could not be sampled.
         self.too_little_data = False
@@ -94,6 +94,7 @@ class RunState:
         self.sampled = store.batches.consumed(run)
         # (sender, acknowledgement) of each put in the transaction in progress.
         self.uncommitted_puts: list[tuple[str, messages.PutAck]] = []
+        self.uncommitted_errors: list[str] = []
         self._sender_ids: dict[str, int] = {}
         # The number after the largest stored sequence number, of senders that have put since the start.
         self.next_sequences: dict[str, int] = {}
@@ -140,6 +141,17 @@ class RunState:
     def note_stored(self, sender: str, stop: int) -> None:
         """Record that rows of a sender with sequence numbers below `stop` were added."""
         self.next_sequences[sender] = max(self.next_sequences[sender], stop)
+
+    def shortage_of_space(self) -> str:
+        """Return a sentence below `buffer.min_free_mib`: the WAL needs room so that stored data stays readable."""
+        floor = self.config.buffer.min_free_mib << 20
+        free, _ = self.store.database.disk_space()
+        if free >= floor:
+            return ""
+        return (
+            f"{free >> 20} MiB are free on the disk of {self.store.path}, buffer.min_free_mib is {floor >> 20}: make "
+            "room, or run `tba buffer compact`"
+        )
 
     def for_replies(self) -> messages.RunState:
         """Return the part of the state that every reply carries."""

@@ -77,11 +77,14 @@ class BufferService:
         If it fails, the caller must call `state.rebuild()` before the next request.
         """
         self.state.uncommitted_puts.clear()
+        self.state.uncommitted_errors.clear()
         started = time.perf_counter()
         with self.state.store.transaction():
             yield
         self.counters.note_commit(time.perf_counter() - started)
         # Counted after the commit: a put that fails comes again.
+        errors, stored = self.state.uncommitted_errors, sum(ack.stored for _, ack in self.state.uncommitted_puts)
+        self.state.pace.note_rows(stored, errors)
         for sender, ack in self.state.uncommitted_puts:
             client = self.state.clients[sender]
             client.trajectories += ack.stored
@@ -132,7 +135,7 @@ class BufferService:
     def timeout_reply(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody:
         """Return the reply to a parked request whose `wait_seconds` have passed."""
         if isinstance(message, messages.SampleBatch):
-            return ReplyBody(messages.NotReady(reason=self.state.trainer_waits_for))
+            return ReplyBody(messages.NotReady(reason=self.state.pace.waits_for))
         return ReplyBody(messages.Leases(visits=[], reason=self.state.clients[header.sender].held_back))
 
     def expire_leases(self) -> None:
@@ -150,7 +153,8 @@ class BufferService:
 
     def status(self) -> Status:
         """Return counts and clients, as `tba status` shows them."""
-        state, counters = self.state, self.counters
+        state, counters, pace = self.state, self.counters, self.state.pace
+        free, total = state.store.database.disk_space()
         return Status(
             run_name=state.run.name,
             step=state.steps_done,
@@ -167,10 +171,21 @@ class BufferService:
             queued_bytes=counters.queued_bytes,
             commit_seconds=counters.commit_seconds,
             rejected=dict(counters.rejected),
-            trainer_waits_for=state.trainer_waits_for,
+            trainer_waits_for=pace.waits_for,
             batches_without_recent_data=state.lag.batches,
             no_recent_data=state.lag.sentence,
             clients=state.clients.status(state.leases.held_by),
+            newest_version=state.newest.version if state.newest else None,
+            trainer_waits_seconds=pace.waits_seconds,
+            last_step_seconds=pace.step_seconds,
+            usual_step_seconds=pace.usual_step_seconds,
+            last_put_seconds=pace.row_seconds,
+            refuses_puts=counters.storage_trouble or state.shortage_of_space(),
+            disk_bytes=total,
+            free_bytes=free,
+            rows_since_step=pace.rows_since_step,
+            errors_since_step=pace.errors_since_step,
+            common_error=pace.common_error,
         )
 
     def _hello(self, message: messages.Hello, sender: str) -> ReplyBody:
@@ -184,7 +199,7 @@ class BufferService:
             )
         client.host = message.host
         if client.activity == GONE:
-            client.activity, client.reason = "connected", ""
+            state.clients.show(sender, "connected")
             state.clients.recount()
         state.sender_id(sender)
         state.store.senders.describe(sender, message.host, message.pid)
@@ -209,7 +224,7 @@ class BufferService:
         # hello makes such a client live again.
         if client.role == "trainer" and client.activity == GONE:
             return ReplyBody(messages.Done())
-        client.activity, client.reason = message.activity, message.reason
+        self.state.clients.show(sender, message.activity, message.reason)
         client.weights_version, client.metrics = message.weights_version, message.metrics
         client.serves = message.serves
         if message.serves:
@@ -218,7 +233,6 @@ class BufferService:
 
     def _goodbye(self, _: messages.Goodbye, sender: str) -> ReplyBody:
         self.state.leases.release(sender)
-        client = self.state.clients[sender]
-        client.activity, client.reason = GONE, "it said goodbye"
+        self.state.clients.show(sender, GONE, "it said goodbye")
         self.state.clients.recount()
         return ReplyBody(messages.Done())

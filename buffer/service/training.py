@@ -125,9 +125,9 @@ class Training:
         is_new = not state.store.batches.has(state.run, message.step)
         if is_new and (shortage := self._batches.record(message)):
             # A trainer that requests the batch of a later step is still training.
-            state.trainer_waits_for = shortage.reason if message.step <= state.steps_done else ""
+            state.pace.wait_for(shortage.reason if message.step <= state.steps_done else "")
             return None
-        state.trainer_waits_for = ""
+        state.pace.wait_for("")
         rows = state.store.batches.rows(state.run, message.step, message.reference)
         # The batch may be of an earlier release.
         _refuse_oversize(rows["id"], list(map(header_bytes, rows["prompt_key"], rows["reward_parts"])))
@@ -167,6 +167,7 @@ class Training:
             )
         state.store.batches.report(state.run, message, state.clock.wall())
         state.steps_done = max(state.steps_done, message.step + 1)
+        state.pace.note_step()
         return ReplyBody(messages.Done())
 
     def announce_snapshot(self, message: messages.AnnounceSnapshot, _: str) -> ReplyBody:

@@ -165,10 +165,11 @@ class DatabaseFile:
         wal = self.path.with_name(self.path.name + "-wal")
         return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
 
-    def free_bytes(self) -> int:
-        """Return the free space of the disk that holds the database."""
+    def disk_space(self) -> tuple[int, int]:
+        """Return the free and the total bytes of the disk that holds the database."""
         with storage_errors(self.path):
-            return shutil.disk_usage(self.path.parent).free
+            usage = shutil.disk_usage(self.path.parent)
+        return usage.free, usage.total
 
 
 class Table:

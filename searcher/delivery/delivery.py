@@ -106,6 +106,7 @@ class Delivery:
             "spool_bytes": float(self._bytes),
             "spool_damaged": float(self._damaged + sum(spool.damaged for spool in self._dead)),
             "spool_undeleted": float(self.undeleted),
+            "paused": float(bool(self.pause)),
         }
 
     @property

@@ -67,6 +67,11 @@ class WeightsFollower:
         """Why the newest snapshot does not serve, for people; empty when it does, or soon will."""
         return self._refused.reason if self._refused else self._preparation.progress.waits_for
 
+    @property
+    def refused_version(self) -> int | None:
+        """The version of the newest snapshot if it was refused and waits to be tried again."""
+        return self._refused.ref.version if self._refused else None
+
     def ask(self, nodes: Sequence[str]) -> None:
         """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
         self._preparation.nodes = nodes

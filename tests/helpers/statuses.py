@@ -8,7 +8,7 @@ from tba.common.wire.status_messages import ClientStatus, Status
 
 
 def make_status(step: int = 0, **changes: Any) -> Status:
-    """Return the status of a run; without changes nobody is connected."""
+    """Return the status of a run; without changes no client is connected."""
     numbers = dict.fromkeys(
         ("uptime_seconds", "epoch", "prompts", "trajectories", "errors", "duplicates", "sampleable", "puts_per_second",
          "database_bytes", "queued_bytes", "commit_seconds", "batches_without_recent_data"), 0,

@@ -209,3 +209,29 @@ def test_rows_count_as_trained_on_before_their_step_is_reported(harness):
     buffer.fill(4, 2)
     first, second = ({*buffer.sample(step, 2, 2).message.prompt_key} for step in (0, 1))
     assert first.isdisjoint(second)
+
+
+def test_the_status_says_how_long_the_run_has_stood_still_and_what_fails(harness, trajectory):
+    buffer = harness()
+    buffer.fill(2, 2)
+    buffer.sample(0, prompts=2, samples=2)
+    buffer.report(0, [], [])
+    buffer.clock.advance(20)
+    buffer.sample(1, prompts=2, samples=2)
+    buffer.report(1, [], [])
+    buffer.clock.advance(5)
+    buffer.put([trajectory(error=error, stop_reason="error") for error in ("a\nb", "c", "a")], 4)
+    assert buffer.sample(2, prompts=4, samples=2) is None
+    buffer.clock.advance(30)
+    status = buffer.ask(GetStatus()).message
+    assert (status.usual_step_seconds, status.last_step_seconds, status.last_put_seconds) == (20, 35, 30)
+    assert (status.trainer_waits_seconds, status.rows_since_step, status.errors_since_step) == (30, 3, 3)
+    assert status.common_error == "a"
+    buffer.sample(0, prompts=2, samples=2)
+    assert buffer.ask(GetStatus()).message.trainer_waits_seconds == 0
+
+
+def test_the_status_says_why_puts_are_refused(harness):
+    status = harness(buffer={"min_free_mib": 1 << 40}).ask(GetStatus()).message
+    assert "buffer.min_free_mib" in status.refuses_puts
+    assert 0 < status.free_bytes <= status.disk_bytes

@@ -52,7 +52,7 @@ _CANARY = "v812 does not match the trainer: its log-probabilities differ by 0.9 
 _FETCH = "waiting for the trainer at tcp://a:1 to send model.safetensors: silent for 31 s"
 _FULL = "the spool is full (512 MiB): waiting for the buffer at tcp://a:5757"
 _REFUSING = {"refused_version": 812.0}
-_UNDER_WAY = "224 of 224 prompts under way"
+_UNDER_WAY = "224 of 224 prompts under way: buffer.max_staleness = 6 allows no more before the next step"
 _STARVED_WORDS = ("the trainer waits", "412 of 512")
 
 # Facts, the reason, and words that the sentence must contain.

@@ -96,6 +96,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     flip_a_byte(file)
     assert not follower.settle(newest)
     assert "v00000001" in follower.weights.trouble
+    assert follower.weights.refused_version == 1
     assert np.array_equal(follower.scores(), before)
     flip_a_byte(file)
     assert not follower.weights.update(newest)
@@ -103,7 +104,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     assert not follower.preparation.wait(0.3)
     follower.clock.advance(60)
     assert follower.settle(newest)
-    assert follower.weights.trouble == ""
+    assert (follower.weights.trouble, follower.weights.refused_version) == ("", None)
     assert not np.array_equal(follower.scores(), before)
 
 

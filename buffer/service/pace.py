@@ -1,0 +1,78 @@
+"""When the run last moved, and which errors its rows have: what `tba.common.stall` explains a standstill with."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from tba.common.clock import Clock
+
+# Steps that the usual duration is a mean over, and errors that the most frequent one is chosen from.
+_STEPS = 20
+_ERRORS = 1000
+_ERROR_CHARACTERS = 300
+
+
+class Pace:
+    """Times since the last step and the last row, and of the trainer's wait, in seconds.
+
+    `waits_for` is why the trainer waits for a batch, or an empty string. `rows_since_step` have arrived since the last
+    step, `errors_since_step` of them with an error. Everything counts from the start of the server.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.waits_for = ""
+        self.rows_since_step = 0
+        self.errors_since_step = 0
+        self._clock = clock
+        self._waits_at = self._step_at = self._row_at = clock.monotonic()
+        self._durations: deque[float] = deque(maxlen=_STEPS)
+        self._has_step = False
+        self._errors: deque[str] = deque(maxlen=_ERRORS)
+
+    def wait_for(self, reason: str) -> None:
+        """Record why the trainer waits for a batch, with an empty string that it does not."""
+        if reason and not self.waits_for:
+            self._waits_at = self._clock.monotonic()
+        self.waits_for = reason
+
+    def note_step(self) -> None:
+        """Record that a step was reported."""
+        now = self._clock.monotonic()
+        # The time before the first one is not that of a step.
+        if self._has_step:
+            self._durations.append(now - self._step_at)
+        self._has_step, self._step_at = True, now
+        self.rows_since_step = self.errors_since_step = 0
+
+    def note_rows(self, count: int, errors: Sequence[str]) -> None:
+        """Record that rows were stored, and the errors among them."""
+        if not count:
+            return
+        self._row_at = self._clock.monotonic()
+        self.rows_since_step += count
+        self.errors_since_step += len(errors)
+        self._errors.extend(error.partition("\n")[0][:_ERROR_CHARACTERS] for error in errors)
+
+    @property
+    def waits_seconds(self) -> float:
+        """How long the trainer has waited for a batch."""
+        return self._clock.monotonic() - self._waits_at if self.waits_for else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Time since the last step was reported."""
+        return self._clock.monotonic() - self._step_at
+
+    @property
+    def usual_step_seconds(self) -> float:
+        """Mean time between the last steps, 0 if unknown."""
+        return sum(self._durations) / max(1, len(self._durations))
+
+    @property
+    def row_seconds(self) -> float:
+        """Time since a row was stored."""
+        return self._clock.monotonic() - self._row_at
+
+    @property
+    def common_error(self) -> str:
+        """The most frequent of the last errors, empty without any."""
+        return Counter(self._errors).most_common(1)[0][0] if self._errors else ""

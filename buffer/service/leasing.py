@@ -160,8 +160,8 @@ class Leasing:
         target = (limit + 1) * state.config.train.prompts_per_step
         under_way = self._under_way(oldest_useful, target)
         reason = (
-            f"{under_way} of {quantity(target, 'prompt')} under way: buffer.max_staleness = {limit} allows no more before "
-            "the next step"
+            f"{under_way} of {quantity(target, 'prompt')} under way: buffer.max_staleness = {limit} allows no more "
+            "before the next step"
         )
         return _Room(max(0, min(room, target - under_way)), reason, oldest_useful, target)
 

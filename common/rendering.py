@@ -29,6 +29,9 @@ class Tokenizer(Protocol):
     chat_template: Any
 
     @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
+
+    @property
     def bos_token_id(self) -> int | None: ...
 
     @property
@@ -88,7 +91,7 @@ class PromptRenderer:
         return [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def settings(self, prompts: Iterable[Content]) -> str:
-        """Return all that the ids depend on beside the prompts and the vocabulary; "" if none is rendered as a chat.
+        """Return all that the ids depend on besides the prompts and the vocabulary; "" if none is rendered as a chat.
 
         Searchers with other settings answer other prompts, so this is part of the fingerprint of a task.
         """

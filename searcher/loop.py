@@ -24,6 +24,7 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Reply
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
+from tba.searcher.engines.stopping import Stopping
 from tba.searcher.exploration import Exploration
 from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage
 from tba.searcher.prompts import outage_prompts, register_prompts
@@ -60,6 +61,7 @@ class Searcher:
         rewards: Rewards,
         references: ReferenceScorer | None,
         renderer: PromptRenderer,
+        stopping: Stopping,
         exploration: Exploration,
         client: BufferClient,
         clock: Clock,
@@ -78,7 +80,7 @@ class Searcher:
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
         generation = GenerationStage(engine, task, renderer, exploration, config.search.samples_per_prompt)
-        self._scoring = ScoringStage(rewards, renderer.tokenizer)
+        self._scoring = ScoringStage(rewards, stopping, config.task.truncated)
         self._pipeline = Pipeline(generation, self._scoring, references, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
         self._outage_prompts = outage_prompts(task.prompts(), config, client.sender)

@@ -9,19 +9,21 @@ not block the engine. Without configured reference log-probabilities there is no
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
+from tba.common.config import Truncated
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
-from tba.common.rendering import PromptRenderer, Tokenizer
+from tba.common.rendering import PromptRenderer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Trajectory
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Trajectory
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.engines.stopping import Stopping
 from tba.searcher.exploration import Exploration
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
@@ -94,9 +96,10 @@ class GenerationStage:
 class ScoringStage:
     """Responses in, groups whose rows all have their reward out."""
 
-    def __init__(self, rewards: Rewards, tokenizer: Tokenizer) -> None:
+    def __init__(self, rewards: Rewards, stopping: Stopping, truncated: Truncated) -> None:
         self._rewards = rewards
-        self._tokenizer = tokenizer
+        self._stopping = stopping
+        self._truncated = truncated
         self._unscored: dict[int, Response] = {}
         self._complete: list[Group] = []
         self._failures_in_a_row = 0
@@ -116,7 +119,7 @@ class ScoringStage:
             return
         self._failures_in_a_row = 0
         try:
-            text = storable(self._tokenizer.decode(generation.response_ids.tolist(), skip_special_tokens=True))
+            text = storable(self._stopping.scored_text(generation.response_ids.tolist()))
         # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
@@ -137,6 +140,8 @@ class ScoringStage:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
         self.errors += scored.error is not None
+        if generation.stop_reason == STOP_LENGTH and scored.error is None:
+            scored = _of_truncated(scored, self._truncated, len(generation.response_ids))
         self.trajectories += not response.error
         self.tokens += len(generation.response_ids)
         row = Trajectory(
@@ -158,6 +163,15 @@ class ScoringStage:
         group.done.append(row)
         if len(group.done) == group.size:
             self._complete.append(group)
+
+
+def _of_truncated(scored: Scored, truncated: Truncated, tokens: int) -> Scored:
+    """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
+    if truncated == "score":
+        return scored
+    if truncated == "mask":
+        return replace(scored, error=f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"')
+    return replace(scored, reward=Reward(truncated, scored.reward.parts))
 
 
 class Pipeline:

@@ -17,6 +17,7 @@ from tba.common.weights.node_store import clear, make_directory, weights_directo
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.searcher.engines.engine import Engine
+from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.exploration import Exploration
 from tba.searcher.loop import Searcher
 from tba.searcher.scoring.model_scorer import ModelScorer
@@ -45,6 +46,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     check_prompts(task)
     renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     check_rendering(task, task.prompts(), renderer, context_of(config))
+    stopping = read_stopping(config, renderer.tokenizer)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
     clock = SystemClock()
@@ -62,7 +64,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             return
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            engine = make_engine(config, device=device, name=name, prompt_tokens=_prompt_tokens(task, renderer))
+            prompt_tokens = _prompt_tokens(task, renderer)
+            engine = make_engine(config, stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
             # After the engine, which claims a fraction of the GPU's free memory.
             references = _make_references(config, device)
@@ -75,6 +78,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             rewards=rewards,
             references=references,
             renderer=renderer,
+            stopping=stopping,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
@@ -122,7 +126,7 @@ def _prompt_tokens(task: Task, renderer: PromptRenderer) -> int:
     return round(np.mean([len(renderer.ids(prompt)) for prompt in first])) if first else 0
 
 
-def make_engine(config: Config, *, device: str, name: str, prompt_tokens: int = 0) -> Engine:
+def make_engine(config: Config, stopping: Stopping, *, device: str, name: str, prompt_tokens: int = 0) -> Engine:
     """Start the engine that the configuration names. `prompt_tokens` is the length of a typical prompt.
 
     Raises MissingExtra if its packages are not installed.
@@ -139,6 +143,7 @@ def make_engine(config: Config, *, device: str, name: str, prompt_tokens: int = 
             canary_tolerance=config.canary_tolerance,
             lora_rank=config.lora.rank if config.lora.publish == "adapter" else 0,
             prompt_tokens=prompt_tokens,
+            stopping=stopping,
         )
     try:
         from tba.searcher.engines.transformers_engine import TransformersEngine
@@ -151,4 +156,5 @@ def make_engine(config: Config, *, device: str, name: str, prompt_tokens: int = 
         max_in_flight=_TRANSFORMERS_IN_FLIGHT if config.search.max_in_flight == "auto" else config.search.max_in_flight,
         seed=seed,
         canary_tolerance=config.canary_tolerance,
+        stopping=stopping,
     )

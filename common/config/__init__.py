@@ -19,7 +19,7 @@ from tba.common.config.root import Config
 from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import Explored, SearchSection
 from tba.common.config.section import Section
-from tba.common.config.task import RewardModelSection, TaskSection
+from tba.common.config.task import RewardModelSection, TaskSection, Truncated
 from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
 
 __all__ = [
@@ -39,4 +39,5 @@ __all__ = [
     "Section",
     "TaskSection",
     "TrainSection",
+    "Truncated",
 ]

@@ -43,6 +43,9 @@ class SearchSection(Section):
     prompt, or once per searcher. All draws are derived from run.seed."""
     max_tokens: Positive = 512
     """Maximum length of a response, in tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1)] | NonNegative, ...] = ()
+    """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`. A
+    string that is a special token means its id. The response is trained on with what ended it, and scored without."""
     reference_logprobs: bool = False
     """Compute the reference log-probabilities in the searcher, as in the paper: with a frozen copy of model.path on
     its device, in a thread parallel to generation. Otherwise the trainer computes those of its batches."""

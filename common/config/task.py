@@ -8,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 from tba.common.config.section import NonNegative, Positive, PositiveFloat, Section
 
 TASKS = ("arithmetic", "gsm8k")
+_LARGEST_REWARD = 1e9
+# What becomes of a response that was cut off.
+Truncated = Literal["score", "mask"] | Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
 _OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -28,6 +31,9 @@ class TaskSection(Section):
     """A system message that begins each prompt that has none of its own; needs a chat template. Empty: none."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as `{ enable_thinking = false }` for Qwen 3."""
+    truncated: Truncated = "score"
+    """The reward of a response that was cut off by search.max_tokens or the context. score: the task scores it; mask:
+    it is stored with an error and not trained on; a number: the task scores it, and the reward is this number."""
     limit: NonNegative = 0
     """Use only this many training prompts, from the first; 0 uses all."""
     held_out_limit: NonNegative = 0

@@ -39,7 +39,8 @@ class Generation:
 
     `logprobs` [R] are natural-log probabilities under the sampling distribution, with temperature and top-p (greedy
     decoding: at temperature 1). `version_runs` [V, 2] are pairs (policy version, tokens) in order; the tokens sum to R.
-    `stop_reason` is "eos" (its token is included in `response_ids`) or "length".
+    `stop_reason` is "eos", also if `search.stop` ended the response, or "length". The token that ended it is part of
+    `response_ids`.
     """
 
     id: int

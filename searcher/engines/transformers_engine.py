@@ -30,6 +30,7 @@ from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, append_version, fit_request
 from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache
+from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.token_sampling import sample
 
 # Shape suffixes: B rows of the batch, T positions, V vocabulary.
@@ -55,8 +56,17 @@ class TransformersEngine:
     """An `Engine` (searcher/engines/engine.py) on `transformers`, for CPUs and for models that vLLM lacks."""
 
     def __init__(
-        self, model: str, *, dtype: str, device: str, max_in_flight: int, seed: int, canary_tolerance: float
+        self,
+        model: str,
+        *,
+        dtype: str,
+        device: str,
+        max_in_flight: int,
+        seed: int,
+        canary_tolerance: float,
+        stopping: Stopping | None = None,
     ) -> None:
+        """Without `stopping`, the end tokens of the model end a response."""
         transformers_logging.disable_progress_bar()
         directory = model_directory(model)
         with loading(f"the model in {directory}", device):
@@ -70,7 +80,8 @@ class TransformersEngine:
         # It has no state that people need to watch.
         self.metrics: dict[str, float] = {}
         self._generator = np.random.default_rng(seed)
-        self._eos = frozenset(eos_ids(directory))
+        self._stopping = stopping
+        self._end_ids = frozenset(eos_ids(directory)) if stopping is None else stopping.ids
         config = self._model.config
         self._context = int(config.max_position_embeddings)
         tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -228,7 +239,9 @@ class TransformersEngine:
         return finished
 
     def _stop_reason(self, row: _Row) -> str | None:
-        if row.tokens[-1] in self._eos:
+        if row.tokens[-1] in self._end_ids:
+            return STOP_EOS
+        if self._stopping is not None and self._stopping.completes_string(row.tokens):
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 

@@ -24,6 +24,7 @@ from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_EOS, Trajectory
 from tba.searcher.engines.engine import Engine, SamplingSettings
+from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer
 from tba.searcher.exploration import Exploration
@@ -50,10 +51,11 @@ LogprobsOf = Callable[[Sequence[Trajectory]], list[float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is evaluated: the held-out prompts, how they are rendered, and the hash of all settings."""
+    """What is evaluated: the held-out prompts, how they are rendered, what ends an answer, the hash of all settings."""
 
     task: Task
     renderer: PromptRenderer
+    stopping: Stopping
     prompts: Sequence[Prompt]
     prompt_set: str
     settings: str
@@ -77,11 +79,13 @@ def read_subject(config: Config) -> Subject:
         "reward_model": config.reward_model.model_dump(mode="json", include={"path", "weight", "template"}),
         "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
         "max_tokens": max_tokens(config),
+        "stop": config.search.stop,
         "seed": config.run.seed,
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     prompt_set = fingerprint(prompts, renderer.settings(prompts))
-    return Subject(task, renderer, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
+    stopping = read_stopping(config, renderer.tokenizer)
+    return Subject(task, renderer, stopping, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
 
 
 def max_tokens(config: Config) -> int:
@@ -107,7 +111,6 @@ class Evaluator:
         self.subject = subject
         self._engine = engine
         self._rewards = rewards
-        self._tokenizer = subject.renderer.tokenizer
         self._references = references
         self._embed = embed
         self._serving = serving
@@ -127,7 +130,7 @@ class Evaluator:
         answers = answer(
             self._engine,
             self._rewards,
-            lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
+            self.subject.stopping.scored_text,
             self.subject.prompts,
             self._questions,
             lambda finished: report(doing, finished, total),
@@ -208,7 +211,7 @@ def open_evaluator(
         ending.callback(rewards.close)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
-        engine = make_engine(config, device=device, name=name)
+        engine = make_engine(config, subject.stopping, device=device, name=name)
         ending.callback(engine.close)
         evaluator = Evaluator(
             config,

@@ -73,17 +73,23 @@ class Lab:
             parameter.data = torch.where(chosen, parameter * (1 + size) + 1e-6, parameter)
         return stepped
 
-    def transformers_engine(self, model: Any) -> Any:
+    def transformers_engine(self, model: Any, stopping: Any = None) -> Any:
         """Start a Transformers engine that serves a model as version 0."""
         from tba.searcher.engines.transformers_engine import TransformersEngine
 
         directory = self.root / f"model{next(self._models)}"
         model.save_pretrained(directory)
         return TransformersEngine(
-            str(directory), dtype="float32", device="cpu", max_in_flight=32, seed=0, canary_tolerance=1e-3
+            str(directory),
+            dtype="float32",
+            device="cpu",
+            max_in_flight=32,
+            seed=0,
+            canary_tolerance=1e-3,
+            stopping=stopping,
         )
 
-    def engine(self, model: Any, *, lora_rank: int = 0, **changes: Any) -> Any:
+    def engine(self, model: Any, *, lora_rank: int = 0, tokenizer: Any = None, **changes: Any) -> Any:
         """Start a vLLM engine that serves a model as version 0. `close` closes it.
 
         It computes with its parameters, as on a GPU, unless `pack_weights` is True.
@@ -94,6 +100,8 @@ class Lab:
 
         directory = self.root / f"model{next(self._models)}"
         model.save_pretrained(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
         own: dict[str, Any] = {
             "seed": 0,
             "canary_tolerance": 1e-3,
@@ -102,6 +110,7 @@ class Lab:
             "dtype": "float32",
             "head_dtype": "model",
             "prompt_tokens": 0,
+            "stopping": None,
         }
         own = {name: changes.pop(name, value) for name, value in own.items()}
         search: dict[str, Any] = {

@@ -1,12 +1,17 @@
 """The recorded log-probabilities are those of the sampling distribution, and responses end where they should."""
 
 import collections
+import itertools
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from tba.common.errors import EngineError
 from tba.searcher.engines.engine import SamplingSettings
+from tba.searcher.engines.stopping import Stopping
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -109,6 +114,34 @@ def test_an_eos_token_at_the_last_position_counts_as_eos(lab):
     model.generation_config.eos_token_id = int(lab.logits(model, prompt)[-1].argmax())
     generation = lab.generate(lab.engine(model), prompt, SamplingSettings(0.0, 1.0, 1))
     assert generation.stop_reason == "eos"
+
+
+def two_letters_per_token() -> Any:
+    """Return a tokenizer whose token 0 is "aa", 1 is "ab", and 255 is "pp"."""
+    letters = "abcdefghijklmnop"
+    words = {first + second: n for n, (first, second) in enumerate(itertools.product(letters, letters))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="aa"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(lab):
+    tokenizer, model, prompt = two_letters_per_token(), lab.model(seed=1), lab.tokens(9, 12)
+    whole = lab.generate(lab.transformers_engine(model), prompt).response_ids.tolist()
+    text = tokenizer.decode(whole)
+    # The second half of token 5, and the first one of token 6.
+    stopping = Stopping(tokenizer, ("zz", text[11:13]), [])
+    tokens = (text.find(text[11:13]) + 3) // 2
+    for engine in (
+        lab.transformers_engine(model, stopping=stopping),
+        lab.engine(model, tokenizer=tokenizer, stopping=stopping),
+    ):
+        generation = lab.generate(engine, prompt)
+        assert (generation.response_ids.tolist(), generation.stop_reason) == (whole[:tokens], "eos")
+        assert generation.version_runs.tolist() == [[0, tokens]]
+        assert len(generation.logprobs) == tokens
+        # The canary is scored without stop strings.
+        assert len(engine.score([prompt])[0]) == len(prompt) - 1
 
 
 def test_a_response_ends_with_the_context_and_a_prompt_must_leave_room_for_a_token(lab, engine):

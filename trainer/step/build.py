@@ -69,9 +69,16 @@ def build(
         fits_gathered=report is None or report.setup.gathered,
     )
     learner.adapter = adapter
-    learner.end_ids = frozenset(eos_ids(files))
+    learner.end_ids = end_ids(config, files)
     learner.states_fill = report is not None and report.states_fill
     return learner, unwrapped
+
+
+def end_ids(config: Config, files: Path) -> frozenset[int]:
+    """Return the ids that end a response; none if strings end it, too: no token shows that."""
+    if any(isinstance(one, str) for one in config.search.stop):
+        return frozenset()
+    return frozenset([*eos_ids(files), *(one for one in config.search.stop if isinstance(one, int))])
 
 
 def lineage_of(config: Config) -> str:

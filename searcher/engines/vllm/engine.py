@@ -18,6 +18,7 @@ from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.trajectory import Float32
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport
+from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.vllm.hot_reload import HotReload
 from tba.searcher.engines.vllm.running import SCORING_ROWS, RunningVllm
 from tba.searcher.engines.vllm.scheduler import VllmScheduler
@@ -44,8 +45,11 @@ class VllmEngine:
         pack_weights: bool = True,
         initial_version: int = 0,
         prompt_tokens: int = 0,
+        stopping: Stopping | None = None,
     ) -> None:
         """`lora_rank` 0 is an engine without adapters; `prompt_tokens` is the length of a typical prompt.
+
+        Without `stopping`, the end tokens of the model end a response.
 
         `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
         """
@@ -55,14 +59,24 @@ class VllmEngine:
         config = read_json(directory / "config.json")
         tied = bool(config.get("tie_word_embeddings", False))
         rows = most_in_flight(search) + SCORING_ROWS
-        llm = start_vllm(model, search, max_num_seqs=rows, seed=seed, lora_rank=lora_rank, pack_weights=pack_weights)
+        strings = stopping.strings if stopping is not None else ()
+        llm = start_vllm(
+            model,
+            search,
+            max_num_seqs=rows,
+            seed=seed,
+            lora_rank=lora_rank,
+            pack_weights=pack_weights,
+            reads_text=bool(strings),
+        )
         scheduler = VllmScheduler(llm)
         self._running = RunningVllm(
             llm,
             version=initial_version,
             scheduler=scheduler,
             max_in_flight=scheduler.choose_in_flight(search, prompt_tokens),
-            eos_ids=eos_ids(directory),
+            end_ids=sorted(stopping.ids) if stopping is not None else eos_ids(directory),
+            stop_strings=strings,
             keep_prefix_cache=search.keep_prefix_cache,
             adapter=adapter_of_all() if lora_rank else None,
         )

@@ -57,7 +57,8 @@ class RunningVllm:
         version: int,
         scheduler: VllmScheduler,
         max_in_flight: int,
-        eos_ids: list[int],
+        end_ids: list[int],
+        stop_strings: Sequence[str],
         keep_prefix_cache: bool,
         adapter: Any = None,
     ) -> None:
@@ -65,7 +66,8 @@ class RunningVllm:
         self._llm = llm
         self.scheduler = scheduler
         self.max_in_flight = max_in_flight
-        self._eos_ids = eos_ids
+        self._end_ids = end_ids
+        self._stop_strings = list(stop_strings)
         self._keep_prefix_cache = keep_prefix_cache
         self._adapter = adapter
         self.version = version
@@ -208,13 +210,23 @@ class RunningVllm:
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
-            stop_token_ids=self._eos_ids,
+            stop_token_ids=self._end_ids,
+            # Only these end a response, not also the end token of vLLM's tokenizer.
+            ignore_eos=True,
+            **self._stop_settings(),
             # Of the sampled token, and of no alternatives.
             logprobs=0,
         )
 
+    def _stop_settings(self) -> dict[str, Any]:
+        """Without stop strings, vLLM decodes no tokens, which it would do in the thread that steps it."""
+        if not self._stop_strings:
+            return {"detokenize": False}
+        # It concerns only vLLM's own text, which is not used: all tokens are returned.
+        return {"detokenize": True, "stop": self._stop_strings, "include_stop_str_in_output": True}
+
     def _scoring_params(self) -> Any:
-        return _params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        return _params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
     def _advance(self) -> dict[str, Any]:
         """Feed vLLM and step it."""
@@ -248,7 +260,7 @@ def _params(**settings: Any) -> Any:
     # FINAL_ONLY: vLLM builds one output object per response, not one per token.
     kind = RequestOutputKind.FINAL_ONLY
     try:
-        return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
+        return SamplingParams(flat_logprobs=True, output_kind=kind, **settings)
     except Exception as error:
         raise EngineError(f"vLLM cannot sample with {settings}: {error}") from error
 

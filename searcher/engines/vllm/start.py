@@ -49,9 +49,19 @@ def import_vllm() -> None:
 
 
 def start_vllm(
-    model: ModelSection, search: SearchSection, *, max_num_seqs: int, seed: int, lora_rank: int, pack_weights: bool
+    model: ModelSection,
+    search: SearchSection,
+    *,
+    max_num_seqs: int,
+    seed: int,
+    lora_rank: int,
+    pack_weights: bool,
+    reads_text: bool,
 ) -> Any:
-    """Return an `LLMEngine` in this process. Raises EngineError if the model cannot be served."""
+    """Return an `LLMEngine` in this process, with a tokenizer if it `reads_text`.
+
+    Raises EngineError if the model cannot be served.
+    """
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
@@ -63,7 +73,7 @@ def start_vllm(
         seed=seed,
         tensor_parallel_size=search.tensor_parallel,
         enforce_eager=search.enforce_eager,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not reads_text,
         # Each request defines its sampling, without defaults from the model.
         generation_config="vllm",
         logprobs_mode="processed_logprobs",

@@ -4,8 +4,10 @@ A slow buffer is one whose replies arrive a given number of engine steps later, 
 matter.
 """
 
+import re
 import shutil
 import socket
+import sqlite3
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
@@ -124,7 +126,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched, SlowClient]]:
     """Run a searcher for a number of iterations of its loop."""
     from tba.common.rendering import PromptRenderer
+    from tba.common.weights.model_files import eos_ids
     from tba.common.weights.tokenizer import load_tokenizer
+    from tba.searcher.engines.stopping import Stopping
     from tba.searcher.engines.transformers_engine import TransformersEngine
     from tba.searcher.exploration import Exploration
     from tba.searcher.loop import Searcher
@@ -132,29 +136,41 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     from tba.searcher.tasks import load_task
 
     def run(
-        *, steps: int, delay: int = 1, put_delay: int | None = None, rows: int = ROWS, neighbour: str = "", **keys: Any
+        *,
+        steps: int,
+        delay: int = 1,
+        put_delay: int | None = None,
+        rows: int = ROWS,
+        neighbour: str = "",
+        template: str = "",
+        task: dict[str, Any] | None = None,
+        **keys: Any,
     ) -> tuple[Watched, SlowClient]:
         search = {
             "engine": "transformers", "samples_per_prompt": SAMPLES, "max_in_flight": rows, "max_tokens": 60,
             "spool_dir": str(tmp_path / "spool"),
         } | keys  # fmt: skip
-        buffer = harness(search=search, task={"limit": 200, "reward_workers": 0})
+        buffer = harness(search=search, task={"limit": 200, "reward_workers": 0} | (task or {}))
         if neighbour:
             beat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={}, serves=neighbour)
             buffer.ask(beat, sender="other.1")
         clock = ManualClock()
         client: Any = SlowClient(buffer, clock, delay, put_delay or delay)
         config = buffer.config
+        renderer = PromptRenderer(load_tokenizer(model), config.task)
+        renderer.tokenizer.chat_template = template
+        stopping = Stopping(renderer.tokenizer, config.search.stop, eos_ids(model))
         engine = TransformersEngine(
-            str(model), dtype="float32", device="cpu", max_in_flight=rows, seed=steps, canary_tolerance=1e-3
-        )
+            str(model), dtype="float32", device="cpu", max_in_flight=rows, seed=steps, canary_tolerance=1e-3,
+            stopping=stopping,
+        )  # fmt: skip
         announce(buffer, engine, model, tmp_path)
         watched = Watched(engine)
-        task = load_task(config.task)
+        loaded = load_task(config.task)
         searcher = Searcher(
             buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
-            engine=watched, task=task, rewards=Rewards(task, config.task), references=None,
-            renderer=PromptRenderer(load_tokenizer(Path(model)), config.task),
+            engine=watched, task=loaded, rewards=Rewards(loaded, config.task), references=None,
+            renderer=renderer, stopping=stopping,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
             client=client, clock=clock,
         )  # fmt: skip
@@ -247,3 +263,30 @@ def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
             np.testing.assert_allclose(logprobs, expected, atol=1e-4)
             seen.add(sampling.temperature)
     assert seen == {0.5, 1.0, 2.0}
+
+
+def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_scored_without(search, model):
+    from tba.common.weights.tokenizer import load_tokenizer
+
+    template = "+{% for m in messages %}{{ m.content }}{% endfor %}-"
+    _, client = search(
+        steps=150, template=template, task={"template": "chat", "truncated": -0.5}, stop=["12", "3"], max_tokens=12
+    )
+    tokenizer, ended = load_tokenizer(model), set()
+    for message, frames in client.puts:
+        rows = message.rows
+        arrays = unpack_arrays(asdict(rows), [memoryview(frame) for frame in frames])
+        for n, key in enumerate(rows.prompt_key):
+            assert arrays["prompt_ids"][n].tolist() == tokenizer.encode(f"+{key}=-", add_special_tokens=False)
+            # Of the special tokens, only the end token is of interest.
+            response = re.sub("<(pad|unk)>", "", tokenizer.decode(arrays["response_ids"][n].tolist()))
+            found = next((end for end in ("12", "3", "<eos>") if response.endswith(end)), None)
+            ended.add(found)
+            assert rows.text[n] == response.removesuffix(found or "")
+            assert not any(end in rows.text[n] for end in ("12", "3", "<eos>"))
+            assert rows.stop_reason[n] == ("eos" if found else "length")
+            assert rows.reward[n] == (-0.5 if found is None else float(rows.text[n] == str(eval(key))))
+    assert ended == {"12", "3", "<eos>", None}
+    with sqlite3.connect(client._buffer.store.path) as database:
+        key, text = database.execute("SELECT key, text FROM prompts ORDER BY position").fetchone()
+    assert text == f"+{key}=-"

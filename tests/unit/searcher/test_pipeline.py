@@ -10,6 +10,7 @@ from tba.common.errors import EngineError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
 from tba.searcher.engines.engine import Generation
+from tba.searcher.engines.stopping import Stopping
 from tba.searcher.exploration import Exploration
 from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
@@ -23,8 +24,9 @@ class FakeEngine:
 
     weights_version = 0
 
-    def __init__(self, refuse_every: int = 0) -> None:
+    def __init__(self, refuse_every: int = 0, stop_reason: str = "eos") -> None:
         self._refuse_every = refuse_every
+        self._stop_reason = stop_reason
         self._requests: list[Any] = []
         self._seen = 0
 
@@ -41,7 +43,7 @@ class FakeEngine:
     def step(self) -> list[Generation]:
         requests, self._requests = self._requests, []
         ids, logprobs, runs = np.array([1, 2], np.int32), np.full(2, -0.5, np.float32), np.array([[0, 2]], np.int32)
-        return [Generation(request.id, ids, logprobs, runs, "eos", 0.0) for request in requests]
+        return [Generation(request.id, ids, logprobs, runs, self._stop_reason, 0.0) for request in requests]
 
 
 class FakeTokenizer:
@@ -72,13 +74,13 @@ def make():
     """Create a pipeline, its scoring stage and its delivery."""
     opened = []
 
-    def make(engine, tokenizer):
-        config, task = Config.model_validate({"task": {"reward_workers": 0}}), ArithmeticTask()
+    def make(engine, tokenizer, **keys):
+        config, task = Config.model_validate({"task": {"reward_workers": 0} | keys}), ArithmeticTask()
         rewards = Rewards(task, config.task)
         delivery: Any = FakeDelivery()
         opened.append(rewards)
         exploration = Exploration(config.search, run_seed=0, searcher="s")
-        scoring = ScoringStage(rewards, tokenizer)
+        scoring = ScoringStage(rewards, Stopping(tokenizer, (), ()), config.task.truncated)
         generation = GenerationStage(engine, task, PromptRenderer(tokenizer, config.task), exploration, SAMPLES)
         return Pipeline(generation, scoring, None, delivery), scoring, delivery
 
@@ -113,3 +115,21 @@ def test_a_thousand_failures_in_a_row_end_the_searcher(make):
     pipeline.submit(visits(500))
     with pytest.raises(EngineError, match="1000 rollouts in a row failed, the last one: not generated: too long"):
         pipeline.step(generate=True, wait_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("truncated", "reward", "error"),
+    [("score", 0.0, None), (-1.0, -1.0, None), ("mask", 0.0, "not trained on: cut off after 2 tokens, and task.trunc")],
+)
+def test_a_response_that_was_cut_off_is_scored_penalised_or_left_out_of_training(make, truncated, reward, error):
+    for stop_reason in ("eos", "length"):
+        engine = FakeEngine(stop_reason=stop_reason)
+        pipeline, scoring, delivery = make(engine, FakeTokenizer(), truncated=truncated)
+        pipeline.submit(visits(1))
+        pipeline.step(generate=True, wait_seconds=0.0)
+        ((_, rows),) = delivery.groups
+        # The parts of the task's reward stay. A finished answer is not affected.
+        assert all({"correct", "format"} == row.reward_parts.keys() for row in rows)
+        assert {row.reward for row in rows} == {reward if stop_reason == "length" else 0.0}
+        assert {(row.error or "")[:50] for row in rows} == {(error or "")[:50] if stop_reason == "length" else ""}
+        assert scoring.errors == 0

@@ -1,0 +1,57 @@
+"""What ends a response before its length limit, and which of its text is scored.
+
+The end tokens of the model and the token ids of `search.stop` end it at that token, and strings at the token that
+completes one of them. All tokens are trained on; the text of the token or string that ended it is not scored.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from tba.common.config import Config
+from tba.common.rendering import Tokenizer
+from tba.common.weights.model_files import eos_ids, model_directory
+
+# A character has at most four bytes, and a token at least one. The rest is for special tokens, which have no text.
+_TOKENS_PER_CHARACTER = 4
+_MORE_TOKENS = 8
+
+
+class Stopping:
+    """The end tokens of a model, and `search.stop`. A string that is a special token of the tokenizer means its id."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Collection[str | int], end_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        ids, strings = set(end_ids), []
+        special = _special_tokens(tokenizer) if stop else {}
+        for one in stop:
+            if isinstance(one, int):
+                ids.add(one)
+            elif one in special:
+                ids.add(special[one])
+            else:
+                strings.append(one)
+        self.ids = frozenset(ids)
+        self.strings = tuple(strings)
+        self._window = _TOKENS_PER_CHARACTER * max(map(len, strings), default=0) + _MORE_TOKENS
+
+    def completes_string(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of the tokens of a response completes a string, which may begin in any token before it."""
+        if not self.strings:
+            return False
+        text = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=True)
+        return any(string in text for string in self.strings)
+
+    def scored_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a response without special tokens, up to what ended it."""
+        ids = list(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ids else tokens)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text[: min((at for string in self.strings if (at := text.find(string)) >= 0), default=None)]
+
+
+def read_stopping(config: Config, tokenizer: Tokenizer) -> Stopping:
+    """Return what ends the responses of a run."""
+    return Stopping(tokenizer, config.search.stop, eos_ids(model_directory(config.model.path)))
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the tokens that decoding leaves out, by their text."""
+    return {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -1,0 +1,192 @@
+"""Prompts are rendered to the same token ids in search, eval and `tba sft`: those of `apply_chat_template`."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tba.common.config import Config, TaskSection
+from tba.common.errors import TaskError
+from tba.common.rendering import PromptRenderer
+from tba.common.wire.messages import Visit
+from tba.searcher.engines.stopping import Stopping
+from tba.searcher.evaluation.evaluator import Subject, questions
+from tba.searcher.exploration import Exploration
+from tba.searcher.pipeline import GenerationStage
+from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint
+from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
+from tba.trainer.batch.sft_data import Encoder, read_rows
+
+QUESTION = "What is 2 + 3?"
+
+
+class RecordingEngine:
+    """Keeps the token ids of its prompts."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+
+    def submit(self, request) -> None:
+        self.prompts.append(request.prompt_ids.tolist())
+
+
+class OneTask:
+    """A task of the given prompts."""
+
+    name = "one"
+
+    def __init__(self, *prompts: Prompt) -> None:
+        self._prompts = prompts
+
+    def prompts(self):
+        return self._prompts
+
+    def held_out(self):
+        return self._prompts
+
+    def score(self, prompt, response, finished):
+        return Reward(0.0, {"correct": 0.0})
+
+
+def ids_of_search(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
+    engine: Any = RecordingEngine()
+    exploration = Exploration(Config().search, run_seed=0, searcher="s")
+    GenerationStage(engine, OneTask(prompt), renderer, exploration, 1).submit(Visit(lease=1, epoch=0, prompt_key="p"))
+    return engine.prompts[0]
+
+
+def ids_of_eval(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
+    stopping = Stopping(renderer.tokenizer, (), ())
+    subject = Subject(OneTask(prompt), renderer, stopping, [prompt], prompt_set="", settings="")
+    return questions(Config(), subject)[0].ids.tolist()
+
+
+def ids_of_sft(prompt: Prompt, renderer: PromptRenderer, folder) -> list[int]:
+    messages = [{"role": role, "content": content} for role, content in (*prompt.messages, ("assistant", "5"))]
+    row = {"messages": messages} if prompt.messages else {"prompt": prompt.text, "response": "5"}
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    encoder = Encoder(renderer, [renderer.tokenizer.eos_token_id or 1], vocabulary=1000, longest=1000)
+    return read_rows([file], encoder)[0].prompt_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "variables"),
+    [
+        *[(kind, {}, {}) for kind in KINDS],
+        ("qwen 2.5", {"system": "Answer with a number."}, {}),
+        ("qwen 3", {"template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+    ],
+)
+def test_a_chat_has_the_ids_of_the_template_in_search_eval_and_sft(tmp_path, kind, settings, variables):
+    tokenizer = chat_tokenizer(kind)
+    messages = [{"role": "user", "content": QUESTION}]
+    if "system" in settings:
+        messages.insert(0, {"role": "system", "content": settings["system"]})
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
+    )
+    renderer = PromptRenderer(tokenizer, TaskSection(**settings))
+    prompt = Prompt("p", messages=[("user", QUESTION)])
+    assert ids_of_search(prompt, renderer) == ids_of_eval(prompt, renderer) == expected
+    assert ids_of_sft(prompt, renderer, tmp_path) == expected
+    assert tokenizer.decode(expected) == renderer.text(prompt)
+    assert expected.count(tokenizer.bos_token_id) <= 1
+
+
+@pytest.mark.parametrize("kind", ["llama 3", "qwen 2.5", "mistral"])
+def test_a_text_gets_what_the_tokenizer_adds_or_is_a_message_of_the_user(tmp_path, kind):
+    tokenizer, prompt = chat_tokenizer(kind), Prompt("p", QUESTION)
+    raw = PromptRenderer(tokenizer, TaskSection())
+    assert ids_of_search(prompt, raw) == ids_of_sft(prompt, raw, tmp_path) == tokenizer.encode(QUESTION)
+    chat = PromptRenderer(tokenizer, TaskSection(template="chat"))
+    of_chat = ids_of_search(Prompt("p", messages=[("user", QUESTION)]), chat)
+    assert ids_of_search(prompt, chat) == ids_of_sft(prompt, chat, tmp_path) == of_chat
+    # A text that someone has rendered with a begin token.
+    assert ids_of_search(Prompt("p", chat.text(prompt)), raw).count(tokenizer.bos_token_id) <= 1
+
+
+def test_a_prompt_with_text_and_messages_or_with_ids_is_rendered_by_the_mode():
+    tokenizer = chat_tokenizer("qwen 3")
+    both, ids = Prompt("p", "5 is", messages=[{"role": "user", "content": QUESTION}]), Prompt("p", ids=[7, 8])
+    renderers = {mode: PromptRenderer(tokenizer, TaskSection(template=mode)) for mode in ("auto", "chat", "raw")}
+    assert {mode: renderer.ids(both) == tokenizer.encode("5 is") for mode, renderer in renderers.items()} == {
+        "auto": False, "chat": False, "raw": True,
+    }  # fmt: skip
+    assert [renderer.ids(ids) for renderer in renderers.values()] == [[7, 8]] * 3
+    tokenizer.chat_template = None
+    assert renderers["auto"].ids(both) == tokenizer.encode("5 is")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "template", "words"),
+    [
+        (Prompt("p", messages=[("user", "2")]), {}, None, "messages and no text, and the model's tokenizer has no"),
+        (Prompt("p", messages=[("user", "2")]), {"template": "raw"}, "x", 'task.template is "raw"'),
+        (Prompt("p", "2"), {"template": "chat"}, None, "the model's tokenizer has no chat template"),
+        (Prompt("p", "2"), {"system": "Be brief."}, "x", "task.system and task.template_kwargs have no effect"),
+        (Prompt("p", "2"), {"template": "chat", "system": "s"}, KINDS["gemma"][1], "refuses it: System role not"),
+        (Prompt("p", "2 " * 50), {}, None, "has [0-9]+ tokens, and the context of the model has room for 32"),
+        (Prompt("p", ids=[1] * 32), {}, None, "has 32 tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_be_rendered_or_is_too_long_is_refused_with_its_key(prompt, settings, template, words):
+    tokenizer = chat_tokenizer("qwen 3")
+    tokenizer.chat_template = template
+    task, renderer = OneTask(Prompt("fine", "2", messages=()) if not settings else prompt, prompt), None
+    renderer = PromptRenderer(tokenizer, TaskSection(**settings))
+    with pytest.raises(TaskError, match=f"task one: the prompt 'p' .*{words}"):
+        check_rendering(task, task.prompts(), renderer, 32)
+
+
+def test_the_longest_prompt_that_leaves_room_for_a_token_is_accepted():
+    check_rendering(OneTask(), [Prompt("p", ids=[1] * 31)], PromptRenderer(chat_tokenizer("phi 3"), TaskSection()), 32)
+
+
+def test_a_message_of_another_form_is_refused_with_the_key_of_its_prompt():
+    for message in ("user", ("user",), ("user", 3), {"role": "user"}):
+        with pytest.raises(ValueError, match="prompt 'p' has the message"):
+            Prompt("p", messages=[message])  # type: ignore[list-item]
+
+
+def test_the_fingerprint_covers_messages_ids_and_the_settings_that_render_chats_only():
+    tokenizer = chat_tokenizer("qwen 3")
+    chat, other = Prompt("p", messages=[("user", "2")]), Prompt("p", messages=[("user", "3")])
+
+    def name(prompt: Prompt, **settings: Any) -> str:
+        return fingerprint([prompt], PromptRenderer(tokenizer, TaskSection(**settings)).settings([prompt]))
+
+    told_apart = [
+        name(chat), name(other), name(chat, system="s"), name(chat, template_kwargs={"enable_thinking": False}),
+        name(Prompt("p", "2")), name(Prompt("p", ids=[2])), name(Prompt("p", "2"), template="chat"),
+    ]  # fmt: skip
+    assert len(set(told_apart)) == len(told_apart)
+    assert name(Prompt("p", "2")) == name(Prompt("p", "2"), template="raw") == fingerprint([Prompt("p", "2")])
+    tokenizer.chat_template += " "
+    assert name(chat) != told_apart[0]
+
+
+@pytest.mark.parametrize("kind", ["llama 3", "mistral"])
+def test_a_stop_string_is_found_over_token_boundaries_and_cut_from_what_is_scored(kind):
+    tokenizer = chat_tokenizer(kind)
+    tokens = tokenizer.encode("The answer is 5.\n\nQuestion: W", add_special_tokens=False)
+    stopping = Stopping(tokenizer, ("\n\nQuestion", "¿é"), [tokenizer.eos_token_id])
+    (end,) = [n for n in range(1, len(tokens) + 1) if stopping.completes_string(tokens[:n])][:1]
+    assert "Question" in tokenizer.decode(tokens[:end])
+    assert "Question" not in tokenizer.decode(tokens[: end - 1])
+    assert stopping.scored_text(tokens[:end]) == "The answer is 5."
+    assert stopping.scored_text(tokens[: end - 1]) == tokenizer.decode(tokens[: end - 1])
+
+
+def test_stop_strings_that_are_special_tokens_mean_their_ids_and_end_tokens_have_no_text():
+    tokenizer: Any = chat_tokenizer("llama 3")
+    begin, a = tokenizer.encode("a")
+    stopping = Stopping(tokenizer, ("<|start_header_id|>", a), [tokenizer.eos_token_id])
+    assert stopping.ids == {tokenizer.eos_token_id, a, tokenizer.convert_tokens_to_ids("<|start_header_id|>")}
+    assert stopping.strings == ()
+    assert stopping.scored_text([*tokenizer.encode("5", add_special_tokens=False), a]) == "5"
+    assert stopping.scored_text([]) == ""
+    assert Stopping(SimpleNamespace(decode=tokenizer.decode), (), ()).scored_text([begin]) == ""

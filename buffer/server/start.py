@@ -5,6 +5,8 @@ import gc
 import sys
 from collections.abc import Callable
 
+from tba.buffer.server.alarm import Alarm
+from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.starts import refuse_offline_record
@@ -50,8 +52,10 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
         keep_freed_memory()
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.set_threshold(_COLLECT_EVERY, 20, 100)
+        alarm = resources.enter_context(contextlib.closing(Alarm(config.alarm, run.name)))
+        stalls = StallWatch(service.state.clock, alarm.send, config.alarm.after_seconds)
         with objects_frozen():
-            BufferServer(channel, service, queue_bytes=config.buffer.queue_mib << 20).run(stop)
+            BufferServer(channel, service, queue_bytes=config.buffer.queue_mib << 20, stalls=stalls).run(stop)
     log.info("stopped")
 
 

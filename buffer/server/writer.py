@@ -16,11 +16,15 @@ from typing import cast
 from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.server.network import Network
 from tba.buffer.server.parked import Parked
+from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.syncer import Checkpointer, Syncer
 from tba.buffer.service.run_state import ReplyBody
 from tba.buffer.service.service import BufferService
 from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
+from tba.common.stall.explain import find_stall
+from tba.common.stall.facts import Facts
+from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import messages
 from tba.common.wire.channels import Peer, ServerChannel
@@ -29,6 +33,7 @@ from tba.common.wire.codec import encode_reply
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.1
+_STALLS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,14 @@ _Outcome = ReplyBody | Refused | None
 
 
 class BufferServer:
-    """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests."""
+    """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests.
 
-    def __init__(self, channel: ServerChannel, service: BufferService, *, queue_bytes: int) -> None:
+    `stalls` follows whether the run stands still, if it is given.
+    """
+
+    def __init__(
+        self, channel: ServerChannel, service: BufferService, *, queue_bytes: int, stalls: StallWatch | None = None
+    ) -> None:
         self._channel = channel
         self._service = service
         self._clock = service.state.clock
@@ -55,6 +65,8 @@ class BufferServer:
         self._syncer = Syncer(wal.sync, self._network.send)
         self._checkpointer = Checkpointer(wal, self._mailbox)
         self._parked = Parked()
+        self._stalls = stalls
+        self._look_for_stalls_at = -math.inf
         # When to look for overdue requests and expired leases again: that takes a look at all of them.
         self._look_at = self._expire_at = -math.inf
 
@@ -70,9 +82,28 @@ class BufferServer:
                 running.callback(thread.stop)
             while not stop() and not any(thread.failure for thread in threads):
                 self.serve_group(_POLL_SECONDS)
+                self._look_for_stalls()
                 watchdog.beat()
         for thread in threads:
             thread.check()
+
+    def _look_for_stalls(self) -> None:
+        """Find out once a second whether the run stands still, and show it to systemd."""
+        now = self._clock.monotonic()
+        if self._stalls is None or now < self._look_for_stalls_at:
+            return
+        self._look_for_stalls_at = now + _STALLS_SECONDS
+        try:
+            status = self._service.status()
+        # The disk does not tell its free space. A later request that needs it is refused.
+        except StorageError as error:
+            log.warning("no status of the run", reason=str(error))
+            return
+        stall = find_stall(Facts(status))
+        self._stalls.update(stall)
+        self._service.counters.stalled_seconds = self._stalls.seconds
+        moving = f"step {status.step}, {status.puts_per_second:.0f} trajectories/s"
+        notify_systemd(f"STATUS={stall.sentence if stall else moving}")
 
     def serve_group(self, timeout_seconds: float) -> None:
         """Handle one group of requests: take it, commit it, hand its replies to the syncer."""

@@ -22,13 +22,14 @@ class Counters:
     """Counts of committed puts and of rejections, and the duration of commits.
 
     `rejected` counts messages that got an error reply, by code; `duplicates` counts rows that came again.
-    `queued_bytes` is set by the writer, and so is `storage_trouble`: why the last transaction failed, until one
+    The writer sets `queued_bytes`, `stalled_seconds`, and `storage_trouble`: why the last transaction failed, until one
     succeeds.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.rejected: Counter[str] = Counter()
         self.queued_bytes = 0
+        self.stalled_seconds = 0.0
         self.storage_trouble = ""
         self.duplicates = 0
         self._clock = clock

@@ -175,6 +175,7 @@ class BufferService:
             batches_without_recent_data=state.lag.batches,
             no_recent_data=state.lag.sentence,
             clients=state.clients.status(state.leases.held_by),
+            stalled_seconds=counters.stalled_seconds,
             newest_version=state.newest.version if state.newest else None,
             trainer_waits_seconds=pace.waits_seconds,
             last_step_seconds=pace.step_seconds,

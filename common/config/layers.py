@@ -20,7 +20,11 @@ from tba.common.errors import ConfigError, UsageError, first_problem
 from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
-_OTHER_VARIABLES = {"TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", PARENT_VARIABLE, RENDEZVOUS_VARIABLE}
+# Those of an alarm are set for its command.
+_OTHER_VARIABLES = {
+    *("TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", PARENT_VARIABLE, RENDEZVOUS_VARIABLE),
+    *("TBA_STALL", "TBA_STALL_REASON", "TBA_STALL_RUN", "TBA_STALL_SECONDS"),
+}
 DEFAULT_ORIGIN = "default"
 _SQLITE = b"SQLite format 3\0"
 

@@ -7,7 +7,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import model_validator
 
 from tba.common.config.buffer import BufferSection
-from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection
+from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import SearchSection
 from tba.common.config.section import Section
 from tba.common.config.task import RewardModelSection, TaskSection
@@ -33,6 +33,7 @@ class Config(Section):
     metrics: MetricsSection = MetricsSection()
     eval: EvalSection = EvalSection()
     launch: LaunchSection = LaunchSection()
+    alarm: AlarmSection = AlarmSection()
 
     @property
     def database(self) -> Path:

@@ -6,6 +6,8 @@ The first rule that applies wins: each looks for a cause that explains those aft
 resolves it: a trainer that waits for searchers at work is healthy, and so are searchers that are ahead of the trainer.
 """
 
+from dataclasses import replace
+
 from tba.common.quantity import lasting
 from tba.common.stall.facts import (
     LOADING_SECONDS,
@@ -21,6 +23,7 @@ from tba.common.stall.facts import (
     waits,
 )
 from tba.common.stall.starvation import starving, unpublished, without_weights
+from tba.common.terminal import printable
 from tba.common.wire.status_messages import Status
 
 # A step that takes this many times as long as usual, and at least so long, hangs; so does a first step.
@@ -29,10 +32,17 @@ _STEP_SECONDS = 120.0
 _FIRST_STEP_SECONDS = 1800.0
 _PUBLISH_SECONDS = 60.0
 _SAVE_SECONDS = 600.0
+_SENTENCE_CHARACTERS = 2000
 
 
 def find_stall(facts: Facts) -> Stall | None:
     """Return why the run stands still, None if it does not, has finished, or has only begun to wait."""
+    stall = _stall(facts)
+    # Names and reasons come from the network.
+    return stall and replace(stall, sentence=printable(stall.sentence[:_SENTENCE_CHARACTERS]))
+
+
+def _stall(facts: Facts) -> Stall | None:
     status = facts.status
     if status is None:
         return _without_buffer(facts)

@@ -59,7 +59,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Why a run stands still: a code of `REASONS` for machines and a sentence for people."""
+    """Why a run stands still: a code of `REASONS` for machines and a sentence for people, printable on a terminal."""
 
     reason: Reason
     sentence: str

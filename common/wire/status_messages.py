@@ -39,6 +39,15 @@ class Status(Message, frozen=True):
     `commit_seconds` is the mean duration of the last transactions, including the work of their handlers.
     `batches_without_recent_data` counts those since the server started; `no_recent_data` is a sentence if the last
     batch was one.
+
+    The fields after `clients` are for `tba.common.stall`. `stalled_seconds` is how long the run has stood still, 0
+    while it moves, and `trainer_waits_seconds` how long the trainer has waited for a batch; `last_step_seconds` and
+    `last_put_seconds` are the time since a step was reported and since a row was stored, or since the server started;
+    `usual_step_seconds` is the mean time between the last steps, 0 if unknown. `newest_version` is the newest
+    announced snapshot. `refuses_puts` is a sentence if trajectories cannot be stored now; `free_bytes` of `disk_bytes`
+    are free on the disk of the database. `rows_since_step` arrived since the last step was reported,
+    `errors_since_step` of them with an error; `common_error` is the most frequent of the last 1,000 errors since the
+    server started.
     """
 
     TYPE = "status"
@@ -61,6 +70,7 @@ class Status(Message, frozen=True):
     batches_without_recent_data: Id
     no_recent_data: str
     clients: Annotated[list[ClientStatus], Meta(max_length=MAX_CLIENTS)]
+    stalled_seconds: Seconds = 0.0
     newest_version: Id | None = None
     trainer_waits_seconds: Seconds = 0.0
     last_step_seconds: Seconds = 0.0

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +32,7 @@ from tba.common.terminal import (
     start_process,
     with_config,
 )
+from tba.deploy.commands import status
 from tba.searcher.commands import eval_command
 from tba.trainer.commands import Resume, sft_command
 
@@ -294,22 +294,7 @@ def plot(options: ConfigOptions) -> None:
 # ---------------------------------------------------------------- inspection
 
 
-@app.command()
-@with_config
-def status(options: ConfigOptions, as_json: Json = False) -> None:
-    """Show the connected clients, their weights, and what each one waits for."""
-    address = options.resolve().config.buffer.address
-    import msgspec
-
-    from tba.common.wire.client import BufferClient
-    from tba.common.wire.status_messages import GetStatus, Status
-    from tba.deploy.display import explain, print_status
-
-    with closing(BufferClient(address, role="monitor", name="status")) as client:
-        answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
-    if as_json:
-        return print_json({**msgspec.to_builtins(answer), "explanation": explain(answer)})
-    return print_status(console(), answer, address)
+app.command()(status)
 
 
 @config_app.command("show")

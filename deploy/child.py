@@ -2,6 +2,8 @@
 
 import contextlib
 import enum
+import os
+import re
 import subprocess
 import time
 from collections import deque
@@ -11,12 +13,17 @@ from pathlib import Path
 from typing import IO
 
 from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError, TbaError
+from tba.common.quantity import quantity
 from tba.common.system.process import signal_name
 from tba.deploy.log_relay import TAIL_LINES, Relay
 
 # Exit codes after which a restart cannot help.
 NO_RESTART = (EXIT_CONFIG, EXIT_USAGE, EXIT_BROKEN)
 _ERROR_PREFIX = "error: "
+# The last line of a traceback.
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b")
+_TAIL_BYTES = 64 << 10
+_QUOTED_CHARACTERS = 500
 
 
 class RestartPolicy(enum.Enum):
@@ -59,6 +66,8 @@ class Child:
     started_at: float = 0.0
     start_at: float = 0.0
     """When a restart is due."""
+    last_words: str = ""
+    """The last error in the output of its last process that failed."""
     exit_code: int | None = None
     """Exit code once it has ended and will not be restarted."""
 
@@ -93,14 +102,32 @@ class Child:
         if self.relay is not None:
             return "\n".join(self.relay.tail)
         if self.log_file is not None:
-            with contextlib.suppress(OSError), self.log_file.open(encoding="utf-8", errors="replace") as file:
-                return "".join(deque(file, TAIL_LINES)).rstrip()
+            with contextlib.suppress(OSError), self.log_file.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                return b"".join(deque(file, TAIL_LINES)).decode(errors="replace").rstrip()
         return ""
 
     def last_error(self) -> str:
         """Return the last error sentence in its output, empty if there is none."""
         lines = reversed(self.log_tail().splitlines())
         return next((line for line in lines if line.startswith(_ERROR_PREFIX)), "").removeprefix(_ERROR_PREFIX)
+
+    def quoted_error(self) -> str:
+        """Return the last error sentence in its output, else the last line of a traceback, else the last line."""
+        lines = [line.strip() for line in self.log_tail().splitlines() if line.strip()]
+        raised = (line for line in reversed(lines) if _RAISED.match(line))
+        return (self.last_error() or next(raised, lines[-1] if lines else "it wrote nothing"))[:_QUOTED_CHARACTERS]
+
+    def trouble(self, max_restarts: int) -> str:
+        """Return a sentence if it has failed and does not do its work yet, or again; empty otherwise."""
+        broken = self.failures > max_restarts
+        works = self.process is not None and self.ready and not broken
+        if self.ended or not self.failures or works:
+            return ""
+        starts_in = max(self.start_at - time.monotonic(), 0.0)
+        when = "is being restarted" if self.process is not None else f"starts again in {starts_in:.0f} s"
+        how = f"failed {quantity(self.failures, 'time')}, last exit code {self.last_code}"
+        return f"{self.name} {'broken, ' if broken else ''}{when} ({how}): {self.last_words}"
 
     def failure(self) -> TbaError:
         """Return the error of a child that has failed for good, with its exit code where a restart cannot help."""

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import socket
-import time
 from collections.abc import Collection, Sequence
 
 from rich.console import Console, Group
@@ -13,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
-from tba.common.quantity import quantity
+from tba.common.quantity import lasting, quantity
+from tba.common.stall.explain import find_stall
+from tba.common.stall.facts import Facts, living
 from tba.common.terminal import printable
 from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.child import Child
@@ -33,29 +34,27 @@ class Display:
         self.live = Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext()
         self._eta = Eta(steps)
         self._line, self._line_at = "", -math.inf
+        self._status: Status | None = None
 
     def note(self, sentence: str) -> None:
         """Print a sentence above or after the display."""
         self._console.print(printable(sentence, keep="\n"), highlight=False, markup=False)
 
-    def show(self, status: Status, *, starting: Collection[str] = (), last: bool = False) -> None:
+    def show(self, facts: Facts, *, last: bool = False) -> None:
         """Replace the display. In a pipe, print a line every few seconds, and the `last` one if it is new.
 
-        `starting` are the roles with a process that is loading its model.
+        While the buffer does not answer, its last status stays, with why it does not.
         """
-        step = status.step
-        remaining = self._eta.remaining(step, self._clock.monotonic())
+        self._status = status = facts.status or self._status
+        if status is None:
+            return
+        remaining = self._eta.remaining(status.step, self._clock.monotonic())
         if isinstance(self.live, Live):
             self.live.update(
-                Group(
-                    _progress(step, self._steps, remaining),
-                    _numbers(status),
-                    Text(explain(status, starting), style="dim"),
-                    clients_table(status),
-                )
+                Group(_progress(status.step, self._steps, remaining), _numbers(status), _explained(facts, status))
             )
         else:
-            self._print(summary_line(status, self._steps, remaining, starting), last=last)
+            self._print(summary_line(facts, status, self._steps, remaining), last=last)
 
     def _print(self, line: str, *, last: bool) -> None:
         """Print a line, at most every few seconds; an unchanged line once a minute, to show that the run is alive."""
@@ -88,10 +87,20 @@ def client_of(status: Status, role: str) -> ClientStatus | None:
     return min(clients, key=lambda client: client.silent_seconds, default=None)
 
 
-def explain(status: Status, starting: Collection[str] = ()) -> str:
-    """Return one sentence: what the run does or waits for. `starting` are the roles that are loading their model."""
+def explain(facts: Facts) -> str:
+    """Return one sentence: why the run stands still, or else what it does or waits for."""
+    if (stall := find_stall(facts)) is not None:
+        return stall.sentence
+    if facts.status is None:
+        return "the buffer does not answer"
     # Names and reasons come from the network.
-    return printable(_explanation(status, starting))
+    return printable(_explanation(facts.status, facts.loading))
+
+
+def _explained(facts: Facts, status: Status) -> Group:
+    """Return the sentence, marked if the run stands still, and the clients."""
+    style = "bold yellow" if find_stall(facts) is not None else "dim"
+    return Group(Text(explain(facts), style=style), clients_table(status))
 
 
 def _explanation(status: Status, starting: Collection[str]) -> str:
@@ -103,7 +112,7 @@ def _explanation(status: Status, starting: Collection[str]) -> str:
     if trainer.activity == "gone":
         return f"the trainer left after step {status.step}"
     if status.trainer_waits_for:
-        waiting = [f"{c.sender}: {c.reason}" for c in searchers(status) if c.activity == "waiting"]
+        waiting = [f"{c.sender}: {c.reason}" for c in living(status) if c.activity == "waiting"]
         meanwhile = "; ".join(waiting) or _connected(status, starting)
         return f"the trainer waits for data ({status.trainer_waits_for}); {meanwhile}"
     if trainer.silent_seconds > 30:
@@ -123,24 +132,21 @@ def _without_trainer(status: Status, starting: Collection[str]) -> str:
 
 
 def _connected(status: Status, starting: Collection[str]) -> str:
-    if clients := searchers(status):
+    if clients := living(status):
         return f"{quantity(len(clients), 'searcher')} connected"
     return "the searchers are loading the model" if "searcher" in starting else "no searcher is connected"
 
 
-def searchers(status: Status) -> list[ClientStatus]:
-    """Return the searchers that have not left."""
-    return [client for client in status.clients if client.role == "searcher" and client.activity != "gone"]
-
-
-def summary_line(status: Status, steps: int, remaining: float | None, starting: Collection[str] = ()) -> str:
+def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
     parts += [f"{status.puts_per_second:.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
     trainer = client_of(status, "trainer")
     parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else ""])
-    at_work = status.step and not status.trainer_waits_for and "trainer" not in starting
-    return printable("  ".join(parts)) if at_work else f"{parts[0]}  {explain(status, starting)}"
+    at_work = status.step and not status.trainer_waits_for and "trainer" not in facts.loading
+    if not at_work or find_stall(facts) is not None:
+        return f"{parts[0]}  {explain(facts)}"
+    return printable("  ".join(parts))
 
 
 def _trainer_metrics(status: Status) -> list[str]:
@@ -149,7 +155,7 @@ def _trainer_metrics(status: Status) -> list[str]:
 
 
 def _searchers_at(status: Status) -> str:
-    clients = searchers(status)
+    clients = living(status)
     serving = [_version(client) for client in clients if client.weights_version is not None]
     if not clients:
         return "no searcher is connected"
@@ -161,30 +167,23 @@ def _searchers_at(status: Status) -> str:
 # A smaller spool is normal: it holds the puts that wait for their acknowledgement.
 _SPOOL_SHOWN_BYTES = 1 << 20
 _SHOWN = ("loss", "reward", "staleness")
+_ERROR_CHARACTERS = 120
 
 
-def fleet_line(children: Sequence[Child], max_restarts: int, status: Status | None) -> str:
-    """Return one line about the searchers of this machine. `status` is the buffer's, None if it does not answer."""
+def fleet_line(children: Sequence[Child], facts: Facts) -> str:
+    """Return one line about the searchers of this machine, and why the run stands still, if it does."""
+    status, stall = facts.status, find_stall(facts)
     up = sum(child.process is not None and child.ready for child in children)
     starting = sum(child.process is not None and not child.ready for child in children)
     parts = [f"{up}/{quantity(len(children), 'searcher')} up" + (f", {starting} starting" if starting else "")]
-    parts += [trouble for child in children if (trouble := _trouble(child, child.failures > max_restarts))]
+    parts += facts.failing
     if status is None:
-        return "; ".join([*parts, "the buffer does not answer"])
-    reported = {client.sender.rpartition(".")[0]: client for client in searchers(status)}
+        return printable("; ".join([*parts, "the buffer does not answer"]))
+    standing = [f"the run stands still: {stall.sentence}"] if stall is not None else []
+    reported = {client.sender.rpartition(".")[0]: client for client in living(status)}
     senders = {child.name: f"{socket.gethostname()}-{child.name}" for child in children}
     ours = {name: reported[sender] for name, sender in senders.items() if sender in reported}
-    return printable("; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours)]))
-
-
-def _trouble(child: Child, broken: bool) -> str:
-    """Return why a searcher does not search; empty if it does, or is done."""
-    if child.ended or (child.process is not None and not broken):
-        return ""
-    how = "broken, " if broken else ""
-    starts_in = max(child.start_at - time.monotonic(), 0.0)
-    when = "is being restarted" if child.process is not None else f"starts again in {starts_in:.0f} s"
-    return f"{child.name} {how}{when} (failed {quantity(child.failures, 'time')}, last exit code {child.last_code})"
+    return printable("; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours), *standing]))
 
 
 def _fleet_figures(clients: Sequence[ClientStatus]) -> str:
@@ -208,28 +207,34 @@ def _fleet_waits(clients: dict[str, ClientStatus]) -> list[str]:
     return [f"waiting: {reason} ({', '.join(labels)})" for reason, labels in reasons.items()]
 
 
-def print_status(console: Console, status: Status, address: str) -> None:
-    """Print what `tba status` shows."""
-    about = f"run {printable(status.run_name)} at {address}: {explain(status)}"
-    console.print(about, highlight=False, markup=False, soft_wrap=True)
-    console.print(clients_table(status))
+def status_view(status: Status, address: str) -> Group:
+    """Return what `tba status` shows."""
+    facts = Facts(status, address)
+    stands = f" (for {lasting(status.stalled_seconds)})" if status.stalled_seconds else ""
+    style = "bold yellow" if find_stall(facts) is not None else ""
+    about = Text(f"run {printable(status.run_name)} at {address}: {explain(facts)}{stands}", style=style)
+    return Group(about, *([Text(_errors(status))] if status.errors else []), clients_table(status))
 
 
 def clients_table(status: Status) -> Table:
     """Return a table with one row per searcher and trainer."""
+    trainer = client_of(status, "trainer")
+    trains = trainer is not None and trainer.activity == "training" and not status.trainer_waits_for
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("role", "name", "activity", "weights", "tokens/s", "trajectories", "last seen"):
         table.add_column(heading, justify="left" if heading in ("role", "name", "activity") else "right")
     for client in sorted(status.clients, key=lambda client: (client.role, client.sender)):
         if client.role in ("searcher", "trainer"):
             activity = f"{client.activity}: {client.reason}" if client.reason else client.activity
+            ahead = client.role == "searcher" and client.activity == "waiting" and trains
+            activity += ", which is normal while the trainer trains" if ahead else ""
             if (spooled := client.metrics.get("spool_bytes", 0.0)) >= _SPOOL_SHOWN_BYTES:
                 activity += f" ({spooled / 2**20:,.1f} MiB in its spool)"
             rate = client.metrics.get("tokens_per_second")
             table.add_row(
                 client.role,
                 Text(printable(client.sender.rpartition(".")[0])),
-                Text(printable(activity), style="yellow" if client.activity == "waiting" else ""),
+                Text(printable(activity), style="yellow" if client.activity == "waiting" and not ahead else ""),
                 _version(client),
                 f"{rate:,.0f}" if rate is not None else "",
                 f"{client.trajectories:,}" if client.role == "searcher" else "",
@@ -245,9 +250,14 @@ def _numbers(status: Status) -> Text:
         f"{status.trajectories:,} in the buffer",
         f"{status.database_bytes / 2**20:.1f} MiB",
         f"epoch {status.epoch}",
-        *([f"{status.errors:,} with an error"] if status.errors else []),
+        *([_errors(status)] if status.errors else []),
     ]
     return Text("   ".join(parts))
+
+
+def _errors(status: Status) -> str:
+    most = printable(status.common_error[:_ERROR_CHARACTERS])
+    return f"{status.errors:,} with an error" + (f", most often: {most}" if most else "")
 
 
 def _progress(step: int, steps: int, remaining: float | None) -> Table:

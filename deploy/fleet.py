@@ -7,6 +7,7 @@ from contextlib import closing
 
 from tba.common.config import Config
 from tba.common.log import get_logger
+from tba.common.stall.facts import Facts
 from tba.common.system.cpu_affinity import openmp_threads, partition_cores
 from tba.common.system.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus, searcher_gpus
 from tba.common.system.process import notify_systemd
@@ -61,7 +62,11 @@ class Fleet:
         if time.monotonic() < self._summary_at:
             return
         self._summary_at = time.monotonic() + self._config.launch.summary_seconds
-        line = fleet_line(self._children, self._config.launch.max_restarts, ask_status(client))
+        status = ask_status(client)
+        if status is not None:
+            self._supervisor.report_troubles(client)
+        facts = Facts(status, client.address, client.silent_seconds, failing=self._supervisor.troubles())
+        line = fleet_line(self._children, facts)
         log.info(line)
         notify_systemd(f"STATUS={line}")
 

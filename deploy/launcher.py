@@ -12,6 +12,7 @@ from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import check_gpus_apart, check_paths
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
 from tba.common.evaluations import Row, read_evaluations
+from tba.common.stall.facts import Facts
 from tba.common.system.devices import CPU, choose_gpus, list_gpus
 from tba.common.terminal import need
 from tba.common.wire.client import BufferClient
@@ -69,11 +70,11 @@ class Launcher:
             self._watch(client, stop, display)
             if (failed := self._supervisor.failed()) is not None:
                 raise failed.failure()
-            if (status := ask_status(client) if self._buffer.ready else None) is not None:
-                display.show(status, starting=self._starting(), last=True)
+            facts = self._facts(client)
+            display.show(facts, last=True)
             if stop():
                 display.note(f"stopping: {self._what_is_saved()}")
-        return status is not None and status.finished and not stop()
+        return facts.status is not None and facts.status.finished and not stop()
 
     def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
         asked_at = 0.0
@@ -82,11 +83,19 @@ class Launcher:
             if self._buffer.exit_code == 0:
                 raise TbaError(f"the buffer was stopped before the run was done; its log is {self._buffer.log_file}")
             # Until the buffer is ready, another one may answer at its address.
-            if self._buffer.ready and time.monotonic() - asked_at >= _STATUS_SECONDS:
+            if (self._buffer.ready or self._buffer.failures) and time.monotonic() - asked_at >= _STATUS_SECONDS:
                 asked_at = time.monotonic()
-                if (status := ask_status(client)) is not None:
-                    display.show(status, starting=self._starting())
+                facts = self._facts(client)
+                if facts.status is not None:
+                    self._supervisor.report_troubles(client)
+                display.show(facts)
             time.sleep(POLL_SECONDS)
+
+    def _facts(self, client: BufferClient) -> Facts:
+        status = ask_status(client) if self._buffer.ready else None
+        return Facts(
+            status, client.address, client.silent_seconds, loading=self._starting(), failing=self._supervisor.troubles()
+        )
 
     def _starting(self) -> set[str]:
         """Return the roles with a process that is still loading its model."""

@@ -16,6 +16,7 @@ Three mechanisms ensure that no process is left behind:
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,11 +24,14 @@ from collections.abc import Sequence
 from typing import Self
 
 from tba.common.config import LaunchSection
+from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
 from tba.common.system.backoff import backoff
 from tba.common.system.cpu_affinity import starting_on
 from tba.common.system.orphan_guard import SessionGuard, session_of
 from tba.common.system.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
+from tba.common.wire import fields, messages
+from tba.common.wire.client import BufferClient
 from tba.deploy.child import NO_RESTART, Child
 from tba.deploy.log_relay import Relay
 
@@ -37,6 +41,7 @@ _POLL_SECONDS = 0.1
 _LAST_LINES_SECONDS = 2.0
 _ORPHANS_SECONDS = 5.0
 _REAP_SECONDS = 0.005
+_REPORT_SECONDS = 1.0
 
 
 class Supervisor:
@@ -48,6 +53,8 @@ class Supervisor:
         self._guard = SessionGuard()
         # Child processes that were there before the supervisor.
         self._foreign: frozenset[int] = frozenset()
+        # Whether the buffer was told about a failing child.
+        self._reported = False
         self._notices = {child.name: NotifySocket() for child in children}
 
     def __enter__(self) -> Self:
@@ -86,6 +93,22 @@ class Supervisor:
             ):
                 return child
         return None
+
+    def troubles(self) -> list[str]:
+        """Return a sentence for each child that has failed and does not do its work."""
+        return [trouble for child in self.children if (trouble := child.trouble(self._launch.max_restarts))]
+
+    def report_troubles(self, client: BufferClient) -> None:
+        """Tell the buffer about children that fail, for everybody who asks why the run stands still."""
+        troubles = self.troubles()
+        if not troubles and not self._reported:
+            return
+        reason = "; ".join(f"on {socket.gethostname()}: {trouble}" for trouble in troubles)[: fields.MAX_REASON]
+        activity = "failing" if troubles else "watching"
+        beat = messages.Heartbeat(activity=activity, reason=reason, weights_version=None, metrics={})
+        with contextlib.suppress(BufferUnavailable, Refused):
+            client.call(beat, messages.Done, deadline_seconds=_REPORT_SECONDS)
+            self._reported = bool(troubles)
 
     def stop(self, children: Sequence[Child], *, drain_seconds: float) -> None:
         """Send SIGTERM, wait for the children to drain, then kill what is left of their sessions."""
@@ -144,6 +167,7 @@ class Supervisor:
             return
         code = child.last_code = self._collect(child)
         child.failures += code != 0
+        child.last_words = child.quoted_error() if code else ""
         if not child.restarts_after(code):
             child.exit_code = code
             log.info("child ended", child=child.name, exit_code=code)
@@ -152,7 +176,8 @@ class Supervisor:
         child.start_at = time.monotonic() + delay
         # Code 0 is no failure: a searcher leaves a finished run.
         log_end = log.warning if code else log.info
-        log_end("child ended, and starts again", child=child.name, exit_code=code, in_seconds=delay)
+        reason = {"reason": child.last_words} if code else {}
+        log_end("child ended, and starts again", child=child.name, exit_code=code, **reason, in_seconds=delay)
 
     def _collect(self, child: Child) -> int:
         """Kill a child and its descendants, wait for them, and return the child's exit code.

@@ -7,7 +7,10 @@ import pytest
 from rich.console import Console
 
 from tba.common.quantity import quantity
-from tba.deploy.display import Display, clients_table, explain, summary_line
+from tba.common.stall.facts import Facts
+from tba.deploy.commands import for_machines
+from tba.deploy.display import Display, clients_table, explain, status_view, summary_line
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.statuses import make_client, make_status
 
@@ -22,7 +25,7 @@ def pipe():
 def test_an_unchanged_line_is_printed_once_a_minute(pipe):
     display, clock, output = pipe
     for _ in range(121):
-        display.show(make_status(), starting={"trainer"})
+        display.show(Facts(make_status(), loading={"trainer"}))
         clock.advance(1)
     assert output.getvalue() == "step 0/80  the trainer is loading the model\n" * 3
 
@@ -30,35 +33,35 @@ def test_an_unchanged_line_is_printed_once_a_minute(pipe):
 def test_changes_are_printed_every_few_seconds_and_the_last_line_always(pipe):
     display, clock, output = pipe
     for step in range(1, 11):
-        display.show(make_status(step))
+        display.show(Facts(make_status(step)))
         clock.advance(1)
-    display.show(make_status(10), last=True)
+    display.show(Facts(make_status(10)), last=True)
     steps = [line.split()[1] for line in output.getvalue().splitlines()]
     assert steps == ["1/80", "6/80", "10/80"]
 
 
 def test_the_explanation_names_what_a_starting_run_waits_for():
-    assert explain(make_status()) == "no trainer has connected yet: it connects after loading its model"
-    assert explain(make_status(), {"trainer", "searcher"}) == "the trainer is loading the model"
+    assert explain(Facts(make_status())) == "no trainer has connected yet: it connects after loading its model"
+    assert explain(Facts(make_status(), loading={"trainer", "searcher"})) == "the trainer is loading the model"
     previous = make_client("trainer", activity="gone")
-    assert explain(make_status(5, clients=[previous])) == "the trainer left after step 5"
-    assert explain(make_status(5, clients=[previous]), {"trainer"}) == "the trainer is loading the model"
+    assert explain(Facts(make_status(5, clients=[previous]))) == "the trainer left after step 5"
+    assert explain(Facts(make_status(5, clients=[previous]), loading={"trainer"})) == "the trainer is loading the model"
     waiting = make_status(clients=[make_client("trainer")], trainer_waits_for="0 of 8 prompts have trajectories")
-    assert explain(waiting, {"searcher"}).endswith(
+    assert explain(Facts(waiting, loading={"searcher"})).endswith(
         "(0 of 8 prompts have trajectories); the searchers are loading the model"
     )
 
 
 def test_a_batch_without_recent_data_is_named():
     lagging = make_status(5, clients=[make_client("trainer")], no_recent_data="the last batch found no data")
-    assert explain(lagging) == "the trainer is training; the last batch found no data"
-    assert summary_line(lagging, 80, None).endswith("the last batch found no data")
+    assert explain(Facts(lagging)) == "the trainer is training; the last batch found no data"
+    assert summary_line(Facts(lagging), lagging, 80, None).endswith("the last batch found no data")
 
 
 def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
     warned = make_status(5, clients=[make_client("trainer", reason="stale answers have lost 1.2 nats")])
-    assert explain(warned) == "the trainer is training: stale answers have lost 1.2 nats"
-    assert summary_line(warned, 80, None).endswith("stale answers have lost 1.2 nats")
+    assert explain(Facts(warned)) == "the trainer is training: stale answers have lost 1.2 nats"
+    assert summary_line(Facts(warned), warned, 80, None).endswith("stale answers have lost 1.2 nats")
 
 
 def test_a_noun_agrees_with_its_number():
@@ -75,7 +78,31 @@ def test_names_from_the_network_are_neither_markup_nor_escape_sequences():
     console.print(clients_table(status))
     display = Display(console, steps=10, clock=ManualClock())
     display.note("a sentence with [/] in it")
-    display.show(status)
+    display.show(Facts(status))
     assert "x[/]" in output.getvalue()
     assert "[bold]" in output.getvalue()
     assert "\x1b" not in output.getvalue()
+
+
+def test_a_stall_replaces_the_numbers_and_names_its_reason_for_machines():
+    failing = ["trainer starts again in 8 s (failed 3 times, last exit code 1): CUDA out of memory"]
+    facts = Facts(make_status(5, clients=[make_client("searcher", activity="generating")]), failing=failing)
+    assert summary_line(facts, not_none(facts.status), 80, None) == f"step 5/80  {failing[0]}"
+    assert for_machines(facts)["stall"] == {"reason": "process_fails", "sentence": failing[0]}
+    assert for_machines(Facts(make_status()))["stall"] is None
+
+
+def test_a_wait_of_a_searcher_that_is_ahead_is_called_normal():
+    ahead = make_client("searcher", activity="waiting", reason="224 of 224 prompts under way")
+    output = io.StringIO()
+    for clients in ([ahead, make_client("trainer")], [ahead]):
+        Console(file=output, width=200).print(clients_table(make_status(5, clients=clients)))
+    first, second = [line for line in output.getvalue().splitlines() if "224 of 224" in line]
+    assert "normal while the trainer trains" in first
+    assert "normal" not in second
+
+
+def test_errors_are_counted_with_the_most_frequent_one():
+    output = io.StringIO()
+    Console(file=output, width=200).print(status_view(make_status(errors=1204, common_error="reward: no \x1b"), "a"))
+    assert "1,204 with an error, most often: reward: no \\x1b" in output.getvalue()

@@ -1,0 +1,82 @@
+"""The commands that look at runs: `tba status`. Slow imports are inside, so that `tba --help` stays fast."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tba.common.terminal import ConfigOptions, Json, console, print_json, with_config
+
+if TYPE_CHECKING:
+    from tba.common.stall.facts import Facts
+    from tba.common.wire.client import BufferClient
+
+_WATCH_SECONDS = 1.0
+
+
+@with_config
+def status(
+    options: ConfigOptions,
+    as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Repeat every second until Ctrl-C; JSON lines with --json.")
+    ] = False,
+) -> None:
+    """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
+    address = options.resolve().config.buffer.address
+    from contextlib import closing
+
+    from tba.common.stall.facts import Facts
+    from tba.common.wire.client import BufferClient
+    from tba.common.wire.status_messages import GetStatus, Status
+    from tba.deploy.display import status_view
+
+    with closing(BufferClient(address, role="monitor", name="status")) as client:
+        if watch:
+            return _watch(client, as_json=as_json)
+        answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
+    if as_json:
+        return print_json(for_machines(Facts(answer, address)))
+    return console().print(status_view(answer, address), soft_wrap=True)
+
+
+def _watch(client: "BufferClient", *, as_json: bool) -> None:
+    """Show the status again and again, also that the buffer does not answer, until the run is finished or Ctrl-C."""
+    import contextlib
+    import time
+
+    from rich.live import Live
+    from rich.text import Text
+
+    from tba.common.stall.facts import Facts
+    from tba.common.wire.probe import ask_status
+    from tba.deploy.display import explain, status_view
+
+    terminal = console()
+    finished = False
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=terminal) if not as_json else contextlib.nullcontext() as live,
+    ):
+        while not finished:
+            facts = Facts(ask_status(client), client.address, client.silent_seconds)
+            finished = facts.status is not None and facts.status.finished
+            if live is None:
+                print_json(for_machines(facts))
+            else:
+                live.update(status_view(facts.status, client.address) if facts.status else Text(explain(facts)))
+            time.sleep(_WATCH_SECONDS)
+
+
+def for_machines(facts: "Facts") -> dict[str, object]:
+    """Return the status with the explanation and the stall, None if the run moves."""
+    import msgspec
+
+    from tba.common.stall.explain import find_stall
+    from tba.deploy.display import explain
+
+    stall = find_stall(facts)
+    return {
+        **(msgspec.to_builtins(facts.status) if facts.status is not None else {}),
+        "explanation": explain(facts),
+        "stall": {"reason": stall.reason, "sentence": stall.sentence} if stall is not None else None,
+    }

@@ -1,0 +1,36 @@
+"""What is quoted of a child that fails."""
+
+from pathlib import Path
+
+import pytest
+
+from tba.deploy.child import Child
+
+_TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\n'
+
+
+@pytest.mark.parametrize(
+    ("output", "quoted"),
+    [
+        ("12:00:01 train step\nerror: the model does not fit\nresource_tracker: bye\n", "the model does not fit"),
+        (
+            f"{_TRACEBACK}torch.OutOfMemoryError: CUDA out of memory\nbye\n",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ("Segmentation fault\n\n", "Segmentation fault"),
+        ("x" * 200_000 + "\nKilled", "Killed"),
+        ("", "it wrote nothing"),
+    ],
+)
+def test_a_failed_child_is_quoted_with_its_last_error(tmp_path: Path, output: str, quoted: str):
+    log = tmp_path / "c.log"
+    log.write_text(output)
+    assert Child("c", "c", [], log).quoted_error() == quoted
+
+
+def test_only_a_child_that_failed_and_does_not_work_is_in_trouble():
+    child = Child("trainer", "trainer", [], None)
+    assert child.trouble(5) == ""
+    child.failures, child.last_code, child.last_words = 2, 1, "no space"
+    assert child.trouble(5) == "trainer starts again in 0 s (failed 2 times, last exit code 1): no space"
+    assert child.trouble(1).startswith("trainer broken, starts again")

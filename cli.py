@@ -321,7 +321,7 @@ def config_check(options: ConfigOptions) -> None:
 
     for sentence in check_paths(config):
         note(sentence)
-    if config.task.is_own:
+    if config.task.checked_by_loading:
         from tba.common.system.process import die_with_parent
         from tba.searcher.checks import check_task
 

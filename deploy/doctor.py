@@ -177,14 +177,14 @@ def _reward_model(check: Callable[[RewardModelSection], str], config: Config) ->
 
 def _task(check_task: Callable[[TaskSection], None], config: Config) -> tuple[str, str]:
     try:
-        if config.task.is_own:
-            check_task(config.task)
         check_data(config.task)
+        if unchecked := unchecked_data(config):
+            return "unchecked", unchecked
+        if config.task.checked_by_loading:
+            check_task(config.task)
     except TbaError as error:
         return "fail", str(error)
-    if unchecked := unchecked_data(config):
-        return "unchecked", unchecked
-    return "ok", config.task.train if config.task.reads_files else config.task.name
+    return "ok", ", ".join(one.train if one.reads_files else one.name for one in config.task.sources)
 
 
 def _version(package: str) -> str | None:

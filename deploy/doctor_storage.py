@@ -204,6 +204,6 @@ def _is_local(host: str) -> bool:
 
 def unchecked_data(config: Config) -> str:
     """Return which data of the task is on the hub and was not looked at, empty if all of it is here."""
-    named = [config.task.train, config.task.test] if config.task.reads_files else []
+    named = [name for source in config.task.sources if source.reads_files for name in (source.train, source.test)]
     remote = [name for name in named if name and not name.endswith((".json", ".jsonl")) and is_hub_name(name)]
     return f"{', '.join(dict.fromkeys(remote))}: a data set of the hub, downloaded at the start" if remote else ""

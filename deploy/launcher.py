@@ -202,12 +202,12 @@ def check_start(config: Config, *, resume: bool) -> None:
 
 
 def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
-    """Load the user's own task in a child, as the searchers will, or until `stop()`.
+    """Load the task in a child, if only that shows that it works, as the searchers will, or until `stop()`.
 
     Raises TaskError if the task does not load, TbaError for another failure, such as a lack of memory. Raises
     AddressInUse before it loads the task, which may take minutes.
     """
-    if not config.task.is_own:
+    if not config.task.checked_by_loading:
         return
     check_address(config.buffer.address)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:

@@ -60,9 +60,13 @@ def _check_engine_arguments(config: Config) -> list[str]:
 
 def check_data(task: TaskSection) -> None:
     """Raise ConfigError for a file of prompts that does not exist. Other names are hub ids."""
-    if not task.reads_files:
-        return
-    for key, path in (("task.train", task.train), ("task.test", task.test)):
+    named = [
+        (key, path)
+        for source in task.sources
+        if source.reads_files
+        for key, path in (("task.train", source.train), ("task.test", source.test))
+    ]
+    for key, path in named:
         # Unlike Path.is_file, this is False in a directory that this user may not enter.
         if path.endswith((".json", ".jsonl")) and not os.path.isfile(path):
             raise ConfigError(f"{key} {path} does not exist")

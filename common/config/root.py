@@ -124,8 +124,9 @@ def _check(config: Config) -> None:
 
 
 def _check_task(config: Config) -> None:
-    if config.task.reads_files and not config.task.train:
-        raise ValueError(f"task.train is not set, and {config.task.name} needs it: name a jsonl file or a hub id")
+    for source in config.task.sources:
+        if source.reads_files and not source.train:
+            raise ValueError(f"task.train is not set, and {source.name} needs it: name a jsonl file or a hub id")
 
 
 def _check_staleness(config: Config) -> None:

@@ -7,22 +7,64 @@ from pydantic import Field, field_validator, model_validator
 
 from tba.common.config.section import NonNegative, Positive, PositiveFloat, Section
 
-TASKS = ("arithmetic", "gsm8k")
+MIXTURE = "mixture"
+TASKS = ("arithmetic", "gsm8k", "math", "reasoning_gym", MIXTURE)
+_FROM_FILES = ("gsm8k", "math")
+_WITHOUT_CODE = ("arithmetic", "gsm8k")
+_OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[^:]+\.py(:[A-Za-z_]\w*)?")
 _LARGEST_REWARD = 1e9
 # What becomes of a response that was cut off.
 Truncated = Literal["score", "mask"] | Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
-_OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class TaskSection(Section):
-    """The prompts, and how responses are scored."""
+class TaskSource(Section):
+    """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: arithmetic, gsm8k, or your own as `package.module:factory` on PYTHONPATH, see docs/rewards.md."""
+    """The task: arithmetic, gsm8k, math, reasoning_gym, mixture, or your own as `path/to/file.py`,
+    `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH, see docs/tasks.md."""
     train: str = ""
-    """gsm8k: a local jsonl file with `question` and `answer`, or a hub id such as openai/gsm8k."""
+    """gsm8k, math: a local jsonl file with a question and an answer per line, or a hub id such as openai/gsm8k."""
     test: str = ""
-    """gsm8k: the held-out jsonl file; empty uses the test split of the hub id."""
+    """gsm8k, math: the held-out jsonl file; empty uses the test split of the hub id."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further settings of the task: keyword arguments of its class, listed in docs/tasks.md for the built-in ones."""
+    limit: NonNegative = 0
+    """Use only this many training prompts, from the first; 0 uses all."""
+    held_out_limit: NonNegative = 0
+    """Use only this many held-out prompts, from the first; 0 uses all."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name not in TASKS and not _OWN_TASK.fullmatch(name):
+            raise ValueError(
+                f"no task has this name: use {', '.join(TASKS)}, or your own as `path/to/file.py` or "
+                "`package.module:Class`"
+            )
+        return name
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the task reads its prompts from `train` and `test`. The others bring their own."""
+        return self.name in _FROM_FILES
+
+
+class MixturePart(TaskSource):
+    """One task of a mixture."""
+
+    label: Annotated[str, Field(pattern=r"^(|[A-Za-z_][\w-]*)$", max_length=40)] = ""
+    """Its name in prompt keys, reward parts and tables; empty is the name of the task."""
+    weight: PositiveFloat | None = None
+    """Its share of the prompts of an epoch, relative to the other weights."""
+
+
+class TaskSection(TaskSource):
+    """The prompts, and how responses are scored."""
+
+    mixture: tuple[MixturePart, ...] = ()
+    """name = "mixture": its tasks, as tables `[[task.mixture]]` with the keys name, train, test, options, limit,
+    held_out_limit, label (its name in prompt keys and reward parts) and weight (its share of an epoch)."""
     template: Literal["auto", "chat", "raw"] = "auto"
     """How prompts are rendered, in search, eval and `tba sft`. chat: by the chat template of the model's tokenizer, a
     text as one message of the user; raw: the text as it is; auto: chat for a prompt with messages if the tokenizer has
@@ -34,12 +76,10 @@ class TaskSection(Section):
     truncated: Truncated = "score"
     """The reward of a response that was cut off by search.max_tokens or the context. score: the task scores it; mask:
     it is stored with an error and not trained on; a number: the task scores it, and the reward is this number."""
-    limit: NonNegative = 0
-    """Use only this many training prompts, from the first; 0 uses all."""
-    held_out_limit: NonNegative = 0
-    """Use only this many held-out prompts, from the first; 0 uses all."""
     reward_workers: NonNegative = 2
     """Processes per searcher that score responses; 0 scores in the searcher itself, without time or memory limits."""
+    reward_concurrency: Positive = 32
+    """Responses that one worker scores at a time if the task's `score` is a coroutine; others are scored one by one."""
     reward_seconds: PositiveFloat = 10.0
     """Time limit of scoring a response, in seconds. After it the row gets an error and the worker is replaced."""
     reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
@@ -47,12 +87,15 @@ class TaskSection(Section):
     load_seconds: PositiveFloat = 600.0
     """A reward worker that has not loaded the task after this many seconds is restarted."""
 
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if name not in TASKS and not _OWN_TASK.fullmatch(name):
-            raise ValueError(f"no task has this name: use {', '.join(TASKS)}, or your own as `package.module:factory`")
-        return name
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Self:
+        if (self.name == MIXTURE) != bool(self.mixture):
+            raise ValueError('task.name = "mixture" and the tables [[task.mixture]] need each other')
+        if any(part.name == MIXTURE for part in self.mixture):
+            raise ValueError("task.mixture contains a mixture: name its tasks directly")
+        if len({part.weight is None for part in self.mixture}) > 1:
+            raise ValueError("task.mixture: give every task a weight, or none")
+        return self
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
@@ -63,14 +106,14 @@ class TaskSection(Section):
         return self
 
     @property
-    def reads_files(self) -> bool:
-        """Whether the task reads its prompts from `train` and `test`. The others bring their own."""
-        return self.name == "gsm8k"
+    def sources(self) -> tuple[TaskSource, ...]:
+        """The tasks of a mixture, or the task itself."""
+        return self.mixture or (self,)
 
     @property
-    def is_own(self) -> bool:
-        """Whether the task is from a module of the user."""
-        return self.name not in TASKS
+    def checked_by_loading(self) -> bool:
+        """Whether only loading it shows that it works: your own code, or a task with options or a library."""
+        return any(source.name not in _WITHOUT_CODE or source.options for source in self.sources)
 
 
 class RewardModelSection(Section):

@@ -1,14 +1,17 @@
 """Score a response with a task, whatever its scorer does short of ending the process."""
 
+import asyncio
 import math
 import traceback
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tba.common.log import get_logger
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import Int32, Trajectory
-from tba.searcher.tasks.task import Prompt, Reward, Task
+from tba.searcher.tasks.task import Prompt, Reward, Task, name_of
 
 log = get_logger(__name__)
 
@@ -54,21 +57,41 @@ class Group:
 def score(
     task: Task, prompt: Prompt, response: str, finished: bool, memory_mib: int | None = None
 ) -> tuple[Reward, str | None]:
-    """Return (reward, error). A scorer that raises, or returns no finite numbers, results in a reward of 0."""
+    """Return (reward, error). A scorer that raises, or returns no finite numbers, results in a reward of 0.
+
+    Without a worker a coroutine runs here to its end.
+    """
     try:
-        return _checked(task.score(prompt, response, finished)), None
-    except MemoryError:
-        limit = f" (limit {memory_mib} MiB)" if memory_mib else ""
-        return failed(f"out of memory{limit}")
+        reward = task.score(prompt, response, finished)
+        return _checked(asyncio.run(_awaited(reward)) if isinstance(reward, Awaitable) else reward), None
     # A verifier may call sys.exit or raise KeyboardInterrupt.
     except BaseException as error:  # noqa: BLE001
-        log.error("reward failed", task=task.name, prompt=prompt.key, trace=storable(traceback.format_exc()))
-        return failed(f"{type(error).__name__}: {error}")
+        return _raised(error, task, prompt, memory_mib)
 
 
-def failed(reason: str) -> tuple[Reward, str]:
-    """The reward and the error of a response that could not be scored."""
-    return Reward(0.0, {}), storable(f"reward: {reason}"[:_ERROR_CHARACTERS])
+async def score_later(
+    task: Task, prompt: Prompt, response: str, finished: bool, seconds: float, memory_mib: int
+) -> tuple[Reward, str | None]:
+    """As `score`, for a task whose `score` may be a coroutine, which is cancelled after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            reward = task.score(prompt, response, finished)
+            return _checked(await reward if isinstance(reward, Awaitable) else reward), None
+    except BaseException as error:  # noqa: BLE001
+        if limit.expired():
+            return failed(timed_out(seconds), name_of(task, prompt))
+        return _raised(error, task, prompt, memory_mib)
+
+
+def failed(reason: str, task: str = "") -> tuple[Reward, str]:
+    """The reward and the error of a response that could not be scored by a task, or not at all."""
+    origin = f"reward of {task}" if task else "reward"
+    return Reward(0.0, {}), storable(f"{origin}: {reason}"[:_ERROR_CHARACTERS])
+
+
+def timed_out(seconds: float) -> str:
+    """Why a response has no reward after its time limit."""
+    return f"timed out after {seconds:g} s"
 
 
 def storable(text: str) -> str:
@@ -76,8 +99,26 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _checked(reward: Reward) -> Reward:
-    """The reward as finite floats. Raises ValueError."""
+async def _awaited(reward: Awaitable[Reward]) -> Reward:
+    return await reward
+
+
+def _raised(error: BaseException, task: Task, prompt: Prompt, memory_mib: int | None) -> tuple[Reward, str]:
+    name = name_of(task, prompt)
+    if isinstance(error, MemoryError):
+        return failed(f"out of memory (limit {memory_mib} MiB)" if memory_mib else "out of memory", name)
+    trace = "".join(traceback.format_exception(error))
+    log.error("reward failed", task=name, prompt=prompt.key, trace=storable(trace))
+    return failed(f"{type(error).__name__}: {error}", name)
+
+
+def _checked(reward: Any) -> Reward:
+    """The reward as finite floats. Raises TypeError, ValueError."""
+    if not isinstance(reward, Reward):
+        raise TypeError(f"score returned {type(reward).__name__}, not a Reward")
+    numbers = {"total": reward.total, **reward.parts}
+    if texts := [name for name, value in numbers.items() if isinstance(value, str) or not hasattr(value, "__float__")]:
+        raise TypeError(f"{texts[0]} of a reward is a {type(numbers[texts[0]]).__name__}, not a number")
     parts = {storable(str(name)): float(value) for name, value in reward.parts.items()}
     if len(parts) > _MAX_PARTS or any(len(name) > _MAX_NAME for name in parts):
         raise ValueError(f"a reward has at most {_MAX_PARTS} parts, with names of at most {_MAX_NAME} characters")

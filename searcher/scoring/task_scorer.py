@@ -2,14 +2,19 @@
 
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError, WorkerLost
-from tba.searcher.scoring.scoring import Item, Scored, failed, score
+from tba.common.log import get_logger
+from tba.searcher.scoring.scoring import Item, Scored, failed, score, timed_out
 from tba.searcher.scoring.worker_pool import PoolSettings, Result, WorkerPool
-from tba.searcher.tasks.task import Reward, Task
+from tba.searcher.tasks.task import Reward, Task, least_reward, name_of, scores_concurrently
+
+log = get_logger(__name__)
 
 # Large enough that a message costs little per item, small enough that all workers get some.
 _BATCH = 32
 # Failed starts in a row, with pauses of 1, 2, 4 and 8 s between them.
 _MAX_STARTS = 5
+# A worker ends a coroutine itself after task.reward_seconds, and is replaced if it has not done so this much later.
+_GRACE_SECONDS = 5.0
 
 
 class TaskScorer(WorkerPool):
@@ -19,16 +24,19 @@ class TaskScorer(WorkerPool):
         self._task = task
         self._config = config
         self._scored: list[Scored] = []
+        self._least = least_reward(task)
+        self._told_of_least = False
+        concurrent = scores_concurrently(task)
         super().__init__(
             PoolSettings(
                 name="reward worker",
                 section="task",
                 module="tba.searcher.scoring.task_worker",
-                settings={"task": config.model_dump(mode="json"), "memory_mib": config.reward_memory_mib},
+                settings=config.model_dump(mode="json"),
                 workers=config.reward_workers,
-                batch=_BATCH,
+                batch=max(_BATCH, config.reward_concurrency) if concurrent else _BATCH,
                 load_seconds=config.load_seconds,
-                work_seconds=config.reward_seconds,
+                work_seconds=config.reward_seconds + (_GRACE_SECONDS if concurrent else 0.0),
             )
         )
 
@@ -46,7 +54,8 @@ class TaskScorer(WorkerPool):
         Raises TaskError if the task does not load in a worker, WorkerLost if no worker lives until it has loaded it.
         """
         scored, self._scored = self._scored, []
-        scored += [_scored(result) for result in self.poll()]
+        scored += [self._scored_by(result) for result in self.poll()]
+        self._check_least(scored)
         if self.refusal:
             raise TaskError(self.refusal)
         if self.failed_starts >= _MAX_STARTS:
@@ -57,8 +66,24 @@ class TaskScorer(WorkerPool):
         return scored
 
 
-def _scored(result: Result) -> Scored:
-    if result.error is not None:
-        return Scored(result.item.ticket, result.item.text, *failed(result.error))
-    total, parts, error = result.value
-    return Scored(result.item.ticket, result.item.text, Reward(total, parts), error)
+    def _scored_by(self, result: Result) -> Scored:
+        item = result.item
+        name = name_of(self._task, item.prompt)
+        if result.error is not None:
+            log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
+            return Scored(item.ticket, item.text, *failed(result.error, name))
+        total, parts, error = result.value
+        self.timeouts += error == failed(timed_out(self._config.reward_seconds), name)[1]
+        return Scored(item.ticket, item.text, Reward(total, parts), error)
+
+    def _check_least(self, scored: list[Scored]) -> None:
+        """Log once that a reward is lower than the task says."""
+        low = [one for one in scored if one.error is None and one.reward.total < self._least]
+        if low and not self._told_of_least:
+            self._told_of_least = True
+            log.warning(
+                "a reward is below the task's least_reward, which objective.reward_floor may refer to: correct it",
+                task=self._task.name,
+                reward=low[0].reward.total,
+                least_reward=self._least,
+            )

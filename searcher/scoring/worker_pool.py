@@ -10,8 +10,8 @@ owner to decide, from `refusal`, `failed_starts` and `trouble`.
 
 Messages of a worker: `["ready"]` once it has loaded, or a sentence why not: `["refused", sentence]` if it never will,
 `["failed", sentence]` if another start may succeed. Then `["begin", tickets]` before it works on these items, and
-`["results", [[ticket, value, error], ...]]`. A worker that does not send `begin` works on the first item without a
-result. So the items that a worker died of are known.
+`["results", [[ticket, value, error], ...]]`. Each `begin` replaces the one before it, and results end it. A worker that
+does not send `begin` works on the first item without a result. So the items that a worker died of are known.
 """
 
 import socket
@@ -24,7 +24,7 @@ from typing import Any
 from tba.common.log import get_logger
 from tba.common.system.backoff import backoff
 from tba.common.system.orphan_guard import SessionGuard
-from tba.searcher.scoring.scoring import Item
+from tba.searcher.scoring.scoring import Item, timed_out
 from tba.searcher.scoring.worker_process import WorkerProcess
 
 log = get_logger(__name__)
@@ -161,7 +161,7 @@ class WorkerPool:
         silent = worker.process.silent_seconds
         if worker.items and silent > self.settings.work_seconds:
             self.timeouts += 1
-            return f"timed out after {self.settings.work_seconds:g} s"
+            return timed_out(self.settings.work_seconds)
         if not worker.ready and silent > self.settings.load_seconds:
             limit = f"{self.settings.section}.load_seconds = {self.settings.load_seconds:g}"
             return f"the worker was not ready within {limit}"

@@ -1,44 +1,88 @@
 """Tasks: prompts with stable keys, and a scorer for their responses."""
 
-import importlib
+import inspect
 from collections.abc import Callable
 
 from tba.common.config import TaskSection
-from tba.common.errors import TaskError
+from tba.common.config.task import MIXTURE, TaskSource
+from tba.common.errors import TaskError, TbaError
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
-from tba.searcher.tasks.task import LimitedTask, Task
+from tba.searcher.tasks.mathematics import MathTask
+from tba.searcher.tasks.mixture import make_mixture
+from tba.searcher.tasks.own import find_own
+from tba.searcher.tasks.reasoning import ReasoningGymTask
+from tba.searcher.tasks.task import LimitedTask, Task, least_reward
 
-# The names are those of `tba.common.config.task.TASKS`.
-_SHIPPED: dict[str, Callable[[TaskSection], Task]] = {
-    "arithmetic": lambda _: ArithmeticTask(),
-    "gsm8k": lambda config: Gsm8kTask(config.train, config.test),
+# The names are those of `tba.common.config.task.TASKS`, without the mixture.
+_SHIPPED: dict[str, Callable[..., Task]] = {
+    "arithmetic": ArithmeticTask,
+    "gsm8k": Gsm8kTask,
+    "math": MathTask,
+    "reasoning_gym": ReasoningGymTask,
 }
 
 
 def load_task(config: TaskSection) -> Task:
     """Load the task that the configuration names. Raises TaskError if it cannot be loaded or its data is malformed."""
-    task = _task(config)
-    if config.limit or config.held_out_limit:
-        return LimitedTask(task, config.limit, config.held_out_limit)
+    if config.name != MIXTURE:
+        return _load(config)
+    parts = [(part.label or None, _load(part), part.weight) for part in config.mixture]
+    return _limited(make_mixture(parts), config)
+
+
+def declared_floor(config: TaskSection) -> float:
+    """Return the least reward of the configured task, without loading the data of a built-in one."""
+    return min(_declared(source) for source in config.sources)
+
+
+def _declared(source: TaskSource) -> float:
+    shipped = _SHIPPED.get(source.name)
+    # A class states it as an attribute. A factory has to be called.
+    return least_reward(shipped if inspect.isclass(shipped) else _load(source))  # type: ignore[arg-type]
+
+
+def _load(source: TaskSource) -> Task:
+    return _limited(_task(source), source)
+
+
+def _limited(task: Task, source: TaskSource) -> Task:
+    if source.limit or source.held_out_limit:
+        return LimitedTask(task, source.limit, source.held_out_limit)
     return task
 
 
-def _task(config: TaskSection) -> Task:
-    if (shipped := _SHIPPED.get(config.name)) is not None:
-        return shipped(config)
-    module, _, factory = config.name.partition(":")
+def _task(source: TaskSource) -> Task:
+    shipped = _SHIPPED.get(source.name)
+    arguments = dict(source.options)
+    if source.reads_files:
+        arguments |= {"train": source.train, "test": source.test}
     try:
-        task: Task = getattr(importlib.import_module(module), factory)()
+        factory = shipped or find_own(source.name)
+        _check_options(source, factory)
+        task = factory(**arguments)
     # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
-    except MemoryError:
+    except (MemoryError, TbaError):
         raise
     # User code may raise anything.
     except Exception as error:
         raise TaskError(
-            f"task.name {config.name} cannot be loaded: {type(error).__name__}: {error}; the module must be on "
-            "PYTHONPATH and the factory take no arguments"
+            f"task.name {source.name} cannot be loaded: {type(error).__name__}: {error}; a module must be on "
+            "PYTHONPATH, and task.options are the keyword arguments of the factory"
         ) from error
     if missing := [name for name in ("name", "prompts", "held_out", "score") if not hasattr(task, name)]:
-        raise TaskError(f"task.name {config.name}: the object that the factory returned has no {', '.join(missing)}")
+        raise TaskError(f"task.name {source.name}: the object that the factory returned has no {', '.join(missing)}")
     return task
+
+
+def _check_options(source: TaskSource, factory: Callable[..., Task]) -> None:
+    """Raise TaskError for an option that the task does not have, with the names of those that it has."""
+    if not source.options:
+        return
+    parameters = inspect.signature(factory).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.name not in ("train", "test")]
+    if unknown := [name for name in source.options if name not in known]:
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise TaskError(f"task {source.name} has no option {', '.join(unknown)}: {has}")

@@ -7,17 +7,18 @@ data set on the Hugging Face hub.
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from tba.common import jsonl
-from tba.common.errors import MissingExtra, TaskError
+from tba.common.errors import TaskError
+from tba.searcher.tasks.rows import is_file, read_rows, without_repeated
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
-_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+")
-_HUB_CONFIG = "main"
+_NUMBER = re.compile(r"(?:(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
+# The minus sign of Unicode, and the ways of LaTeX to write a comma between digits without a space after it.
+_SPELLINGS = (("\N{MINUS SIGN}", "-"), ("{,}", ","), (",\\!", ","))
+_SUBSET = "main"
 
 
 class Gsm8kTask:
@@ -27,7 +28,7 @@ class Gsm8kTask:
 
     def __init__(self, train: str, test: str = "") -> None:
         self._prompts = _load(train, "train")
-        self._held_out = _load(test or train, "test") if test or not _is_file(train) else []
+        self._held_out = _load(test or train, "test") if test or not is_file(train) else []
 
     def prompts(self) -> Sequence[Prompt]:
         return self._prompts
@@ -43,44 +44,19 @@ class Gsm8kTask:
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number in a text, or None if it has none. Thousands separators are allowed."""
+    """Return the last number in a text, or None if it has none. Thousands separators and exponents are allowed."""
+    for spelling, plain in _SPELLINGS:
+        text = text.replace(spelling, plain)
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _is_file(source: str) -> bool:
-    return source.endswith((".jsonl", ".json")) or Path(source).exists()
-
-
 def _load(source: str, split: str) -> list[Prompt]:
-    rows = _read_jsonl(Path(source)) if _is_file(source) else _read_hub(source, split)
-    prompts = [_prompt(row, source, number) for number, row in enumerate(rows, 1)]
+    rows = enumerate(read_rows("gsm8k", source, split, _SUBSET), 1)
+    prompts = without_repeated(_prompt(row, source, number) for number, row in rows)
     if not prompts:
         raise TaskError(f"task gsm8k: {source} has no rows")
-    # A question that appears twice is one prompt: the first one of its key.
-    return list({prompt.key: prompt for prompt in reversed(prompts)}.values())[::-1]
-
-
-def _read_jsonl(path: Path) -> Iterable[Any]:
-    try:
-        yield from (row for _, row in jsonl.read(path))
-    except OSError as error:
-        raise TaskError(f"task gsm8k: {path} cannot be read: {error.strerror}: set task.train and task.test") from error
-    except ValueError as error:
-        raise TaskError(f"task gsm8k: {error}") from error
-
-
-def _read_hub(name: str, split: str) -> Iterable[Any]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra("datasets", "hub") from None
-    try:
-        rows: Iterable[Any] = datasets.load_dataset(name, _HUB_CONFIG, split=split)
-    # The library raises many types; each means that the data is not available.
-    except Exception as error:
-        raise TaskError(f"task gsm8k: data set {name!r} ({split}) cannot be loaded: {error}") from error
-    return rows
+    return prompts
 
 
 def _prompt(row: Any, source: str, number: int) -> Prompt:

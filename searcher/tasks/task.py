@@ -1,15 +1,16 @@
 """The task protocol: prompts with stable keys, and a scorer for their responses."""
 
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tba.common.errors import TaskError
 from tba.common.rendering import Message, PromptRenderer
 
-# The reward part that `tba eval` averages: 1 for a right answer, 0 for a wrong one.
+# The reward part that most tasks have: 1 for a right answer, 0 for a wrong one.
 CORRECT = "correct"
 # More than the special tokens that a tokenizer adds to a text.
 _ADDED = 16
@@ -44,14 +45,23 @@ def _message(key: str, message: Any) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A score. `total` is the reward of training; `parts` are named numbers for reports, one of them `correct`."""
+    """A score. `total` is the reward of training; `parts` are named numbers for reports, usually one `correct`."""
 
     total: float
     parts: dict[str, float]
 
 
 class Task(Protocol):
-    """Prompts to train on, prompts to evaluate on, and a scorer for both."""
+    """Prompts to train on, prompts to evaluate on, and a scorer for both.
+
+    A task may also have these attributes and this method:
+
+    - `least_reward: float`, the lowest reward that it gives (0 without it), which `objective.reward_floor = "task"`
+      refers to;
+    - `metrics: Sequence[str]`, the reward parts that `tba eval` averages (`("correct",)` without it);
+    - `check() -> None`, which raises TaskError for prompts that cannot be scored. It is called once before a searcher
+      starts, not in reward workers.
+    """
 
     name: str
 
@@ -61,8 +71,11 @@ class Task(Protocol):
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of evaluation, which are never trained on."""
 
-    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
-        """Score a decoded response without special tokens. `finished` is False if it was cut off by its length."""
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
+        """Score a decoded response without special tokens. `finished` is False if it was cut off by its length.
+
+        With `async def`, a worker scores several responses at a time.
+        """
 
 
 class LimitedTask:
@@ -75,11 +88,39 @@ class LimitedTask:
         self._limit = limit or None
         self._held_out_limit = held_out_limit or None
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
     def prompts(self) -> Sequence[Prompt]:
         return self._task.prompts()[: self._limit]
 
     def held_out(self) -> Sequence[Prompt]:
         return self._task.held_out()[: self._held_out_limit]
+
+
+def least_reward(task: Task) -> float:
+    """Return the lowest reward that a task gives. Raises TaskError if it states something else than a number."""
+    least = getattr(task, "least_reward", 0.0)
+    try:
+        return float(least)
+    except (TypeError, ValueError):
+        raise TaskError(f"task {task.name}: least_reward is {least!r}: state a number") from None
+
+
+def metrics(task: Task) -> tuple[str, ...]:
+    """Return the reward parts that `tba eval` averages."""
+    return tuple(getattr(task, "metrics", (CORRECT,)))
+
+
+def name_of(task: Task, prompt: Prompt) -> str:
+    """Return the name of the task that a prompt belongs to: of a mixture, the label of one of its tasks."""
+    label_of = getattr(task, "label_of", None)
+    return str(label_of(prompt)) if label_of else task.name
+
+
+def scores_concurrently(task: Task) -> bool:
+    """Return whether `score` is a coroutine function."""
+    return inspect.iscoroutinefunction(task.score)
 
 
 def fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:
@@ -93,7 +134,7 @@ def fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:
 
 
 def check_prompts(task: Task) -> None:
-    """Raise TaskError if there are no training prompts, or two of them have the same key."""
+    """Raise TaskError if there are no training prompts, two of them have the same key, or one cannot be scored."""
     first: dict[str, int] = {}
     for number, prompt in enumerate(task.prompts(), 1):
         if (earlier := first.setdefault(prompt.key, number)) != number:
@@ -103,6 +144,8 @@ def check_prompts(task: Task) -> None:
             )
     if not first:
         raise TaskError(f"task {task.name} has no prompts")
+    if (check := getattr(task, "check", None)) is not None:
+        check()
 
 
 def check_rendering(task: Task, prompts: Sequence[Prompt], renderer: PromptRenderer, context: int | None) -> None:

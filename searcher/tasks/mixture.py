@@ -1,0 +1,122 @@
+"""A mixture: several tasks in one run, each with its own prompts, scorer and reward parts.
+
+The key of a prompt is `LABEL:KEY`, and `LABEL~2:KEY` for its second copy: the label says which task scores it.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from inspect import isawaitable
+
+from tba.common.errors import TaskError
+from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, least_reward, metrics, scores_concurrently
+
+# The part with the whole reward of one task, next to its other parts: `LABEL.reward`.
+_REWARD = "reward"
+
+
+def make_mixture(parts: Sequence[tuple[str | None, Task, float | None]]) -> "MixtureTask":
+    """Return the mixture of (label or None for the task's name, task, weight or None).
+
+    It scores concurrently if any of its tasks does. Raises TaskError if two labels are equal.
+    """
+    labels = [label or task.name for label, task, _ in parts]
+    if repeated := [label for label, count in Counter(labels).items() if count > 1]:
+        raise TaskError(f"task.mixture has two tasks with the label {repeated[0]}: give one of them another `label`")
+    tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))
+    kind = ConcurrentMixtureTask if any(map(scores_concurrently, tasks.values())) else MixtureTask
+    weights = [weight for *_, weight in parts if weight is not None]
+    return kind(tasks, dict(zip(labels, weights, strict=True)) if weights else None)
+
+
+class MixtureTask:
+    """Tasks by label. With weights, an epoch contains their prompts in these proportions.
+
+    No prompt is left out for that: prompts of a task that is too small for its weight occur several times in an epoch,
+    as copies with keys of their own. Each reward has the parts of its task as `LABEL.PART`, its whole reward as
+    `LABEL.reward`, and the part `correct`, if the task has it, under that name too, as an average over all tasks.
+    """
+
+    name = "mixture"
+
+    def __init__(self, tasks: dict[str, Task], weights: dict[str, float] | None) -> None:
+        self.tasks = tasks
+        self.least_reward = min(map(least_reward, tasks.values()))
+        own = [f"{label}.{part}" for label, task in tasks.items() for part in metrics(task)]
+        common = [CORRECT] if all(CORRECT in metrics(task) for task in tasks.values()) else []
+        self.metrics = (*common, *own)
+        self._weights = weights
+
+    def prompts(self) -> Sequence[Prompt]:
+        prompts = {label: task.prompts() for label, task in self.tasks.items()}
+        return _interleaved([_labelled(label, prompts[label], count) for label, count in self._counts(prompts).items()])
+
+    def held_out(self) -> Sequence[Prompt]:
+        found = {label: task.held_out() for label, task in self.tasks.items()}
+        return _interleaved([_labelled(label, prompts, len(prompts)) for label, prompts in found.items()])
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
+        """Score with the task that the prompt's key names."""
+        label, reward = self._begin(prompt, response, finished)
+        assert isinstance(reward, Reward), f"task {label}: score returned {type(reward).__name__} and no Reward"
+        return _with_label(label, reward)
+
+    def label_of(self, prompt: Prompt) -> str:
+        """Return the label of the task that a prompt belongs to."""
+        return prompt.key.partition(":")[0].partition("~")[0]
+
+    def check(self) -> None:
+        """Raise TaskError if prompts of a task cannot be scored."""
+        for task in self.tasks.values():
+            if (check := getattr(task, "check", None)) is not None:
+                check()
+
+    def _begin(self, prompt: Prompt, response: str, finished: bool) -> tuple[str, Reward | Awaitable[Reward]]:
+        label = self.label_of(prompt)
+        own = replace(prompt, key=prompt.key.partition(":")[2])
+        return label, self.tasks[label].score(own, response, finished)
+
+    def _counts(self, prompts: dict[str, Sequence[Prompt]]) -> dict[str, int]:
+        """Return how many prompts of each task an epoch has: at least all of them, in proportion to the weights."""
+        if self._weights is None:
+            return {label: len(found) for label, found in prompts.items()}
+        if empty := [label for label, found in prompts.items() if not found]:
+            raise TaskError(f"task.mixture: task {empty[0]} has no prompts, so it cannot have a weight: remove it")
+        scale = max(len(found) / self._weights[label] for label, found in prompts.items())
+        return {label: max(len(found), round(scale * self._weights[label])) for label, found in prompts.items()}
+
+
+class ConcurrentMixtureTask(MixtureTask):
+    """A mixture with at least one task whose `score` is a coroutine."""
+
+    async def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
+        """Score with the task that the prompt's key names."""
+        label, reward = self._begin(prompt, response, finished)
+        return _with_label(label, await reward if isawaitable(reward) else reward)
+
+
+def _labelled(label: str, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return `count` prompts with the label before their keys; those after the last one are copies."""
+    copies = -(-count // len(prompts)) if prompts else 0
+    found = [
+        replace(prompt, key=f"{label}{f'~{copy}' if copy > 1 else ''}:{prompt.key}")
+        for copy in range(1, copies + 1)
+        for prompt in prompts
+    ]
+    return found[:count]
+
+
+def _interleaved(lists: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """Merge lists evenly, so that the first N of the result have the proportions of all."""
+    placed = [
+        ((position + 0.5) / len(prompts), n, prompt)
+        for n, prompts in enumerate(lists)
+        for position, prompt in enumerate(prompts)
+    ]
+    return [prompt for *_, prompt in sorted(placed, key=lambda one: one[:2])]
+
+
+def _with_label(label: str, reward: Reward) -> Reward:
+    parts = {f"{label}.{name}": value for name, value in reward.parts.items()}
+    common = {CORRECT: reward.parts[CORRECT]} if CORRECT in reward.parts else {}
+    return Reward(reward.total, {**common, f"{label}.{_REWARD}": reward.total, **parts})

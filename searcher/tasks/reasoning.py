@@ -1,0 +1,167 @@
+"""Procedural problems of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), with its scorers.
+
+The problems are made once per process that needs them, in a child process (`reasoning_items.py`), and each prompt
+carries its problem, so that a reward worker scores what the searcher generated.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from tba.common.errors import MissingExtra, TaskError
+from tba.common.log import get_logger
+from tba.searcher.tasks.reasoning_items import Items, decode_entry
+from tba.searcher.tasks.task import CORRECT, Prompt, Reward
+
+log = get_logger(__name__)
+
+_TEMPLATE = "{question}\n"
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_GENERATION_SECONDS = 600
+# Keys of a generator's table that are not settings of the generator.
+_WEIGHT = "weight"
+
+
+class ReasoningGymTask:
+    """Problems of one generator or several. Raises TaskError if reasoning-gym refuses them, MissingExtra.
+
+    `generators` is a name, a list of names, or a table of generators with their settings, in which `weight` (1 without
+    it) is a generator's share of the problems. `size` and `held_out_size` are numbers of problems; `seed` chooses them,
+    and the held-out ones come from another seed and have other questions. `prompt` is the text of a prompt, with the
+    question in place of `{question}`.
+    """
+
+    name = "reasoning_gym"
+
+    def __init__(
+        self,
+        generators: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+        size: int = 1000,
+        held_out_size: int = 100,
+        seed: int = 0,
+        prompt: str = _TEMPLATE,
+    ) -> None:
+        self._library = _reasoning_gym()
+        if "{question}" not in prompt:
+            raise TaskError(f"task reasoning_gym: prompt = {prompt!r} has no {{question}}: write where it stands")
+        self._settings = _settings(generators)
+        self._sizes, self._seed, self._template = (size, held_out_size), seed, prompt
+        self._scorers: dict[str, Callable[..., float]] = {}
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._made[0]
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._made[1]
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
+        """Return the score of the generator's own scorer, 0 to 1; 0 for a response that was cut off.
+
+        `correct` is 1 for a full score: some scorers give a little for a wrong answer of the right form. `score_error`
+        is 1 if the scorer failed on this answer, as some do on what is no number; the score is then 0.
+        """
+        problem = json.loads(prompt.answer)
+        score, failed = 0.0, False
+        if finished:
+            try:
+                score = float(self._scorer(problem["generator"])(_answer(response), decode_entry(problem["entry"])))
+                failed = not math.isfinite(score)
+            except MemoryError:
+                raise
+            # The scorers are programs for well-formed answers, and raise many types for others.
+            except Exception as error:
+                log.info("scorer failed", generator=problem["generator"], prompt=prompt.key, error=repr(error)[:200])
+                failed = True
+        score = 0.0 if failed else score
+        return Reward(score, {CORRECT: float(score >= 1), "score": score, "score_error": float(failed)})
+
+    @cached_property
+    def _made(self) -> tuple[list[Prompt], list[Prompt]]:
+        """The training and the held-out prompts."""
+        training, held_out = _make(Items(self._settings, self._sizes[0], self._sizes[1], self._seed))
+        return self._as_prompts(training), self._as_prompts(held_out)
+
+    def _as_prompts(self, problems: Sequence[dict[str, Any]]) -> list[Prompt]:
+        return [
+            Prompt(
+                problem["key"],
+                self._template.replace("{question}", problem["question"]),
+                json.dumps({name: problem[name] for name in ("generator", "entry")}),
+            )
+            for problem in problems
+        ]
+
+    def _scorer(self, generator: str) -> Callable[..., float]:
+        """Return the scorer of a generator with its settings, on which some depend."""
+        if generator not in self._scorers:
+            _, settings = self._settings[generator]
+            dataset = self._library.create_dataset(generator, size=1, seed=self._seed, **settings)
+            self._scorers[generator] = dataset.score_answer
+        return self._scorers[generator]
+
+
+def _answer(response: str) -> str:
+    """Return the text in the last pair of `<answer>` tags, or the whole response without one."""
+    before, closed, _ = response.rpartition(_CLOSE)
+    return (before.rpartition(_OPEN)[2] if closed else response).strip()
+
+
+def _settings(
+    generators: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+) -> dict[str, tuple[float, dict[str, Any]]]:
+    """Return (weight, settings) by name of generator."""
+    if isinstance(generators, str):
+        generators = [generators]
+    if not isinstance(generators, Mapping):
+        generators = {name: {} for name in generators}
+    found = {}
+    for name, table in generators.items():
+        settings = dict(table)
+        weight = settings.pop(_WEIGHT, 1.0)
+        if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise TaskError(f"task reasoning_gym: generators.{name}.weight = {weight!r}: set a positive number")
+        found[name] = (float(weight), settings)
+    if not found:
+        raise TaskError("task reasoning_gym: generators is empty: name at least one")
+    return found
+
+
+def _make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Make the training and the held-out problems in a child process. Raises TaskError.
+
+    Some generators iterate over sets, whose order depends on the hash seed of the process, so it is set to 0.
+    """
+    command = [sys.executable, "-m", "tba.searcher.tasks.reasoning_items"]
+    try:
+        made = subprocess.run(  # noqa: S603
+            command, input=items.to_json(), capture_output=True, text=True, timeout=_GENERATION_SECONDS,
+            env=_environment(), check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TaskError(
+            f"task reasoning_gym: {items.size + items.held_out_size} problems take longer than {_GENERATION_SECONDS} s "
+            "to make: lower task.options.size"
+        ) from None
+    if made.returncode:
+        last = made.stderr.strip().rpartition("\n")[2] or f"exit code {made.returncode}"
+        raise TaskError(f"task reasoning_gym: the problems cannot be made: {last}")
+    training, held_out = json.loads(made.stdout)
+    return training, held_out
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONHASHSEED": "0"}
+
+
+def _reasoning_gym() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise MissingExtra("reasoning_gym", "reasoning") from None
+    return reasoning_gym

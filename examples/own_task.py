@@ -1,4 +1,4 @@
-"""A custom task: `task.name = "own_task:ReverseTask"`, with this directory on PYTHONPATH."""
+"""A custom task: `task.name = "examples/own_task.py"`."""
 
 from collections.abc import Sequence
 

@@ -116,7 +116,7 @@ def _checked(reward: Any) -> Reward:
     """The reward as finite floats. Raises TypeError, ValueError."""
     if not isinstance(reward, Reward):
         raise TypeError(f"score returned {type(reward).__name__}, not a Reward")
-    numbers = {"total": reward.total, **reward.parts}
+    numbers: dict[str, Any] = {"total": reward.total, **reward.parts}
     if texts := [name for name, value in numbers.items() if isinstance(value, str) or not hasattr(value, "__float__")]:
         raise TypeError(f"{texts[0]} of a reward is a {type(numbers[texts[0]]).__name__}, not a number")
     parts = {storable(str(name)): float(value) for name, value in reward.parts.items()}

@@ -65,7 +65,6 @@ class TaskScorer(WorkerPool):
             )
         return scored
 
-
     def _scored_by(self, result: Result) -> Scored:
         item = result.item
         name = name_of(self._task, item.prompt)

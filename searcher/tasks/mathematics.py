@@ -5,6 +5,7 @@ finds. It is right if it is the gold answer after normalisation, or if math-veri
 """
 
 import hashlib
+import re
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ _LIMIT_SECONDS = 3
 # A longer answer is compared as text only, and of a response without a box only the end is searched.
 _MAX_CHARACTERS = 1_000
 _MAX_PARSED_GOLD = 20_000
+# math-verify reads only the sign of ASCII.
+_MINUS = re.compile("[\N{MINUS SIGN}\N{EN DASH}]")
 
 
 class MathTask:
@@ -71,11 +74,15 @@ class MathTask:
 
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""
+        math_verify = _math_verify()
         for prompt in (*self._prompts, *self._held_out):
             try:
                 readable = _is_text(prompt.answer) or bool(_parsed_gold(prompt.answer))
-            # math-verify and SymPy raise many types for what they cannot read.
-            except Exception as error:
+            except (MemoryError, _OutsideMainThread):
+                raise
+            # math-verify and SymPy raise many types for what they cannot read. The former's time limit raises a
+            # BaseException.
+            except (Exception, math_verify.errors.TimeoutException) as error:  # noqa: BLE001
                 log.warning("gold answer not read", task=self.name, prompt=prompt.key, error=repr(error))
                 readable = False
             if not readable:
@@ -90,6 +97,7 @@ class MathTask:
         The part `verify_error` is 1 if math-verify failed or took too long: its answer is then unknown, and the reward
         0. Raises RuntimeError outside the main thread, where its time limits do not work.
         """
+        math_verify = _math_verify()
         boxed = last_boxed(response)
         correct = failed = False
         if finished:
@@ -97,8 +105,7 @@ class MathTask:
                 correct = _same(prompt.answer, response, boxed)
             except (MemoryError, _OutsideMainThread):
                 raise
-            # math-verify and SymPy raise many types, their own time limit among them.
-            except Exception as error:
+            except (Exception, math_verify.errors.TimeoutException) as error:  # noqa: BLE001
                 log.warning("answer not verified", task=self.name, prompt=prompt.key, error=repr(error)[:200])
                 failed = True
         parts = {CORRECT: float(correct), "has_boxed": float(boxed is not None), "verify_error": float(failed)}
@@ -126,7 +133,7 @@ def _same(gold: str, response: str, boxed: str | None) -> bool:
     """Whether the answer of a response is the gold answer. Raises whatever math-verify raises."""
     if boxed is not None and normalised(boxed) == normalised(gold):
         return True
-    if boxed is not None and len(boxed) > _MAX_CHARACTERS:
+    if _is_text(gold) or (boxed is not None and len(boxed) > _MAX_CHARACTERS):
         return False
     found = _parse(response[-_MAX_CHARACTERS:] if boxed is None else _in_box(boxed))
     verified: bool = _math_verify().verify(
@@ -136,12 +143,12 @@ def _same(gold: str, response: str, boxed: str | None) -> bool:
 
 
 @lru_cache(_MAX_PARSED_GOLD)
-def _parsed_gold(gold: str) -> tuple[Any, ...]:
-    return tuple(_parse(_in_box(gold)))
+def _parsed_gold(gold: str) -> list[Any]:
+    return _parse(_in_box(gold))
 
 
 def _in_box(answer: str) -> str:
-    return f"\\boxed{{{normalised(answer)}}}"
+    return f"\\boxed{{{_MINUS.sub('-', answer)}}}"
 
 
 def _parse(text: str) -> list[Any]:
@@ -152,13 +159,14 @@ def _parse(text: str) -> list[Any]:
 
 
 def _is_text(gold: str) -> bool:
-    """Whether an answer is a word, such as the name of a person or of a choice, which is compared as text."""
-    return normalised(gold).isalpha()
+    """Whether an answer is words, such as a name. math-verify would read them as products of letters, in any order."""
+    return "\\text" in gold and normalised(gold).isalpha()
 
 
 def _math_verify() -> Any:
     try:
         import math_verify
+        import math_verify.errors
     except ImportError:
         raise MissingExtra("math_verify", "math") from None
     return math_verify

@@ -3,6 +3,7 @@
 The key of a prompt is `LABEL:KEY`, and `LABEL~2:KEY` for its second copy: the label says which task scores it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
@@ -13,14 +14,18 @@ from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, least_reward,
 
 # The part with the whole reward of one task, next to its other parts: `LABEL.reward`.
 _REWARD = "reward"
+# Without the characters that separate it from the key of a prompt and from the name of a part.
+_LABEL = re.compile(r"[A-Za-z_][\w-]*")
 
 
 def make_mixture(parts: Sequence[tuple[str | None, Task, float | None]]) -> "MixtureTask":
     """Return the mixture of (label or None for the task's name, task, weight or None).
 
-    It scores concurrently if any of its tasks does. Raises TaskError if two labels are equal.
+    It scores concurrently if any of its tasks does. Raises TaskError for labels that cannot be used.
     """
     labels = [label or task.name for label, task, _ in parts]
+    if odd := [label for label in labels if not _LABEL.fullmatch(label)]:
+        raise TaskError(f"task.mixture: {odd[0]!r} is no label: set `label` to letters, digits, _ and -")
     if repeated := [label for label, count in Counter(labels).items() if count > 1]:
         raise TaskError(f"task.mixture has two tasks with the label {repeated[0]}: give one of them another `label`")
     tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))

@@ -6,6 +6,7 @@ carries its problem, so that a reward worker scores what the searcher generated.
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,7 @@ class ReasoningGymTask:
             except MemoryError:
                 raise
             # The scorers are programs for well-formed answers, and raise many types for others.
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 log.info("scorer failed", generator=problem["generator"], prompt=prompt.key, error=repr(error)[:200])
                 failed = True
         score = 0.0 if failed else score
@@ -139,7 +140,7 @@ def _make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     try:
         made = subprocess.run(  # noqa: S603
             command, input=items.to_json(), capture_output=True, text=True, timeout=_GENERATION_SECONDS,
-            env=_environment(), check=False,
+            env={**os.environ, "PYTHONHASHSEED": "0"}, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TaskError(
@@ -151,12 +152,6 @@ def _make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         raise TaskError(f"task reasoning_gym: the problems cannot be made: {last}")
     training, held_out = json.loads(made.stdout)
     return training, held_out
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONHASHSEED": "0"}
 
 
 def _reasoning_gym() -> Any:

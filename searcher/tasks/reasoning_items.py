@@ -36,15 +36,17 @@ class Items:
         """(training, held-out) problems of each generator, in proportion to the weights, at least one of each."""
         total = sum(weight for weight, _ in self.generators.values())
         shares = {name: weight / total for name, (weight, _) in self.generators.items()}
-        return {
-            name: tuple(max(1, round(size * share)) if size else 0 for size in (self.size, self.held_out_size))
-            for name, share in shares.items()
-        }
+        return {name: (_part(self.size, share), _part(self.held_out_size, share)) for name, share in shares.items()}
+
+
+def _part(size: int, share: float) -> int:
+    return max(1, round(size * share)) if size else 0
 
 
 def make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the training and the held-out problems. No question occurs twice, in either or in both."""
-    training, held_out = [], []
+    training: list[dict[str, Any]] = []
+    held_out: list[dict[str, Any]] = []
     for name, (size, held_out_size) in items.counts.items():
         _, settings = items.generators[name]
         seen: set[str] = set()

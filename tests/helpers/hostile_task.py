@@ -1,5 +1,6 @@
 """A task whose reward misbehaves as the response names. Workers load it through `task.name`."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -72,6 +73,37 @@ class HostileTask:
 
     def _nothing(self):
         return None
+
+    def _text(self):
+        return Reward("1.0", {})
+
+
+class Judge(HostileTask):
+    """Scores in a coroutine, several responses at a time."""
+
+    least_reward = 0.5
+
+    def __init__(self):
+        self.under_way = self.most = 0
+
+    async def score(self, prompt, response, finished):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            # A reply that comes when as many others are awaited as the worker may have.
+            while response == "together" and self.most < 3:
+                await asyncio.sleep(0.01)
+            if response == "late":
+                await asyncio.sleep(3600)
+            return super().score(prompt, response, finished)
+        finally:
+            self.under_way -= 1
+
+    def _most(self):
+        return Reward(float(self.most), {})
+
+    def _below(self):
+        return Reward(0.25, {})
 
 
 class HostilePrompts(HostileTask):

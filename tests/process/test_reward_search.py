@@ -18,10 +18,10 @@ from tba.tests.process.conftest import arithmetic
 
 SAMPLES = 4
 ERRORS = {
-    "raises": "reward: ValueError: lone ? surrogate",
-    "hangs": "reward: timed out after 3 s",
-    "exits": "reward: the worker died with exit code 3",
-    "eats": "reward: out of memory (limit 256 MiB)",
+    "raises": "reward of hostile: ValueError: lone ? surrogate",
+    "hangs": "reward of hostile: timed out after 3 s",
+    "exits": "reward of hostile: the worker died with exit code 3",
+    "eats": "reward of hostile: out of memory (limit 256 MiB)",
 }
 FOLDER = Path(__file__).parents[1] / "helpers"
 EXAMPLES = FOLDER.parents[1] / "examples"

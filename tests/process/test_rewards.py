@@ -17,15 +17,16 @@ from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
 
 MISDEEDS = {
-    "raises": "reward: ValueError: lone ? surrogate",
-    "interrupts": "reward: KeyboardInterrupt: ",
-    "hangs": "reward: timed out after 5 s",
-    "exits": "reward: the worker died with exit code 3",
-    "segfaults": "reward: the worker was killed by SIGSEGV",
-    "eats": "reward: out of memory (limit 256 MiB)",
-    "huge": "reward: ValueError: a reward is at least -1e+09 and at most 1e+09, not 10000000000.0",
-    "infinite": "reward: ValueError: a reward must be finite, not inf with parts {}",
-    "nothing": "reward: AttributeError: 'NoneType' object has no attribute 'parts'",
+    "raises": "reward of hostile: ValueError: lone ? surrogate",
+    "interrupts": "reward of hostile: KeyboardInterrupt: ",
+    "hangs": "reward of hostile: timed out after 5 s",
+    "exits": "reward of hostile: the worker died with exit code 3",
+    "segfaults": "reward of hostile: the worker was killed by SIGSEGV",
+    "eats": "reward of hostile: out of memory (limit 256 MiB)",
+    "huge": "reward of hostile: ValueError: a reward is at least -1e+09 and at most 1e+09, not 10000000000.0",
+    "infinite": "reward of hostile: ValueError: a reward must be finite, not inf with parts {}",
+    "nothing": "reward of hostile: TypeError: score returned NoneType, not a Reward",
+    "text": "reward of hostile: TypeError: total of a reward is a str, not a number",
     "prints": None,
     "forks": None,
 }
@@ -110,6 +111,26 @@ def test_without_workers_the_searcher_scores_immediately(hostile):
     scorer.close()
 
 
+def test_a_coroutine_scores_several_responses_and_each_fails_alone(hostile, caplog):
+    scorer = make_scorer("Judge", reward_workers=1, reward_seconds=5.0, reward_concurrency=3)
+    texts = ["together", "together", "together", "late", "raises", "good", "text", "below"]
+    found = score_all(scorer, texts)
+    errors = {"late": MISDEEDS["hangs"], "raises": MISDEEDS["raises"], "text": MISDEEDS["text"]}
+    assert [scored.error for scored in found] == [errors.get(text) for text in texts]
+    assert scorer.timeouts == 1
+    # As many as allowed, and no more, were under way.
+    assert score_all(scorer, ["most"])[0].reward.total == 3.0
+    assert caplog.text.count("a reward is below the task's least_reward") == 1
+    scorer.close()
+
+
+def test_a_coroutine_that_blocks_its_worker_is_an_error_and_the_others_are_scored(hostile):
+    scorer = make_scorer("Judge", reward_workers=1, reward_seconds=1.0, reward_concurrency=1)
+    found = score_all(scorer, ["good", "hangs", "good"])
+    assert [scored.error for scored in found] == [None, "reward of hostile: timed out after 6 s", None]
+    scorer.close()
+
+
 class EchoEngine:
     """Answers a prompt with its own tokens, two prompts per step; those in capital letters are cut off."""
 
@@ -164,11 +185,11 @@ def evaluate(scorer, texts, go_on=lambda _: True) -> dict[str, float] | None:
 def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer):
     found = evaluate(scorer, ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")])
     assert found is not None
-    assert found["accuracy"] == pytest.approx(2 / 13)
+    assert found["accuracy"] == pytest.approx(2 / 14)
     # "forks" has a reward of 1 and no part `correct`.
-    assert found["reward"] == pytest.approx(3 / 13)
-    assert found["unfinished"] == pytest.approx(1 / 13)
-    assert found["failed"] == pytest.approx(11 / 13)
+    assert found["reward"] == pytest.approx(3 / 14)
+    assert found["unfinished"] == pytest.approx(1 / 14)
+    assert found["failed"] == pytest.approx(12 / 14)
 
 
 def test_a_task_that_only_rewards_has_no_accuracy(scorer):

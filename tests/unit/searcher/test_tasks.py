@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tba.common.config.task import TASKS
+from tba.common.config.task import MIXTURE, TASKS
 from tba.common.errors import TaskError
 from tba.searcher import tasks
 from tba.searcher.tasks.arithmetic import ArithmeticTask
@@ -35,6 +35,12 @@ def gsm8k(tmp_path):
         ("-.25", -0.25),
         ("wait...5", 5),
         ("the end.5", 5),
+        ("\N{MINUS SIGN}5", -5),
+        ("1e3", 1000),
+        ("3 eggs", 3),
+        (r"\boxed{1{,}234}", 1234),
+        (r"10,\!000", 10000),
+        ("9" * 10_000, float("inf")),
     ],
 )
 def test_the_last_number_of_a_text(text, number):
@@ -118,7 +124,7 @@ def test_the_fingerprint_depends_on_the_order():
 
 
 def test_the_configuration_names_every_shipped_task():
-    assert set(tasks._SHIPPED) == set(TASKS)
+    assert {*tasks._SHIPPED, MIXTURE} == set(TASKS)
 
 
 class OwnTask:

@@ -1,0 +1,178 @@
+"""The math task: which answers are right, and what happens when nobody can tell."""
+
+import json
+import threading
+
+import pytest
+
+from tba.common.errors import TaskError
+from tba.searcher.tasks.answers import last_boxed, normalised
+from tba.searcher.tasks.task import Prompt
+
+pytest.importorskip("math_verify", reason="the extra math is not installed")
+
+from tba.searcher.tasks import mathematics
+from tba.searcher.tasks.mathematics import MathTask
+
+# (gold answer, response, whether it is right)
+ODD = [
+    ("42", r"\boxed{42}", True),
+    ("42", r"\boxed{43}", False),
+    # The last box counts, and of nested boxes the outermost.
+    ("8", r"\boxed{7}, no: \boxed{8}", True),
+    ("7", r"\boxed{7}, no: \boxed{8}", False),
+    ("5", r"\boxed{\boxed{5}}", True),
+    ("5", r"\boxed{x = \boxed{5}}", True),
+    ("5", r"\fbox{5}", True),
+    ("5", r"\boxed{}", False),
+    ("42", r"\boxed{42 \text{ or } 43}", False),
+    # Units, percent and money.
+    ("5", r"\boxed{5\text{ cm}}", True),
+    ("5", r"\boxed{5\,\mathrm{cm}^2}", True),
+    (r"10\%", r"\boxed{10}", True),
+    ("10", r"\boxed{10\%}", True),
+    ("0.1", r"\boxed{10\%}", True),
+    (r"\$5", r"\boxed{5.00}", True),
+    (r"90^\circ", r"\boxed{90}", True),
+    # Fractions.
+    (r"\frac{1}{2}", r"\boxed{0.5}", True),
+    (r"\frac{1}{2}", r"\boxed{1/2}", True),
+    (r"\frac{1}{2}", r"\boxed{\frac12}", True),
+    (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}", True),
+    (r"\frac{1}{3}", r"\boxed{0.333333}", True),
+    (r"\frac{1}{3}", r"\boxed{0.33}", False),
+    (r"1\frac{1}{2}", r"\boxed{\frac{3}{2}}", True),
+    # Intervals, tuples and sets.
+    ("[1,2)", r"\boxed{\left[1, 2\right)}", True),
+    ("[1,2]", r"\boxed{(1,2)}", False),
+    (r"(2,\infty)", r"\boxed{x>2}", False),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
+    # Numbers.
+    ("1234", r"\boxed{1,234}", True),
+    ("1234", r"\boxed{1{,}234}", True),
+    (r"10,\!000", r"\boxed{10000}", True),
+    ("-5", "\\boxed{\N{MINUS SIGN}5}", True),
+    ("5", "\\boxed{\N{MINUS SIGN}5}", False),
+    ("0.5", r"\boxed{.5}", True),
+    ("1000", r"\boxed{1e3}", True),
+    ("1000", r"\boxed{10^3}", True),
+    ("9" * 50, rf"\boxed{{{'9' * 50}}}", True),
+    ("42", rf"\boxed{{{'9' * 10_000}}}", False),
+    ("42", "9" * 10_000, False),
+    # Words, which math-verify reads as products of letters.
+    (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
+    (r"\text{Evelyn}", r"\boxed{Evenly}", False),
+    (r"\text{(C)}", r"\boxed{C}", True),
+    # Expressions.
+    ("x^2-1", r"\boxed{(x-1)(x+1)}", True),
+    ("p-q", r"\boxed{q-p}", False),
+    ("6-5i", r"\boxed{-5i+6}", True),
+    # Without a box.
+    ("42", "The answer is 42.", True),
+    ("42", "I cannot help with that.", False),
+    ("42", "", False),
+]
+
+
+@pytest.fixture
+def make_task(tmp_path):
+    """Make a task of rows; keyword arguments are those of the task."""
+
+    def make(*rows, **options) -> MathTask:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        return MathTask(str(file), **options)
+
+    return make
+
+
+@pytest.fixture
+def task(make_task):
+    return make_task({"problem": "1 + 1?", "answer": "2"})
+
+
+def test_odd_answers_have_the_documented_verdict(task):
+    wrong = [
+        (gold, response[:60])
+        for gold, response, right in ODD
+        if task.score(Prompt("p", "", gold), response, True).total != right
+    ]
+    assert not wrong
+
+
+def test_an_answer_that_was_cut_off_is_wrong(task):
+    reward = task.score(task.prompts()[0], r"\boxed{2}", finished=False)
+    assert (reward.total, reward.parts) == (0.0, {"correct": 0.0, "has_boxed": 1.0, "verify_error": 0.0})
+
+
+def test_a_comparison_that_takes_too_long_is_a_part(task, monkeypatch):
+    monkeypatch.setattr(mathematics, "_LIMIT_SECONDS", 1)
+    reward = task.score(Prompt("p", "", r"10^{10^{8}}+1"), r"\boxed{\frac{10^{10^{8}}}{7^{10^{8}}}}", True)
+    assert (reward.total, reward.parts["verify_error"]) == (0.0, 1.0)
+
+
+def test_math_is_scored_in_the_main_thread_only(task):
+    raised = []
+
+    def score() -> None:
+        try:
+            task.score(task.prompts()[0], r"\boxed{3}", True)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join(60)
+    assert "main thread" in raised[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "gold"),
+    [
+        ({"question": "q", "answer": "2 + 2 = 4\n#### 4"}, {}, "4"),
+        ({"problem": "q", "solution": r"so it is $\boxed{\frac{1}{2}}$."}, {}, r"\frac{1}{2}"),
+        ({"q": "q", "a": "7"}, {"problem": "q", "answer": "a", "prompt": "{problem} ="}, "7"),
+    ],
+)
+def test_columns_are_found_or_named(make_task, row, options, gold):
+    (prompt,) = make_task(row, **options).prompts()
+    assert prompt.answer == gold
+    assert prompt.text.startswith("q ") or prompt.text.startswith("q\n")
+
+
+def test_a_row_without_the_columns_names_them(make_task):
+    with pytest.raises(TaskError, match=r"row 1 of .* has no text in problem or question or prompt"):
+        make_task({"text": "q"})
+
+
+def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
+    task = make_task({"problem": "q", "answer": ""})
+    with pytest.raises(TaskError, match=rf"gold answer '' of prompt {task.prompts()[0].key} cannot be read"):
+        task.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{a{b}c}", "a{b}c"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"\boxed{1 + \boxed{2} + \boxed{3}}", "1 + 2 + 3"),
+        ("none", None),
+    ],
+)
+def test_the_last_box_has_balanced_braces(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("$1{,}000.0$", "1e3"), (r"\text{a b}", "ab"), ("+.50", "0.5"), ("-0", "0"), (r"\left(1, 2\right)", "(1,2)")],
+)
+def test_notations_of_one_answer_are_equal(one, other):
+    assert normalised(one) == normalised(other)
+
+
+def test_a_long_number_stays_as_it_is():
+    assert normalised("9" * 10_000) == "9" * 10_000
+    assert normalised("1e999") == "1e999"

@@ -1,0 +1,181 @@
+"""Tasks of the user: where they come from, their options, and mixtures of tasks."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tba.common.config import Config, TaskSection
+from tba.common.errors import TaskError
+from tba.searcher.tasks import declared_floor, load_task
+from tba.searcher.tasks.task import Prompt, Reward, check_prompts, metrics, name_of, scores_concurrently
+
+FILE = '''
+from dataclasses import dataclass
+from neighbour import WORD
+from tba.searcher.tasks.task import Prompt, Reward
+
+class Spell:
+    """Spell a word."""
+
+    name = "spell"
+    least_reward = -1.0
+    metrics = ("letters",)
+
+    def __init__(self, times: int = 1, fails: bool = False):
+        self.times = times
+        if fails:
+            raise OSError("no dictionary")
+
+    def prompts(self):
+        return [Prompt(f"{WORD}{n}", WORD, WORD) for n in range(self.times)]
+
+    def held_out(self):
+        return [Prompt("h", "held", "held")]
+
+    def score(self, prompt, response, finished):
+        return Reward(float(response == prompt.answer) - 1, {"letters": 1.0})
+
+@dataclass
+class Other:
+    """No task."""
+    name: str
+'''
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """The file of a task, with a module next to it that it imports."""
+    (tmp_path / "neighbour.py").write_text('WORD = "stone"\n')
+    path = tmp_path / "spell.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize("name", ["{}", "{}:Spell"])
+def test_a_task_is_the_only_one_of_a_file_or_named(file, name):
+    task = load_task(TaskSection(name=name.format(file), options={"times": 2}))
+    assert [prompt.key for prompt in task.prompts()] == ["stone0", "stone1"]
+    assert metrics(task) == ("letters",)
+
+
+def test_a_limit_keeps_what_a_task_declares(file):
+    config = TaskSection(name=str(file), options={"times": 5}, limit=2)
+    task = load_task(config)
+    assert len(task.prompts()) == 2
+    assert metrics(task) == ("letters",)
+    assert declared_floor(config) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"size": 2}, r"has no option size: it has times, fails"),
+        ({"fails": True}, "cannot be loaded: OSError: no dictionary"),
+    ],
+)
+def test_the_error_names_an_option_that_does_not_exist_or_fails(file, options, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        load_task(TaskSection(name=str(file), options=options))
+
+
+def test_a_file_with_two_tasks_needs_a_name(file):
+    file.write_text(f"{FILE}\nclass Second(Spell):\n    pass\n")
+    with pytest.raises(TaskError, match=r"defines Spell, Second: name the one to use, such as .*spell.py:MyTask"):
+        load_task(TaskSection(name=str(file)))
+    assert load_task(TaskSection(name=f"{file}:Second")).name == "spell"
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(TaskError, match=r"nowhere.py: the file does not exist"):
+        load_task(TaskSection(name=str(tmp_path / "nowhere.py")))
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def mixture(file, *weights):
+    spell = {"name": str(file), "options": {"times": 2}, "label": "letters"}
+    sums = {"name": "arithmetic", "limit": 6, "held_out_limit": 3}
+    parts = [part | ({"weight": weight} if weight else {}) for part, weight in zip((spell, sums), weights, strict=True)]
+    return TaskSection.model_validate({"name": "mixture", "mixture": parts})
+
+
+def test_a_mixture_has_all_prompts_of_its_tasks_with_their_labels(file):
+    task = load_task(mixture(file, None, None))
+    check_prompts(task)
+    keys = [prompt.key for prompt in task.prompts()]
+    assert sorted(key.partition(":")[0] for key in keys) == ["arithmetic"] * 6 + ["letters"] * 2
+    # Evenly, so that the first ones are a mixture too.
+    assert {key.partition(":")[0] for key in keys[:4]} == {"arithmetic", "letters"}
+    assert len(task.held_out()) == 1 + 3
+
+
+def test_weights_are_shares_of_an_epoch_and_leave_no_prompt_out(file):
+    task = load_task(mixture(file, 2, 1))
+    check_prompts(task)
+    keys = [prompt.key for prompt in task.prompts()]
+    assert sum(key.startswith("arithmetic:") for key in keys) == 6
+    assert sum(key.startswith("letters") for key in keys) == 12
+    assert {key.partition(":")[2] for key in keys if key.startswith("letters")} == {"stone0", "stone1"}
+
+
+def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
+    task = load_task(mixture(file, 2, 1))
+    assert task.least_reward == -1.0
+    assert metrics(task) == ("letters.letters", "arithmetic.correct")
+    for prompt in task.prompts():
+        reward = task.score(prompt, prompt.answer, True)
+        label = name_of(task, prompt)
+        if label == "letters":
+            assert reward == Reward(0.0, {"letters.reward": 0.0, "letters.letters": 1.0})
+        else:
+            parts = {"correct": 1.0, "arithmetic.reward": 1.0, "arithmetic.correct": 1.0, "arithmetic.format": 1.0}
+            assert reward == Reward(1.0, parts)
+
+
+def test_a_mixture_with_a_coroutine_scores_concurrently(file):
+    file.write_text(FILE.replace("def score", "async def score"))
+    task = load_task(mixture(file, None, None))
+    assert scores_concurrently(task)
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ({"name": "mixture"}, "need each other"),
+        ({"mixture": [{"name": "arithmetic"}]}, "need each other"),
+        ({"name": "mixture", "mixture": [{"weight": 1}, {"label": "b"}]}, "give every task a weight, or none"),
+        ({"name": "mixture", "mixture": [{"name": "gsm8k"}]}, "task.train is not set, and gsm8k needs it"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_by_the_configuration(task, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        Config.model_validate({"task": task})
+
+
+def test_two_tasks_of_a_mixture_have_different_labels():
+    config = TaskSection.model_validate({"name": "mixture", "mixture": [{}, {}]})
+    with pytest.raises(TaskError, match="two tasks with the label arithmetic"):
+        load_task(config)
+
+
+def test_the_prompt_of_a_mixture_keeps_its_messages(file):
+    from tba.searcher.tasks.mixture import make_mixture
+
+    class Chat:
+        name = "chat"
+
+        def prompts(self):
+            return [Prompt("a", messages=(("user", "hello"),))]
+
+        def held_out(self):
+            return []
+
+        def score(self, prompt, response, finished):
+            return Reward(float(prompt.key == "a" and prompt.messages[0][1] == "hello"), {})
+
+    task = make_mixture([(None, Chat(), None)])
+    (prompt,) = task.prompts()
+    assert prompt.messages == (("user", "hello"),)
+    assert task.score(prompt, "", True).total == 1.0

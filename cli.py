@@ -168,29 +168,31 @@ def train(
     """Train on the data of the buffer and publish weights; with --offline, on a recorded run."""
     not_both(cpu, gpu is not None, "--cpu", "--gpu")
     recorded = _recorded_run(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
-    resolved = options.resolve({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
+    config = options.resolve({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes}).config
     from tba.common.system.devices import CPU, choose_and_pin
     from tba.common.weights.model_files import local_model
     from tba.deploy.drain import trainer_drain_seconds
+    from tba.searcher.checks import with_reward_floor
 
     need("torch", "train")
+    config = with_reward_floor(config)
     # Checked before anything is loaded or created. A trainer needs no tokenizer.
-    local_model(resolved.config.model.path)
-    rank, device, count = os.environ.get("LOCAL_RANK"), CPU, resolved.config.train.processes
-    if resolved.config.train.gpu != CPU:
-        device, count = f"cuda:{rank or 0}", len(choose_and_pin(resolved.config.train.gpu, "train.gpu", "--cpu"))
+    local_model(config.model.path)
+    rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
+    if config.train.gpu != CPU:
+        device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu", "--cpu"))
     stop = start_process("train", level="INFO" if os.environ.get("RANK", "0") == "0" else "ERROR")
-    stop.drain_seconds = trainer_drain_seconds(resolved.config)
+    stop.drain_seconds = trainer_drain_seconds(config)
     if count > 1 and rank is None:
-        return _train_together(resolved.config, count, stop)
+        return _train_together(config, count, stop)
     from tba.trainer.loop import train as run_trainer
 
-    run_trainer = partial(run_trainer, resolved.config, resume=resume, device=device, stop=stop)
+    run_trainer = partial(run_trainer, config, resume=resume, device=device, stop=stop)
     if recorded is None:
         return run_trainer()
     from tba.buffer.offline.offline_buffer import train_offline
 
-    return train_offline(resolved.config, recorded, run_trainer, replay=replay)
+    return train_offline(config, recorded, run_trainer, replay=replay)
 
 
 def _recorded_run(

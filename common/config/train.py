@@ -130,8 +130,9 @@ class ObjectiveSection(Section):
     """lambda, which keeps good answers in stale data: advantages grow by lambda x (the mean reward of the other
     responses of the group - reward_floor), for tb, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto is 0.5
     for tb_stale and 0 for the others."""
-    reward_floor: float | Literal["group"] = 0.0
-    """imitation: the least reward of the task; the tasks of tba have 0. A reward below it is logged once. group: the
+    reward_floor: float | Literal["task", "group"] = "task"
+    """imitation: the least reward of the task. A reward below it is logged once. task: the `least_reward` that the task
+    declares, 0 if it declares none; a trainer then loads a task of your own when it starts. group: the
     least reward of the other responses of the group, for graded rewards far above that of the task."""
     taper: Literal["auto", "off", "response", "mean"] = "auto"
     """tb, rloo, reinforce, and tba_prime with truncation = "off": the weight of a response of negative advantage.
@@ -161,6 +162,11 @@ class ObjectiveSection(Section):
     """oapl: the temperature of the value estimate; beta uses train.beta."""
     log_z_learning_rate: PositiveFloat = 1e-3
     """tb_learned_z: constant learning rate of the head that predicts log Z from the prompt."""
+
+    @property
+    def floor(self) -> float | Literal["group"]:
+        """What imitation counts from. The command that starts a trainer replaces "task" by what the task declares."""
+        return 0.0 if self.reward_floor == "task" else self.reward_floor
 
     @property
     def anchor(self) -> str:

@@ -31,13 +31,13 @@ from tba.searcher.exploration import Exploration
 from tba.searcher.run import context_of, make_engine, make_rewards
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Prompt, Task, check_rendering, fingerprint
+from tba.searcher.tasks.task import Prompt, Task, check_answers, check_rendering, fingerprint
 from tba.searcher.weights.assembly import SnapshotAssembler
 
 log = get_logger(__name__)
 
 # Of [task]: what changes neither prompts nor scores, or is part of the prompts' own hash.
-_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "load_seconds"}
+_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "load_seconds"}
 _NOT_MEASURED = {"at_end", "gpu"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
@@ -73,6 +73,7 @@ def read_subject(config: Config) -> Subject:
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
+    check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from inspect import isawaitable
 
 from tba.common.errors import TaskError
-from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, least_reward, metrics, scores_concurrently
+from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, check_answers, least_reward, scores_concurrently
 
 # The part with the whole reward of one task, next to its other parts: `LABEL.reward`.
 _REWARD = "reward"
@@ -47,9 +47,6 @@ class MixtureTask:
     def __init__(self, tasks: dict[str, Task], weights: dict[str, float] | None) -> None:
         self.tasks = tasks
         self.least_reward = min(map(least_reward, tasks.values()))
-        own = [f"{label}.{part}" for label, task in tasks.items() for part in metrics(task)]
-        common = [CORRECT] if all(CORRECT in metrics(task) for task in tasks.values()) else []
-        self.metrics = (*common, *own)
         self._weights = weights
 
     def prompts(self) -> Sequence[Prompt]:
@@ -73,8 +70,7 @@ class MixtureTask:
     def check(self) -> None:
         """Raise TaskError if prompts of a task cannot be scored."""
         for task in self.tasks.values():
-            if (check := getattr(task, "check", None)) is not None:
-                check()
+            check_answers(task)
 
     def _begin(self, prompt: Prompt, response: str, finished: bool) -> tuple[str, Reward | Awaitable[Reward]]:
         label = self.label_of(prompt)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tba.common.errors import TaskError
 from tba.common.rendering import Message, PromptRenderer
 
-# The reward part that most tasks have: 1 for a right answer, 0 for a wrong one.
+# The reward part that is averaged as accuracy: 1 for a right answer, 0 for a wrong one.
 CORRECT = "correct"
 # More than the special tokens that a tokenizer adds to a text.
 _ADDED = 16
@@ -54,13 +54,14 @@ class Reward:
 class Task(Protocol):
     """Prompts to train on, prompts to evaluate on, and a scorer for both.
 
-    A task may also have these attributes and this method:
+    A task may also have
 
     - `least_reward: float`, the lowest reward that it gives (0 without it), which `objective.reward_floor = "task"`
       refers to;
-    - `metrics: Sequence[str]`, the reward parts that `tba eval` averages (`("correct",)` without it);
     - `check() -> None`, which raises TaskError for prompts that cannot be scored. It is called once before a searcher
-      starts, not in reward workers.
+      or an evaluation starts, not in reward workers.
+
+    `tba eval` averages the reward and each of its parts; accuracy is the mean of the part `correct`.
     """
 
     name: str
@@ -107,11 +108,6 @@ def least_reward(task: Task) -> float:
         raise TaskError(f"task {task.name}: least_reward is {least!r}: state a number") from None
 
 
-def metrics(task: Task) -> tuple[str, ...]:
-    """Return the reward parts that `tba eval` averages."""
-    return tuple(getattr(task, "metrics", (CORRECT,)))
-
-
 def name_of(task: Task, prompt: Prompt) -> str:
     """Return the name of the task that a prompt belongs to: of a mixture, the label of one of its tasks."""
     label_of = getattr(task, "label_of", None)
@@ -144,6 +140,11 @@ def check_prompts(task: Task) -> None:
             )
     if not first:
         raise TaskError(f"task {task.name} has no prompts")
+    check_answers(task)
+
+
+def check_answers(task: Task) -> None:
+    """Raise TaskError if the task says that some of its prompts cannot be scored."""
     if (check := getattr(task, "check", None)) is not None:
         check()
 

@@ -49,13 +49,13 @@ class Objective:
 
 def make_objective(config: ObjectiveSection, *, longest_response: int) -> Objective:
     """Return the objective that the configuration names. `longest_response` is in tokens."""
-    counted_from = config.reward_floor
+    counted_from = config.floor
     floor = counted_from if config.imitation_weight and counted_from != "group" else -math.inf
     if config.name in ("tb", "tb_stale"):
         balance = partial(
             trajectory_balance,
             imitation_weight=config.imitation_weight,
-            floor=config.reward_floor,
+            floor=config.floor,
             taper_kind=config.taper_kind,
         )
         return Objective(config.name, balance, True, reward_floor=floor)
@@ -102,7 +102,7 @@ def _with_advantage(
 ) -> Tensor:
     reward_bK = responses.reward_bK
     advantage_bK = advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
-    raised_bK = imitation(reward_bK, config.imitation_weight, config.reward_floor)
+    raised_bK = imitation(reward_bK, config.imitation_weight, config.floor)
     if config.name == "tba_prime" and config.mean_kl == "sampler" and config.anchor != "none":
         advantage_bK = advantage_bK + level_of_sampler(responses, beta)
     weight_bK = taper(responses, advantage_bK + raised_bK, config.taper_kind)

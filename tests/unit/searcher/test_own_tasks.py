@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError
 from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.task import Prompt, Reward, check_prompts, metrics, name_of, scores_concurrently
+from tba.searcher.tasks.task import Prompt, Reward, check_prompts, name_of, scores_concurrently
 
 FILE = '''
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ class Spell:
 
     name = "spell"
     least_reward = -1.0
-    metrics = ("letters",)
 
     def __init__(self, times: int = 1, fails: bool = False):
         self.times = times
@@ -56,14 +55,12 @@ def file(tmp_path) -> Path:
 def test_a_task_is_the_only_one_of_a_file_or_named(file, name):
     task = load_task(TaskSection(name=name.format(file), options={"times": 2}))
     assert [prompt.key for prompt in task.prompts()] == ["stone0", "stone1"]
-    assert metrics(task) == ("letters",)
 
 
 def test_a_limit_keeps_what_a_task_declares(file):
     config = TaskSection(name=str(file), options={"times": 5}, limit=2)
     task = load_task(config)
     assert len(task.prompts()) == 2
-    assert metrics(task) == ("letters",)
     assert declared_floor(config) == -1.0
 
 
@@ -123,7 +120,6 @@ def test_weights_are_shares_of_an_epoch_and_leave_no_prompt_out(file):
 def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
     task = load_task(mixture(file, 2, 1))
     assert task.least_reward == -1.0
-    assert metrics(task) == ("letters.letters", "arithmetic.correct")
     for prompt in task.prompts():
         reward = task.score(prompt, prompt.answer, True)
         label = name_of(task, prompt)

@@ -35,6 +35,7 @@ from tba.common.terminal import (
 from tba.deploy.commands import status
 from tba.searcher.commands import eval_command
 from tba.trainer.commands import Resume, sft_command
+from tba.ui.commands import app as ui_app
 
 if TYPE_CHECKING:
     from tba.buffer.offline.recorded_run import RecordedRun
@@ -50,6 +51,7 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, help="The configuration: show every value with its origin, or check it.")
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
+app.add_typer(ui_app)
 
 
 def main() -> None:

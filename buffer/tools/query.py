@@ -32,7 +32,7 @@ def query(path: Path, sql: str, parameters: Sequence[Any] = ()) -> Iterator[tupl
     with open_reader(path) as connection, reading_only(connection):
         cursor = connection.execute(sql, parameters)
         if cursor.description is None:
-            raise UsageError("the statement returns no rows: `tba buffer query` needs one SELECT")
+            raise UsageError("the statement returns no rows: a query is one SELECT")
         yield [column[0] for column in cursor.description], cursor
 
 
@@ -65,7 +65,7 @@ def reading_only(connection: sqlite3.Connection, *, seconds: float = math.inf) -
     except sqlite3.DatabaseError as error:
         if refused or "readonly" in str(error):
             raise UsageError(
-                "`tba buffer query` only reads: writing, ATTACH and most PRAGMAs are refused; to change a file, stop "
+                "a query only reads: writing, ATTACH and most PRAGMAs are refused; to change a file, stop "
                 "its server and use another SQLite client on a copy"
             ) from error
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF

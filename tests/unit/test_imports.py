@@ -31,11 +31,11 @@ def test_importing_the_core_loads_nothing_heavy(module):
 def test_the_command_line_loads_no_role_before_a_command_runs():
     code = "import sys, tba.cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    roles = [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer"))]
+    roles = [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer", "tba.ui"))]
     # These declare commands and import nothing else of their roles.
     buffer = ["command_options", "commands", "maintenance_commands"]
     assert sorted(roles) == [
         *("tba.buffer", *(f"tba.buffer.{name}" for name in buffer)),
-        *(f"tba.{role}{module}" for role in ("searcher", "trainer") for module in ("", ".commands")),
+        *(f"tba.{role}{module}" for role in ("searcher", "trainer", "ui") for module in ("", ".commands")),
     ]
     assert not {"sqlite3", "pydantic", "numpy", "zmq"} & set(loaded)

@@ -1,0 +1,62 @@
+"""Run one SELECT of another process or a browser: its time, rows, bytes and memory are limited."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.store.reader import open_reader
+from tba.buffer.tools.query import reading_only
+from tba.common.errors import UsageError
+from tba.common.wire.query_messages import MAX_QUERY_BYTES, QueryResult
+
+_HEAP_BYTES = 256 << 20
+_VALUE_BYTES = 4 << 20
+# A pattern such as %a%a%a... takes time proportional to a power of the text, without a chance to interrupt it.
+_PATTERN_BYTES = 100
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: _VALUE_BYTES,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: _PATTERN_BYTES,
+    sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
+}
+# Of a value on the wire, in addition to the bytes of a text or a blob.
+_VALUE_HEADER_BYTES = 9
+
+
+def limit_memory(path: Path) -> None:
+    """Limit the memory of SQLite in this process. Raises UsageError or StorageError if the file is no buffer."""
+    with open_reader(path) as connection:
+        connection.execute(f"PRAGMA hard_heap_limit = {_HEAP_BYTES}")
+
+
+def query_limited(path: Path, sql: str, *, rows: int, seconds: float) -> QueryResult:
+    """Return the first rows of one statement that reads; `cut` of the result is a sentence if there are more.
+
+    Raises UsageError for a wrong statement, one that would write, or one that takes longer.
+    """
+    found: list[list[Any]] = []
+    size, cut = 0, ""
+    with open_reader(path) as connection:
+        for limit, value in _LIMITS.items():
+            connection.setlimit(limit, value)
+        # A sort counts as memory: on the disk it would take space from the buffer.
+        connection.execute("PRAGMA temp_store = MEMORY")
+        with reading_only(connection, seconds=seconds):
+            cursor = connection.execute(sql)
+            if cursor.description is None:
+                raise UsageError("the statement returns no rows: a query is one SELECT")
+            headings = [column[0][:200] or "?" for column in cursor.description]
+            for row in cursor:
+                size += sum(map(_wire_bytes, row))
+                if len(found) == rows:
+                    cut = f"first {len(found)} rows only"
+                elif size > MAX_QUERY_BYTES:
+                    cut = f"first {len(found)} rows only: a reply has at most {MAX_QUERY_BYTES >> 20} MiB"
+                if cut:
+                    break
+                found.append(list(row))
+    return QueryResult(headings=headings, rows=found, cut=cut)
+
+
+def _wire_bytes(value: Any) -> int:
+    content = value.encode() if isinstance(value, str) else value if isinstance(value, bytes) else b""
+    return _VALUE_HEADER_BYTES + len(content)

@@ -1,0 +1,164 @@
+"""The pages of `tba ui` on a real database: all open, all links lead somewhere, hostile text stays text."""
+
+import html
+import re
+import sqlite3
+from contextlib import closing
+
+import pytest
+from starlette.testclient import TestClient
+
+from tba.ui.app import make_app
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\" onmouseover='alert(1)' </textarea></pre><img src=x onerror=alert(1)>",
+    "{{ 7 * 7 }}{% raw %}",
+    "nul \x00 bell \x07 escape \x1b[31m",
+    "right to left \u202e mark \u200f end",
+    "a" * 1_000_000,
+)
+
+
+def client(*paths, **options):
+    return TestClient(make_app(paths, **options), base_url="http://127.0.0.1:5780", follow_redirects=True)
+
+
+def links(page):
+    found = re.findall(r'(?:href|src|hx-get|data-source)="([^"]*)"', page.text)
+    here = page.url.path
+    return {here + link if link.startswith("?") else link for link in map(html.unescape, found)}
+
+
+def crawl(browser, start="/"):
+    """Open every page that can be reached; returns pages by address. Only addresses of the server are followed."""
+    pages, waiting = {}, [start]
+    while waiting:
+        address = waiting.pop()
+        if address not in pages:
+            pages[address] = page = browser.get(address)
+            if page.headers.get("content-type", "").startswith("text/html"):
+                waiting += links(page)
+    return pages
+
+
+def test_every_page_opens_and_every_link_leads_to_one(filled):
+    pages = crawl(client(filled))
+    assert {address: page.status_code for address, page in pages.items() if page.status_code not in {200, 204}} == {}
+    kinds = {re.sub(r"\d+", "N", address.partition("?")[0]) for address in pages}
+    assert {f"/r/test{part}" for part in ("", "/live", "/charts.json", "/config", "/steps", "/steps/N", "/prompts",
+            "/prompts/N", "/trajectories", "/trajectories/N", "/compare", "/sql")} <= kinds  # fmt: skip
+    # A page loads and names nothing outside the server.
+    assert not [address for address in pages if not address.startswith("/")]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_text_is_shown_as_text(harness, trajectory, text):
+    buffer = harness()
+    buffer.register(1)
+    buffer.announce(0, 0)
+    lease = buffer.lease(1).visits[0].lease
+    parts = {text[:50]: 0.5}
+    good = trajectory("p0", lease, text=text, reward_parts=parts, metadata={"note": text[:1000]})
+    bad = trajectory("p0", lease, text=text, error=text[:4000], stop_reason="error", tokens=[])
+    buffer.put([good, bad], first_sequence=0)
+    buffer.store.close()
+    browser = client(buffer.store.path)
+    addresses = ["/r/test/trajectories/1?full=1", "/r/test/trajectories/2", "/r/test/trajectories", "/r/test/prompts/1",
+                 "/r/test/compare?a=1&b=2", "/r/test/sql?sql=SELECT text, error FROM trajectories"]  # fmt: skip
+    for page in map(browser.get, addresses):
+        assert page.status_code == 200
+        assert "<script>alert" not in page.text and "<img" not in page.text and "onmouseover='" not in page.text
+        assert not {"\x00", "\x07", "\x1b", "\u202e", "\u200f"} & set(page.text)
+        assert "script-src 'self';" in page.headers["content-security-policy"]
+    whole = html.unescape(browser.get(addresses[0]).text)
+    assert (text if text.isprintable() else text.split()[0]) in whole
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ("", [7, 6, 5, 4, 3, 2, 1]),
+        ("error=yes", [7]),
+        ("stop=error", [7]),
+        ("reward_min=0.5", [6, 3]),
+        ("reward_min=0.25&sort=best", [6, 3, 5, 2]),
+        ("part=correct&error=no&part_min=1&sort=oldest", [1, 2, 3, 4, 5, 6]),
+        ("version=0&error=no", [1, 2, 3, 4, 5, 6]),
+        ("version=3", []),
+        ("prompt=2", [6, 5, 4]),
+        ("searcher=1&length_max=0", [7]),
+        ("step=0&reward_max=0", [1, 4]),
+        ("step=5", []),
+    ],
+)
+def test_filters_find_the_rows_that_sql_finds(filled, filters, expected):
+    page = client(filled).get(f"/r/test/trajectories?{filters}")
+    assert page.status_code == 200
+    found = [int(number) for number in re.findall(r'href="/r/test/trajectories/(\d+)"', page.text)]
+    assert (sorted(found) if "step" in filters else found) == (sorted(expected) if "step" in filters else expected)
+
+
+def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch):
+    monkeypatch.setattr("tba.ui.trajectory_filter.PAGE_ROWS", 2)
+    monkeypatch.setattr("tba.ui.trajectory_filter._WINDOW_ROWS", 3)
+    browser, found, address = client(filled), [], "/r/test/trajectories?sort=worst"
+    while address:
+        page = browser.get(address)
+        found += re.findall(r'href="/r/test/trajectories/(\d+)"', page.text)
+        following = re.search(r'rel="next" href="([^"]*)"', page.text)
+        address = html.unescape(following[1]) if following else None
+    with closing(sqlite3.connect(filled)) as connection:
+        rows = connection.execute("SELECT id FROM trajectory_rows ORDER BY reward, id").fetchall()
+    assert [int(number) for number in found] == [id_ for (id_,) in rows]
+
+
+@pytest.mark.parametrize(
+    ("sql", "sentence"),
+    [
+        ("DELETE FROM prompts", "only reads"),
+        ("ATTACH '/tmp/x.sqlite' AS x", "only reads"),
+        ("SELECT load_extension('x')", "only reads"),
+        ("SELECT readfile('/etc/passwd')", "no such function"),
+        ("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n", "takes longer"),
+    ],
+)
+def test_sql_reads_this_file_only_and_within_its_time(filled, monkeypatch, sql, sentence):
+    monkeypatch.setattr("tba.ui.pages.sql.SECONDS", 0.2)
+    before = filled.read_bytes()
+    browser = client(filled)
+    for address in ("/r/test/sql", "/r/test/sql.csv"):
+        page = browser.get(address, params={"sql": sql})
+        assert (page.status_code, sentence in page.text) == (400, True)
+    assert filled.read_bytes() == before
+
+
+def test_sql_returns_csv(filled):
+    reply = client(filled).get("/r/test/sql.csv", params={"sql": "SELECT id, text FROM trajectories WHERE id < 3"})
+    assert reply.text == "id,text\n1,answer 00\n2,answer 01\n"
+
+
+@pytest.mark.parametrize(
+    "address", ["/r/no", "/r/test/steps/7", "/r/test/prompts/99", "/r/test/trajectories/99999999999999999999999"]
+)
+def test_an_address_of_nothing_says_so(filled, address):
+    page = client(filled).get(address)
+    assert page.status_code == 404
+    assert "there is no run" in page.text or "the database has no" in page.text
+
+
+def test_the_changing_part_is_sent_only_after_a_change(filled):
+    browser = client(filled)
+    address = html.unescape(re.search(r'hx-get="([^"]*)"', browser.get("/r/test").text)[1])
+    assert browser.get(address).status_code == 204
+    with closing(sqlite3.connect(filled)) as connection, connection:
+        connection.execute("UPDATE trajectory_rows SET id = id + 1 WHERE id = 7")
+    assert browser.get(address).status_code == 200
+
+
+def test_a_report_is_one_file_without_scripts(filled, tmp_path):
+    from tba.ui.report import write_report
+
+    text = write_report(filled, tmp_path / "report.html", name=None).read_text()
+    assert "answer 12" in text
+    assert "<script" not in text and not re.findall(r'(?:src|href)="', text)

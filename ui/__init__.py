@@ -1,0 +1,1 @@
+"""The web interface: pages over the buffer file and the metrics of runs, read-only."""

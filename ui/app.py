@@ -1,0 +1,74 @@
+"""The application: addresses, errors, and the files that pages load."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from tba.buffer.tools.limited_query import limit_memory
+from tba.common.errors import TbaError, UsageError
+from tba.ui.pages import compare, prompts, run, sql, steps, trajectories
+from tba.ui.runs import find_runs
+from tba.ui.security import Guard
+from tba.ui.site import FOLDER, Site, make_environment, site_of
+
+
+def make_app(paths: Sequence[Path], *, token: str | None = None) -> Starlette:
+    """Return the application over the runs of directories and database files.
+
+    Raises UsageError or StorageError if a path leads to no run.
+    """
+    site = Site(runs={run.key: run for run in find_runs(paths)}, environment=make_environment())
+    limit_memory(next(iter(site.runs.values())).database)
+    routes = [
+        Route("/", home),
+        Route("/r/{run}", run.page, name="run"),
+        Route("/r/{run}/live", run.live),
+        Route("/r/{run}/charts.json", run.charts),
+        Route("/r/{run}/config", run.config),
+        Route("/r/{run}/steps", steps.listing),
+        Route("/r/{run}/steps/{step:int}", steps.page),
+        Route("/r/{run}/prompts", prompts.listing),
+        Route("/r/{run}/prompts/{prompt:int}", prompts.page),
+        Route("/r/{run}/trajectories", trajectories.listing),
+        Route("/r/{run}/trajectories/{trajectory:int}", trajectories.page),
+        Route("/r/{run}/compare", compare.page),
+        Route("/r/{run}/sql", sql.page),
+        Route("/r/{run}/sql.csv", sql.csv_file),
+        Mount("/static", StaticFiles(directory=FOLDER / "static")),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers={HTTPException: not_found, TbaError: refused},
+    )
+    app.state.site = site
+    return app
+
+
+def home(request: Request) -> Response:
+    """List the runs. A single run has no list."""
+    site = site_of(request)
+    if len(site.runs) == 1:
+        return RedirectResponse(f"/r/{next(iter(site.runs))}", 307)
+    return site.page("runs.html", rows=[run.summary(one) for one in site.runs.values()])
+
+
+def not_found(request: Request, error: Exception) -> Response:
+    """Show an error of an address."""
+    assert isinstance(error, HTTPException)
+    return site_of(request).page(
+        "error.html", http_status=error.status_code, code=error.status_code, sentence=error.detail
+    )
+
+
+def refused(request: Request, error: Exception) -> Response:
+    """Show an error of a filter or of the database."""
+    status = 400 if isinstance(error, UsageError) else 503
+    return site_of(request).page("error.html", http_status=status, code=status, sentence=str(error))

@@ -1,0 +1,77 @@
+"""Values as text for a page: every string of a run with its control characters visible, numbers with units."""
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+from markupsafe import Markup
+
+from tba.common.terminal import cell, printable
+
+
+def visible(text: str) -> str:
+    """Return text with control, direction and other unprintable characters escaped; lines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "\n".join(line if line.isprintable() else printable(line, keep="\t") for line in text.split("\n"))
+
+
+def finalize(value: Any) -> Any:
+    """Prepare the value of any template expression for output: text becomes visible, None empty."""
+    if isinstance(value, Markup):
+        return value
+    if value is None:
+        return ""
+    return visible(value) if isinstance(value, str) else value
+
+
+def number(value: Any) -> str:
+    """Format a number in a few characters: integers with separators, others with four digits; a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    return cell(value)
+
+
+def percent(value: float | None) -> str:
+    """Format a fraction."""
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def time_text(seconds: float | None) -> str:
+    """Format Unix seconds in UTC. A time outside the calendar, as an import may have, stays a number."""
+    if seconds is None:
+        return "–"
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return str(seconds)
+
+
+def duration(seconds: float | None) -> str:
+    """Format a duration with its unit."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} d"
+
+
+def excerpt(text: str | None, length: int = 120) -> str:
+    """Return the beginning of a text on one line."""
+    if not text:
+        return ""
+    # A line of a megabyte is cut before it is searched for white space.
+    line = " ".join(text[: 4 * length].split())
+    return line if len(line) <= length and len(text) <= 4 * length else f"{line[:length]}…"
+
+
+FILTERS = {
+    "number": number,
+    "percent": percent,
+    "time": time_text,
+    "duration": duration,
+    "excerpt": excerpt,
+}

@@ -1,0 +1,155 @@
+"""The prompts of a run, and one prompt: all answers ever given to it, by group and policy version."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tba.buffer.tools.page_rows import PageRows
+from tba.common.errors import UsageError
+from tba.ui.runs import Run
+from tba.ui.site import missing, run_of, site_of
+from tba.ui.svg import points_chart, sparkline
+
+# A prompt of a run whose prompts have many responses each is read up to this number of its newest ones.
+_MOST_RESPONSES = 2000
+_PAGE_ROWS = 50
+_BUDGET_SECONDS = 0.3
+KINDS = {
+    "": "all prompts",
+    "never": "never solved",
+    "solved": "solved: all of the newest group pass",
+    "flat": "flat: equal rewards in the newest group",
+}
+# The part `correct` says what passes; without it, a reward above 0 does.
+_PASSED = "COALESCE(json_extract(t.reward_parts, '$.correct') >= 1, t.reward > 0)"
+_RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_tokens, t.stop_reason, t.error,
+    {_PASSED} AS passed FROM trajectory_rows t WHERE t.prompt = ? ORDER BY t.policy_version DESC, t.id DESC LIMIT ?"""  # noqa: S608
+# The plus keeps SQLite from sorting by an index on the run: ids are in the order of registration.
+_PROMPTS = """SELECT id, key, position, substr(text, 1, 500) AS text FROM prompts
+    WHERE +run = ? AND id > ? ORDER BY id LIMIT ?"""
+_BY_KEY = """SELECT id, key, position, substr(text, 1, 500) AS text FROM prompts
+    WHERE run = ? AND key >= ? AND key < ? AND key > ? ORDER BY key LIMIT ?"""
+_LAST_CHARACTER = "\U0010ffff"
+
+
+def listing(request: Request) -> Response:
+    """List prompts with their pass rates, optionally only those of one kind or with a prefix of the key."""
+    run, query = run_of(request), request.query_params
+    kind, prefix, after = query.get("kind", ""), query.get("key", ""), query.get("after", "")
+    if kind not in KINDS:
+        raise UsageError(f"kind = {kind[:100]}: give never, solved or flat")
+    with run.rows() as rows:
+        found, after, examined = _find(rows, run, kind=kind, prefix=prefix, after=after)
+    return site_of(request).page(
+        "prompts.html", run=run, prompts=found, kinds=KINDS, kind=kind, key=prefix, after=after, examined=examined
+    )
+
+
+def _find(
+    rows: PageRows, run: Run, *, kind: str, prefix: str, after: str
+) -> tuple[list[dict[str, Any]], str | None, int]:
+    """Return a page of prompts, what the next page continues after (None at the end), and how many were examined."""
+    deadline, found, examined = time.monotonic() + _BUDGET_SECONDS, [], 0
+    while True:
+        window = _window(rows, run, prefix, after)
+        for prompt in window:
+            examined += 1
+            after = prompt["key"] if prefix else str(prompt["id"])
+            prompt.update(summary(rows.all(_RESPONSES, prompt["id"], _MOST_RESPONSES)))
+            if not kind or prompt[kind]:
+                found.append(prompt)
+            if len(found) == _PAGE_ROWS or time.monotonic() > deadline:
+                return found, after, examined
+        if len(window) < _PAGE_ROWS:
+            return found, None, examined
+
+
+def _window(rows: PageRows, run: Run, prefix: str, after: str) -> list[dict[str, Any]]:
+    if prefix:
+        return rows.all(_BY_KEY, run.id, prefix, prefix + _LAST_CHARACTER, after, _PAGE_ROWS)
+    if after and not (after.isascii() and after.isdigit() and len(after) < 19):
+        raise UsageError(f"after = {after[:100]}: give the id of a prompt")
+    return rows.all(_PROMPTS, run.id, int(after or 0), _PAGE_ROWS)
+
+
+def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the pass rates of a prompt and its kinds. `responses` are its newest ones first, errors included."""
+    good = [response for response in responses if response["error"] is None]
+    rates = pass_rates(good)
+    # The newest group: the responses of the newest visit, or of the newest version without one.
+    newest = [r for r in good if r["visit"] == good[0]["visit"] and (r["visit"] or _same_version(r, good[0]))]
+    rewards = {response["reward"] for response in newest}
+    return {
+        "responses": len(responses),
+        "errors": len(responses) - len(good),
+        "pass_rate": sum(r["passed"] for r in good) / len(good) if good else None,
+        "newest_rate": sum(r["passed"] for r in newest) / len(newest) if newest else None,
+        "newest_version": good[0]["policy_version"] if good else None,
+        "spark": sparkline([rate for _, rate in rates]),
+        "never": bool(good) and not any(response["passed"] for response in good),
+        "solved": bool(newest) and all(response["passed"] for response in newest),
+        "flat": len(newest) > 1 and len(rewards) == 1,
+    }
+
+
+def _same_version(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["policy_version"] == other["policy_version"])
+
+
+def pass_rates(responses: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return (policy version, fraction that passed), by version."""
+    by_version: dict[int, list[bool]] = {}
+    for response in responses:
+        by_version.setdefault(response["policy_version"], []).append(bool(response["passed"]))
+    return [(version, sum(passed) / len(passed)) for version, passed in sorted(by_version.items())]
+
+
+def page(request: Request) -> Response:
+    """Show a prompt with its groups over time."""
+    run = run_of(request)
+    with run.rows() as rows:
+        known = read_prompt(rows, run, request.path_params["prompt"])
+    return site_of(request).page("prompt.html", run=run, **known)
+
+
+def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
+    """Return everything about a prompt. Raises HTTPException if the run has none of this id."""
+    prompt = rows.first(
+        "SELECT id, key, text, position FROM prompts WHERE id = ? AND run = ?", _bounded(number), run.id
+    )
+    if prompt is None:
+        raise missing(f"prompt {number} of run {run.name}")
+    responses = rows.all(_RESPONSES, number, _MOST_RESPONSES)
+    visits = "SELECT id, epoch, leased_at, done_at FROM visits WHERE id = ?"
+    numbers = dict.fromkeys(response["visit"] for response in responses)
+    groups = [
+        {
+            **(rows.first(visits, visit) or {"id": None, "epoch": None, "leased_at": None, "done_at": None}),
+            "responses": [response for response in responses if response["visit"] == visit],
+        }
+        for visit in numbers
+    ]
+    good = [response for response in responses if response["error"] is None]
+    points = [(r["policy_version"], r["reward"], f"/r/{run.key}/trajectories/{r['id']}") for r in good[:500]]
+    mean = [(version, _mean(good, version)) for version in sorted({r["policy_version"] for r in good})]
+    return {
+        "prompt": prompt,
+        "groups": groups,
+        "rates": pass_rates(good),
+        "is_cut": len(responses) == _MOST_RESPONSES,
+        "picture": points_chart(points, mean, "reward by policy version") if points else None,
+        **{key: value for key, value in summary(responses).items() if key != "spark"},
+    }
+
+
+def _mean(responses: Sequence[dict[str, Any]], version: int) -> float:
+    rewards = [response["reward"] for response in responses if response["policy_version"] == version]
+    return sum(rewards) / len(rewards)
+
+
+def _bounded(number: int) -> int:
+    """Return a number from an address if SQLite can hold it, else one that no row has."""
+    return number if number < 1 << 63 else -1

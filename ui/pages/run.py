@@ -1,0 +1,143 @@
+"""The page of a run: charts, what it does now, its clients, and its configuration."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tba.buffer.tools.page_rows import PageRows
+from tba.common.config import Config
+from tba.common.config.layers import fields, value_of
+from tba.common.stall.explain import find_stall
+from tba.common.stall.facts import Facts
+from tba.common.wire.status_messages import Status
+from tba.ui.runs import Run
+from tba.ui.site import run_of, site_of
+
+_CLIENTS = 200
+# While a server answers, its words change without a new row.
+_CLOCK_SECONDS = 10
+_NEWEST_BATCH = (
+    "SELECT step, trained_at FROM batches WHERE run = ? AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
+)
+
+
+def page(request: Request) -> Response:
+    """Show a run."""
+    run, site = run_of(request), site_of(request)
+    with run.rows() as rows:
+        state = describe(run, rows)
+    return site.page("run.html", run=run, **state)
+
+
+def live(request: Request) -> Response:
+    """Return the part of the page that changes, or 204 if nothing has changed since the page was made."""
+    run = run_of(request)
+    with run.rows() as rows:
+        config = run.config(rows)
+        if request.query_params.get("seen") == _version(run, rows, run.status(config)):
+            return Response(status_code=204)
+        state = describe(run, rows)
+    return site_of(request).page("live.html", run=run, **state)
+
+
+def charts(request: Request) -> Response:
+    """Return the charts of a run as JSON."""
+    run = run_of(request)
+    with run.rows() as rows:
+        return JSONResponse([asdict(chart) for chart in site_of(request).metrics_of(run).charts(rows)])
+
+
+def config(request: Request) -> Response:
+    """Show the configuration that the run was last served with, and its starts."""
+    run = run_of(request)
+    with run.rows() as rows:
+        sections = run.config(rows)
+        starts = rows.all("SELECT started_at, software FROM starts WHERE run = ? ORDER BY id DESC LIMIT 20", run.id)
+    return site_of(request).page("config.html", run=run, keys=settings(sections), starts=starts)
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """Return a run for the list of runs."""
+    with run.rows() as rows:
+        return {"run": run, **describe(run, rows)}
+
+
+def describe(run: Run, rows: PageRows) -> dict[str, Any]:
+    """Return the facts of a run: totals, clients, and what its server says if one answers."""
+    sections = run.config(rows)
+    status = run.status(sections)
+    clients = rows.all("SELECT * FROM clients WHERE run = ? ORDER BY last_received_at DESC LIMIT ?", run.name, _CLIENTS)
+    batch = rows.first(_NEWEST_BATCH, run.id)
+    about = rows.first("SELECT created_at, finished_step, prompts, task FROM runs WHERE id = ?", run.id)
+    newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
+    return {
+        "about": about,
+        "status": status,
+        "stall": find_stall(Facts(status, address=sections["buffer"]["address"])) if status else None,
+        "steps_done": batch["step"] + 1 if batch else 0,
+        "trained_at": batch["trained_at"] if batch else None,
+        "steps": sections.get("train", {}).get("steps"),
+        "newest": newest,
+        "totals": _totals(clients),
+        "clients": _with_status(clients, status),
+        "state": _state(about, status),
+        "seen": _version(run, rows, status),
+    }
+
+
+def _version(run: Run, rows: PageRows, status: Status | None) -> str:
+    """Return a text that changes when the page does: two lookups at the ends of indexes, and a clock while it runs."""
+    newest = rows.value("SELECT MAX(id) FROM trajectory_rows")
+    batch = rows.first(_NEWEST_BATCH, run.id)
+    clock = int(time.time() / _CLOCK_SECONDS) if status is not None else 0
+    return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}"
+
+
+def _totals(clients: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add up what the clients have delivered, without reading the trajectories."""
+    names = ("trajectories", "errors", "response_tokens")
+    totals: dict[str, Any] = {name: sum(client[name] or 0 for client in clients) for name in names}
+    good = [(c["mean_reward"], c["trajectories"] - c["errors"]) for c in clients if c["mean_reward"] is not None]
+    count = sum(number for _, number in good)
+    totals["mean_reward"] = sum(mean * number for mean, number in good) / count if count else None
+    return totals
+
+
+def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[dict[str, Any]]:
+    """Return the searchers and the trainer, with what the server knows of those that are connected."""
+    connected = {client.sender: client for client in status.clients} if status else {}
+    return [
+        {**client, "now": connected.get(client["sender"])}
+        for client in clients
+        if client["role"] in ("searcher", "trainer", "importer")
+    ]
+
+
+def _state(about: dict[str, Any] | None, status: Status | None) -> str:
+    if about and about["finished_step"] is not None:
+        return "finished"
+    return "running" if status is not None else "not running"
+
+
+def settings(sections: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the recorded values by key, and whether each differs from the default of this release."""
+    default = Config()
+    known = {key for key, _ in fields()}
+    keys = []
+    for section, content in sections.items():
+        for name, value in content.items():
+            key = f"{section}.{name}"
+            usual = value_of(default, key) if key in known else None
+            is_set = key not in known or str(value) != str(usual if usual is None else _plain(usual))
+            keys.append({"key": key, "value": value, "default": _plain(usual), "is_set": is_set})
+    return keys
+
+
+def _plain(value: Any) -> Any:
+    """Return a default as JSON would hold it."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | dict) else str(value)

@@ -1,0 +1,90 @@
+"""The optimiser steps of a run, and one step: what it trained on, slot by slot."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tba.common.errors import UsageError
+from tba.ui.site import missing, run_of, site_of
+from tba.ui.svg import histogram
+
+_PAGE_ROWS = 100
+_STEPS = "SELECT * FROM staleness WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"
+_LARGEST = (1 << 62) - 1
+# Shown by the page's own columns or the same in all rows.
+_HIDDEN = {"run", "step", "handed_out_at", "trained_at", "trained_at_text", "trajectory", "prompt"}
+# A batch of this many slots is more than a browser sorts with ease.
+_MOST_SLOTS = 5000
+
+
+def listing(request: Request) -> Response:
+    """List the steps, newest first."""
+    run = run_of(request)
+    text = request.query_params.get("before", str(_LARGEST))
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(f"before = {text[:100]}: give a step")
+    with run.rows() as rows:
+        steps = rows.all(_STEPS, run.name, min(int(text), _LARGEST), _PAGE_ROWS)
+    after = steps[-1]["step"] if len(steps) == _PAGE_ROWS else None
+    return site_of(request).page("steps.html", run=run, steps=steps, after=after)
+
+
+def page(request: Request) -> Response:
+    """Show one step: its numbers, its slots in any order, and histograms of the numbers per slot."""
+    run, step = run_of(request), min(request.path_params["step"], _LARGEST)
+    with run.rows() as rows:
+        about = rows.first("SELECT * FROM staleness WHERE run = ? AND step = ?", run.name, step)
+        if about is None:
+            raise missing(f"step {step} of run {run.name}")
+        batch = rows.value("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)
+        sql = "SELECT * FROM consumption WHERE run = ? AND step = ? ORDER BY slot LIMIT ?"
+        slots = rows.all(sql, run.name, step, _MOST_SLOTS)
+        prompts = rows.all(
+            "SELECT c.slot, t.prompt AS id, substr(t.text, 1, 500) AS text, t.error FROM consumption_rows c "
+            "LEFT JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = ?",
+            batch,
+        )
+        around = {
+            "previous": rows.value("SELECT MAX(step) FROM batches WHERE run = ? AND step < ?", run.id, step),
+            "following": rows.value("SELECT MIN(step) FROM batches WHERE run = ? AND step > ?", run.id, step),
+        }
+        metrics = rows.value("SELECT metrics FROM batches WHERE id = ?", batch)
+    extra = {row["slot"]: row for row in prompts}
+    # The columns of the view: a later release adds numbers to it, and the page shows them.
+    columns = [name for name in (slots[0] if slots else {}) if name not in _HIDDEN and name != "slot"]
+    numeric = [name for name in columns if _is_numeric(slots, name)]
+    order = request.query_params.get("sort", "slot")
+    slots = _sorted(slots, order, ["slot", *numeric])
+    pictures = [(name, histogram(values, f"histogram of {name}")) for name in numeric if (values := _of(slots, name))]
+    return site_of(request).page(
+        "step.html",
+        run=run,
+        step=step,
+        about=about,
+        slots=slots,
+        extra=extra,
+        columns=columns,
+        order=order,
+        pictures=pictures,
+        metrics=metrics,
+        **around,
+    )
+
+
+def _is_numeric(slots: list[dict[str, Any]], name: str) -> bool:
+    return all(slot[name] is None or isinstance(slot[name], int | float) for slot in slots)
+
+
+def _of(slots: list[dict[str, Any]], name: str) -> list[float]:
+    return [slot[name] for slot in slots if slot[name] is not None]
+
+
+def _sorted(slots: list[dict[str, Any]], order: str, names: list[str]) -> list[dict[str, Any]]:
+    """Return the slots by a column, descending if `order` starts with a minus; rows without a value come last."""
+    name = order.removeprefix("-")
+    if name not in names:
+        raise UsageError(f"sort = {order[:100]}: give one of {', '.join(names)}")
+    known = [slot for slot in slots if slot[name] is not None]
+    known.sort(key=lambda slot: slot[name], reverse=order.startswith("-"))
+    return known + [slot for slot in slots if slot[name] is None]

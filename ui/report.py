@@ -1,0 +1,71 @@
+"""A run as one HTML file, to be mailed or kept: without scripts, and without a request when it is opened."""
+
+from pathlib import Path
+
+from markupsafe import Markup
+
+from tba.buffer.tools.page_rows import PageRows
+from tba.common.clock import SystemClock
+from tba.common.errors import UsageError
+from tba.common.system.durable import write_text
+from tba.ui.charts import Metrics
+from tba.ui.pages.run import describe, settings
+from tba.ui.runs import Run, find_runs
+from tba.ui.site import FOLDER, make_environment
+from tba.ui.svg import line_chart
+
+_FILE = "report.html"
+_NEWEST = 2000
+_SAMPLES = 10
+# Of a text; a report stays small enough for a mail.
+_CHARACTERS = 2000
+_SAMPLE = f"""SELECT t.id, t.reward, t.policy_version, t.stop_reason, t.response_tokens, p.key,
+    substr(p.text, 1, {_CHARACTERS}) AS prompt, substr(t.text, 1, {_CHARACTERS}) AS text,
+    length(t.text) > {_CHARACTERS} AS is_cut
+    FROM (SELECT id FROM trajectory_rows WHERE run = ? ORDER BY received_at DESC, id DESC LIMIT {_NEWEST}) w
+    CROSS JOIN trajectory_rows t ON t.id = w.id LEFT JOIN prompts p ON p.id = t.prompt
+    WHERE t.error IS NULL ORDER BY t.reward %s, t.id DESC LIMIT {_SAMPLES}"""  # noqa: S608
+
+
+def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
+    """Write the report of the run in a directory or database file, and return its path.
+
+    Raises UsageError if there is no such run, or several and no `name`; OSError if the file cannot be written.
+    """
+    run = _chosen(find_runs([path]), path, name)
+    with run.rows() as rows:
+        html = render(run, rows)
+    target = output or run.directory / _FILE
+    write_text(target, html)
+    return target
+
+
+def render(run: Run, rows: PageRows) -> str:
+    """Return the report of a run."""
+    charts = [(chart, line_chart(chart)) for chart in Metrics(run).charts(rows)]
+    return (
+        make_environment()
+        .get_template("report.html")
+        .render(
+            run=run,
+            written_at=SystemClock().wall(),
+            charts=charts,
+            best=rows.all(_SAMPLE % "DESC", run.id),
+            worst=rows.all(_SAMPLE % "ASC", run.id),
+            newest_count=_NEWEST,
+            settings=[key for key in settings(run.config(rows)) if key["is_set"]],
+            # The project's own file.
+            style=Markup((FOLDER / "static" / "style.css").read_text(encoding="utf-8")),  # noqa: S704
+            **describe(run, rows),
+        )
+    )
+
+
+def _chosen(runs: list[Run], path: Path, name: str | None) -> Run:
+    fitting = [run for run in runs if name in (None, run.name)]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(run.name for run in runs[:20])
+    if not fitting:
+        raise UsageError(f"{path} holds no run {name}: it holds {names}")
+    raise UsageError(f"{path} holds the runs {names}: name one with --name, or one directory")

@@ -1,0 +1,117 @@
+"""The runs that the interface shows: one for each run in each of the given directories and database files."""
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tba.buffer.store.starts import SERVED_FIRST
+from tba.buffer.tools.page_rows import PageRows, page_rows
+from tba.common.errors import TbaError, UsageError
+from tba.common.wire.client import BufferClient
+from tba.common.wire.probe import ask_status
+from tba.common.wire.status_messages import Status
+
+DATABASE_NAME = "buffer.sqlite"
+DEFAULT_DIRECTORY = Path("runs")
+_PAGE_SECONDS = 5.0
+# A server on the same machine answers within milliseconds.
+_STATUS_PATIENCE_SECONDS = 1.0
+_STATUS_SECONDS = 2.0
+# How long a server that did not answer is not asked again.
+_ABSENT_SECONDS = 15.0
+
+
+@dataclass
+class Run:
+    """One run. `key` is its part of an address: its name, with a number if several files hold a run of that name."""
+
+    key: str
+    name: str
+    id: int
+    database: Path
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _status: Status | None = field(default=None, repr=False)
+    _ask_at: float = field(default=0.0, repr=False)
+
+    @property
+    def directory(self) -> Path:
+        """The directory with the metrics of the run, next to its database."""
+        return self.database.parent
+
+    @contextlib.contextmanager
+    def rows(self) -> Iterator[PageRows]:
+        """Open the database for one page."""
+        with page_rows(self.database, seconds=_PAGE_SECONDS) as rows:
+            yield rows
+
+    def config(self, rows: PageRows) -> dict[str, Any]:
+        """Return the sections of the configuration that a server last served the run with; {} if there is none."""
+        sql = f"SELECT s.config FROM starts s WHERE s.run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
+        sections = json.loads(rows.value(sql, self.id) or "{}")
+        return {name: section for name, section in sections.items() if isinstance(section, dict)}
+
+    def status(self, config: dict[str, Any]) -> Status | None:
+        """Return the status that the buffer server of the run gives, at most seconds old; None if none answers.
+
+        A server that has ended in order leaves no write-ahead log, and is not asked.
+        """
+        log = self.database.with_name(self.database.name + "-wal")
+        address = config.get("buffer", {}).get("address", "")
+        if not address or not log.exists() or not log.stat().st_size:
+            return None
+        with self._lock:
+            if time.monotonic() >= self._ask_at:
+                self._status = _ask(address, self.name)
+                self._ask_at = time.monotonic() + (_STATUS_SECONDS if self._status else _ABSENT_SECONDS)
+            return self._status
+
+
+def _ask(address: str, name: str) -> Status | None:
+    """Return the status of the server at an address if it serves the run of this name."""
+    try:
+        with contextlib.closing(BufferClient(address, role="monitor", name="ui")) as client:
+            status = ask_status(client, deadline_seconds=_STATUS_PATIENCE_SECONDS)
+    except TbaError:
+        return None
+    return status if status is not None and status.run_name == name else None
+
+
+def find_runs(paths: Sequence[Path]) -> list[Run]:
+    """Return the runs of directories and database files; without any, those of every directory in runs/.
+
+    Raises UsageError if a path leads to no run, StorageError if a file is not a buffer of this release.
+    """
+    databases = [database for path in paths or [DEFAULT_DIRECTORY] for database in _databases(path)]
+    runs: dict[str, Run] = {}
+    for database in dict.fromkeys(databases):
+        with page_rows(database, seconds=_PAGE_SECONDS) as rows:
+            for row in rows.all("SELECT id, name FROM runs ORDER BY id"):
+                # The name in a file of other origin may hold any character.
+                name = re.sub(r"[^A-Za-z0-9._-]", "_", row["name"]).strip(".") or "run"
+                number = 2
+                key = name
+                while key in runs:
+                    key, number = f"{name}~{number}", number + 1
+                runs[key] = Run(key=key, name=row["name"], id=row["id"], database=database)
+    if not runs:
+        raise UsageError("the databases hold no run yet: start one with `tba run`")
+    return list(runs.values())
+
+
+def _databases(path: Path) -> list[Path]:
+    """Return the database files that a path names: a file, a run directory, or a directory of run directories."""
+    if path.is_file():
+        return [path.resolve()]
+    found = [path / DATABASE_NAME] if (path / DATABASE_NAME).is_file() else sorted(path.glob(f"*/{DATABASE_NAME}"))
+    if not found:
+        raise UsageError(
+            f"{path} holds no {DATABASE_NAME}: name the directory of a run, a directory of such directories, or a "
+            "database file"
+        )
+    return [database.resolve() for database in found]

@@ -1,0 +1,95 @@
+"""What stands before every page: the check of the Host header, the token, and headers that confine the browser.
+
+A page shows text that models wrote. Templates escape it, and the policy below forbids scripts, styles and requests
+other than those of this server, so that text which escaped the templates could not act either.
+"""
+
+import secrets
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_COOKIE = "tba_token"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class Guard:
+    """Middleware. Without a token, only requests whose Host header names the loopback interface are answered.
+
+    A page of another site cannot forge that header, even if the name of that site resolves to 127.0.0.1 (DNS
+    rebinding). With a token, the first request carries it as `?token=`, and later ones as a cookie.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that is refused, pass on any other."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def send_confined(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        answer = self._refuse(scope, Headers(scope=scope)) or self._app
+        return await answer(scope, receive, send_confined)
+
+    def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
+        """Return the reply to a request that goes no further, None for one that does."""
+        if self._token is None:
+            if _host_name(headers.get("host", "")) in LOOPBACK:
+                return None
+            return PlainTextResponse("this address answers only requests to 127.0.0.1 or localhost\n", 403)
+        given = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
+        if given is not None and self._is_token(given):
+            return self._enter(scope)
+        if self._is_token(_cookie(headers)) or self._is_token(headers.get("authorization", "").removeprefix("Bearer ")):
+            return None
+        return PlainTextResponse("add ?token=TOKEN to the address, with the token of `tba ui --token`\n", 401)
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), (self._token or "").encode())
+
+    def _enter(self, scope: Scope) -> Response:
+        """Return a redirect to the same page without the token in its address, and with the token in a cookie."""
+        rest = [(key, value) for key, value in parse_qsl(scope["query_string"].decode("latin-1")) if key != "token"]
+        # A path of two slashes would lead to another host.
+        path = "/" + scope["path"].lstrip("/\\")
+        response = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
+        response.set_cookie(_COOKIE, self._token or "", httponly=True, samesite="lax")
+        return response
+
+
+def _cookie(headers: Headers) -> str:
+    cookies: SimpleCookie = SimpleCookie()
+    try:
+        cookies.load(headers.get("cookie", ""))
+    except CookieError:
+        return ""
+    morsel: Any = cookies.get(_COOKIE)
+    return morsel.value if morsel is not None else ""
+
+
+def _host_name(host: str) -> str:
+    """Return the name or address of a Host header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()

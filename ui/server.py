@@ -1,0 +1,48 @@
+"""Serve the interface until Ctrl-C or SIGTERM."""
+
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from tba.common.errors import AddressInUse, ConfigError, UsageError
+from tba.ui.app import make_app
+from tba.ui.security import LOOPBACK
+
+_TOKEN_CHARACTERS = 16
+# Requests at a time: a browser opens six connections.
+_MOST_REQUESTS = 64
+
+
+def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, report: Callable[[str], None]) -> None:
+    """Serve the runs of directories and database files. `report` receives one sentence with the address.
+
+    Raises UsageError for an address that needs a token, AddressInUse, ConfigError, or the errors of `make_app`.
+    """
+    if token is None and host not in LOOPBACK:
+        raise UsageError(f"--host {host} can be reached from other machines: give --token with a secret, too")
+    if token is not None and len(token) < _TOKEN_CHARACTERS:
+        raise UsageError(f"--token needs at least {_TOKEN_CHARACTERS} characters: `openssl rand -hex 16` makes one")
+    app = make_app(paths, token=token)
+    listener = _listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    report(f"http://{shown}:{listener.getsockname()[1]}/{'?token=TOKEN' if token else ''} (Ctrl-C ends it)")
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=_MOST_REQUESTS, ws="none"
+    )
+    # uvicorn passes the signal on after it has ended in order.
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(f"another program listens at {host}:{port}: choose another --port") from error
+        raise ConfigError(f"{host}:{port} cannot be bound: {error.strerror or error}; choose another --host") from error

@@ -1,0 +1,68 @@
+"""What every page uses: the runs, the templates, and the request's run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from tba.ui.charts import Metrics
+from tba.ui.formats import FILTERS, finalize
+from tba.ui.runs import Run
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass
+class Site:
+    """The runs by their keys, with the metrics that were read so far."""
+
+    runs: dict[str, Run]
+    environment: Environment = field(repr=False)
+    metrics: dict[str, Metrics] = field(default_factory=dict)
+
+    def page(self, template: str, *, http_status: int = 200, **values: Any) -> HTMLResponse:
+        """Render a template."""
+        html = self.environment.get_template(template).render(runs=self.runs, **values)
+        return HTMLResponse(html, http_status)
+
+    def metrics_of(self, run: Run) -> Metrics:
+        """Return the metrics of a run."""
+        return self.metrics.setdefault(run.key, Metrics(run))
+
+
+def make_environment() -> Environment:
+    """Return the templates. Every value is escaped, and its unprintable characters are visible."""
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER / "templates"),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        finalize=finalize,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(FILTERS)
+    return environment
+
+
+def site_of(request: Request) -> Site:
+    """Return the site of a request."""
+    site: Site = request.app.state.site
+    return site
+
+
+def run_of(request: Request) -> Run:
+    """Return the run that the address names. Raises HTTPException if there is none."""
+    runs = site_of(request).runs
+    key = request.path_params["run"]
+    if key not in runs:
+        raise HTTPException(404, f"there is no run {key} here: this interface shows {', '.join(list(runs)[:20])}")
+    return runs[key]
+
+
+def missing(what: str) -> HTTPException:
+    """Return the error of an address that names a row which does not exist."""
+    return HTTPException(404, f"the database has no {what}")

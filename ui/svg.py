@@ -1,0 +1,119 @@
+"""Small charts as inline SVG, for pages without a script: lines, points and histograms."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from markupsafe import Markup, escape
+
+from tba.ui.charts import Chart
+from tba.ui.formats import number
+
+WIDTH, HEIGHT = 460, 180
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
+_BINS = 20
+
+
+class _Scale:
+    """Maps values of both axes to pixels."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self.x0, self.x1 = _span(xs)
+        self.y0, self.y1 = _span(ys)
+
+    def x(self, value: float) -> float:
+        return round(_LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        return round(HEIGHT - _BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def line_chart(chart: Chart) -> Markup:
+    """Draw a chart of a run."""
+    values = [value for series in chart.series for value in series.values if value is not None]
+    scale = _Scale(chart.steps, values)
+    parts = []
+    for position, series in enumerate(chart.series):
+        pairs = zip(chart.steps, series.values, strict=True)
+        points = [(scale.x(step), scale.y(value)) for step, value in pairs if value is not None]
+        path = " ".join(f"{x},{y}" for x, y in points)
+        parts.append(f'<polyline class="line s{position}" points="{path}"/>')
+        # A line of one point has no length.
+        if series.dots or len(points) == 1:
+            parts += [f'<circle class="dot s{position}" cx="{x}" cy="{y}" r="3"/>' for x, y in points]
+    return _figure(f"{chart.title} over optimiser steps", [*parts, *_axes(scale)])
+
+
+def points_chart(points: Sequence[tuple[float, float, str]], mean: Sequence[tuple[float, float]], title: str) -> Markup:
+    """Draw points (x, y, address) that lead to pages, and a line of their means."""
+    scale = _Scale([x for x, _, _ in points], [y for _, y, _ in points])
+    path = " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in mean)
+    parts = [f'<polyline class="line s0" points="{path}"/>']
+    for x, y, address in points:
+        circle = f'<circle class="dot s1" cx="{scale.x(x)}" cy="{scale.y(y)}" r="3.5"/>'
+        parts.append(f'<a href="{escape(address)}">{circle}</a>')
+    return _figure(title, [*parts, *_axes(scale)])
+
+
+def histogram(values: Sequence[float], title: str) -> Markup:
+    """Draw a histogram: one bar per value if they are few integers, else twenty bars."""
+    low, high = min(values), max(values)
+    if all(float(value).is_integer() for value in values) and high - low < 2 * _BINS:
+        width = 1.0
+        counts = Counter(int(value - low) for value in values)
+        bins = int(high - low) + 1
+        low -= 0.5
+    else:
+        width = (high - low) / _BINS or 1.0
+        counts = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
+        bins = _BINS
+    scale = _Scale([low, low + bins * width], [0, max(counts.values())])
+    parts = []
+    for position, count in sorted(counts.items()):
+        left, right = scale.x(low + position * width), scale.x(low + (position + 1) * width)
+        top, base = scale.y(count), scale.y(0)
+        name = f"{number(round(low + (position + 0.5) * width, 6))}: {count:,}"
+        parts.append(
+            f'<rect class="bar" x="{left + 0.5}" y="{top}" width="{max(right - left - 1, 1):.1f}" '
+            f'height="{max(base - top, 0):.1f}"><title>{name}</title></rect>'
+        )
+    return _figure(title, [*parts, *_axes(scale)])
+
+
+def sparkline(values: Sequence[float]) -> Markup:
+    """Draw a line of fractions from 0 to 1, as small as a word."""
+    if not values:
+        return Markup("")
+    step = 76 / max(len(values) - 1, 1)
+    points = [(round(2 + position * step, 1), round(18 - 16 * value, 1)) for position, value in enumerate(values)]
+    path = " ".join(f"{x},{y}" for x, y in points)
+    x, y = points[-1]
+    return Markup(  # noqa: S704
+        '<svg class="spark" viewBox="0 0 80 20" width="80" height="20" aria-hidden="true">'
+        f'<polyline class="line s0" points="{path}"/><circle class="dot s0" cx="{x}" cy="{y}" r="2"/></svg>'
+    )
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if not math.isfinite(high - low):
+        return -1e300, 1e300
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
+def _axes(scale: _Scale) -> list[str]:
+    base, left = HEIGHT - _BOTTOM, _LEFT
+    lines = [f'<line class="axis" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>']
+    for value, y in ((scale.y0, base), (scale.y1, _TOP + 8)):
+        lines.append(f'<text class="tick" x="{left - 5}" y="{y}" text-anchor="end">{number(value)}</text>')
+    for value, x, anchor in ((scale.x0, left, "start"), (scale.x1, WIDTH - _RIGHT, "end")):
+        lines.append(f'<text class="tick" x="{x}" y="{HEIGHT - 8}" text-anchor="{anchor}">{number(value)}</text>')
+    return lines
+
+
+def _figure(title: str, parts: Sequence[str]) -> Markup:
+    """Return the picture. Its parts are numbers and escaped addresses, no text of a run."""
+    return Markup(  # noqa: S704
+        f'<svg class="figure" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
+    )

@@ -1,0 +1,208 @@
+"""The list of trajectories: filters, and pages by key instead of by offset.
+
+A page follows one index in its order (`_ORDERS`) and tests the other conditions on the rows that it meets, a window of
+rows at a time. It stops when it is full or when its time is over, and the next page continues at the same row. The time
+of a page therefore depends neither on the size of the table nor on how rare the wanted rows are.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tba.buffer.tools.page_rows import PageRows
+from tba.common.errors import UsageError
+from tba.ui.runs import Run
+
+PAGE_ROWS = 50
+_WINDOW_ROWS = 2000
+_BUDGET_SECONDS = 0.3
+_MOST_INTEGER = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class _Order:
+    """An index to follow. `key` and `id` are its columns in the FROM clause `table`, which `where` restricts."""
+
+    table: str
+    where: str
+    key: str
+    id: str = "t.id"
+    descends: bool = True
+
+
+_ORDERS = {
+    "newest": _Order("trajectory_rows t", "t.run = ?", "t.received_at"),
+    "oldest": _Order("trajectory_rows t", "t.run = ?", "t.received_at", descends=False),
+    "best": _Order("trajectory_rows t", "t.run = ?", "t.reward"),
+    "worst": _Order("trajectory_rows t", "t.run = ?", "t.reward", descends=False),
+    "prompt": _Order("trajectory_rows t", "t.prompt = ?", "t.policy_version"),
+    "searcher": _Order("trajectory_rows t", "t.sender = ?", "t.sequence"),
+    "step": _Order("consumption_rows c", "c.batch = ?", "c.slot", id="c.trajectory", descends=False),
+}
+SORTS = ("newest", "oldest", "best", "worst")
+_CONDITIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "reward_min": ("t.reward >= ?", float),
+    "reward_max": ("t.reward <= ?", float),
+    "version": ("t.policy_version = ?", int),
+    "stop": ("t.stop_reason = ?", str),
+    "length_min": ("t.response_tokens >= ?", int),
+    "length_max": ("t.response_tokens <= ?", int),
+    "prompt": ("t.prompt = ?", int),
+    "searcher": ("t.sender = ?", int),
+}
+_ERRORS = {"yes": "t.error IS NOT NULL", "no": "t.error IS NULL"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of ids. `after` continues the list, None at its end; `examined` rows were read to find these."""
+
+    ids: list[int]
+    after: str | None
+    examined: int
+    sort: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a page is read: an order with the value that restricts it, and conditions on its rows."""
+
+    order: _Order
+    start: Any
+    bounds: Sequence[tuple[str, Any]]
+    conditions: Sequence[tuple[str, Sequence[Any]]]
+    sort: str
+
+
+def find(rows: PageRows, run: Run, given: Mapping[str, str], *, budget_seconds: float = _BUDGET_SECONDS) -> Page:
+    """Return the page of trajectories that fulfil the filters in `given`. Raises UsageError for a wrong value."""
+    plan = _plan(rows, run, given)
+    if plan is None:
+        return Page([], None, 0, "newest")
+    deadline = time.monotonic() + budget_seconds
+    ids: list[int] = []
+    examined, cursor = 0, _cursor(given.get("after", ""))
+    while True:
+        window = _window(rows, plan, cursor)
+        for row in window:
+            examined += 1
+            cursor = (row["key"], row["id"])
+            if row["wanted"]:
+                ids.append(row["id"])
+            if len(ids) == PAGE_ROWS:
+                return Page(ids, _text(cursor), examined, plan.sort)
+        if len(window) < _WINDOW_ROWS:
+            return Page(ids, None, examined, plan.sort)
+        if time.monotonic() > deadline:
+            return Page(ids, _text(cursor), examined, plan.sort)
+
+
+def statement(plan: _Plan, cursor: tuple[float, int] | None) -> tuple[str, list[Any]]:
+    """Return the SELECT of one window, and its values."""
+    order = plan.order
+    inner, values = [order.where], [plan.start]
+    for bound, value in plan.bounds:
+        inner.append(bound)
+        values.append(value)
+    direction = "DESC" if order.descends else "ASC"
+    if cursor is not None:
+        inner.append(f"({order.key}, {order.id}) {'<' if order.descends else '>'} (?, ?)")
+        values += cursor
+    wanted = " AND ".join(f"({condition})" for condition, _ in plan.conditions) or "1"
+    conditions = [value for _, several in plan.conditions for value in several]
+    # CROSS JOIN keeps the order of the loops: the index first, then each row by its id.
+    sql = (
+        f"SELECT w.id, w.key, {wanted} AS wanted FROM (SELECT {order.id} AS id, {order.key} AS key FROM {order.table} "  # noqa: S608
+        f"WHERE {' AND '.join(inner)} ORDER BY {order.key} {direction}, {order.id} {direction} LIMIT {_WINDOW_ROWS}) w "
+        "CROSS JOIN trajectory_rows t ON t.id = w.id"
+    )
+    return sql, [*conditions, *values]
+
+
+def _window(rows: PageRows, plan: _Plan, cursor: tuple[float, int] | None) -> list[dict[str, Any]]:
+    sql, values = statement(plan, cursor)
+    return rows.all(sql, *values)
+
+
+def _plan(rows: PageRows, run: Run, given: Mapping[str, str]) -> _Plan | None:
+    """Return how to read the rows that `given` asks for; None if there can be none."""
+    # An address may name a prompt or a searcher of another run of the same file.
+    conditions: list[tuple[str, Sequence[Any]]] = [("t.run = ?", [run.id])]
+    for name, (condition, kind) in _CONDITIONS.items():
+        if given.get(name):
+            conditions.append((condition, [_value(name, given[name], kind)]))
+    if error := given.get("error"):
+        if error not in _ERRORS:
+            raise UsageError(f"error = {error}: give yes or no")
+        conditions.append((_ERRORS[error], []))
+    conditions += _part_conditions(given)
+    bounds: list[tuple[str, Any]] = []
+    sort = given.get("sort") or ("oldest" if given.get("version") else "newest")
+    if sort not in SORTS:
+        raise UsageError(f"sort = {sort}: give one of {', '.join(SORTS)}")
+    name, start = sort, run.id
+    # The index that leaves the fewest rows.
+    if given.get("step"):
+        batch = rows.value(
+            "SELECT id FROM batches WHERE run = ? AND step = ?", run.id, _value("step", given["step"], int)
+        )
+        if batch is None:
+            return None
+        name, start = "step", batch
+    elif given.get("prompt") or (given.get("searcher") and not given.get("sort")):
+        name = "prompt" if given.get("prompt") else "searcher"
+        start = _value(name, given[name], int)
+    elif sort in ("newest", "oldest"):
+        bounds += _version_bound(rows, run, given)
+    else:
+        bounds += [(text, values[0]) for text, values in conditions if text.startswith("t.reward")]
+    return _Plan(_ORDERS[name], start, bounds, conditions, sort if name in SORTS else name)
+
+
+def _version_bound(rows: PageRows, run: Run, given: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Return the time since which a policy version can have produced anything: that of its announcement."""
+    if not given.get("version"):
+        return []
+    version = _value("version", given["version"], int)
+    announced = "SELECT announced_at FROM snapshots WHERE run = ? AND version = ?"
+    since = rows.value(announced, run.id, version)
+    return [] if since is None else [("t.received_at >= ?", since)]
+
+
+def _part_conditions(given: Mapping[str, str]) -> list[tuple[str, Sequence[Any]]]:
+    part = given.get("part")
+    if not part:
+        return []
+    if '"' in part:
+        raise UsageError("part: the name of a part of the reward holds no quotation mark")
+    path = f'$."{part}"'
+    conditions: list[tuple[str, Sequence[Any]]] = [("json_extract(t.reward_parts, ?) IS NOT NULL", [path])]
+    for name, comparison in (("part_min", ">="), ("part_max", "<=")):
+        if given.get(name):
+            value = _value(name, given[name], float)
+            conditions.append((f"json_extract(t.reward_parts, ?) {comparison} ?", [path, value]))
+    return conditions
+
+
+def _value(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise UsageError(f"{name} = {text[:100]}: give a number") from None
+    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+        raise UsageError(f"{name} = {text[:100]}: the number is too large")
+    return value
+
+
+def _cursor(text: str) -> tuple[float, int] | None:
+    if not text:
+        return None
+    key, _, id_ = text.partition(":")
+    number = _value("after", key, float)
+    return number, _value("after", id_, int)
+
+
+def _text(cursor: tuple[float, int]) -> str:
+    # repr keeps every digit of a time, so that the next page starts exactly at the next row.
+    return f"{cursor[0]!r}:{cursor[1]}"

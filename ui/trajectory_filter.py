@@ -87,13 +87,13 @@ def find(rows: PageRows, run: Run, given: Mapping[str, str], *, budget_seconds: 
         window = _window(rows, plan, cursor)
         for row in window:
             examined += 1
-            cursor = (row["key"], row["id"])
             if row["wanted"]:
                 ids.append(row["id"])
             if len(ids) == PAGE_ROWS:
-                return Page(ids, _text(cursor), examined, plan.sort)
+                return Page(ids, _text((row["key"], row["id"])), examined, plan.sort)
         if len(window) < _WINDOW_ROWS:
             return Page(ids, None, examined, plan.sort)
+        cursor = (window[-1]["key"], window[-1]["id"])
         if time.monotonic() > deadline:
             return Page(ids, _text(cursor), examined, plan.sort)
 

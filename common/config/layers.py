@@ -20,3 +20,213 @@ from tba.common.errors import ConfigError, UsageError, first_problem
 from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
+# Those of an alarm are set for its command.
+_OTHER_VARIABLES = {
+    *("TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", "TBA_UI_TOKEN", PARENT_VARIABLE, RENDEZVOUS_VARIABLE),
+    *("TBA_STALL", "TBA_STALL_REASON", "TBA_STALL_RUN", "TBA_STALL_SECONDS"),
+}
+DEFAULT_ORIGIN = "default"
+_SQLITE = b"SQLite format 3\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration with the origin of each dotted key that was set, and the file that was read, if any."""
+
+    config: Config
+    origins: dict[str, str]
+    file: Path | None
+
+    def origin(self, key: str) -> str:
+        """Return what set a key: a file, an environment variable, a flag, or the default."""
+        return self.origins.get(key, DEFAULT_ORIGIN)
+
+    def over(self, base: Mapping[str, Any], origin: str, *, needs: str) -> Config:
+        """Return the configuration of `base`, settings by dotted key, with the keys that were set here on top.
+
+        Keys of `base` that this release does not have are left out. Raises UsageError for such a key in the section
+        `needs`, unless a file was read, whose values then hold. Raises ConfigError for an invalid value.
+        """
+        known = {key for key, _ in fields()}
+        unknown = [key for key in base if key.startswith(f"{needs}.") and key not in known]
+        if unknown and self.file is None:
+            raise UsageError(
+                f"{unknown[0]} = {base[unknown[0]]!r} ({origin}) is not a setting of this release: pass the "
+                "configuration with --config FILE"
+            )
+        values = {key: _Value(value, origin) for key, value in base.items() if key in known}
+        values |= {key: _Value(value_of(self.config, key), origin) for key, origin in self.origins.items()}
+        return _validate(values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    value: Any
+    origin: str
+
+
+def resolve(
+    file: Path | None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+    assignments: Sequence[str] = (),
+    default_file: Path | None = None,
+    unless: Collection[str] = (),
+) -> Resolved:
+    """Merge the layers and validate the result.
+
+    `overrides` come from named flags (None is "not given"), `assignments` from `--set key=value`. `default_file` is
+    read where no `file` is given, unless one of the keys `unless` is set by other means.
+    Raises ConfigError with one sentence that names the key and its origin.
+    """
+    values = _environment_layer(environment) | _assignment_layer(assignments)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            values[key] = _Value(value, "command line")
+    if file is None and values.keys().isdisjoint(unless):
+        file = default_file
+    if file is not None:
+        values = _file_layer(file) | values
+    for key, item in values.items():
+        _check_key(key, item.origin)
+    return Resolved(_validate(values), {key: item.origin for key, item in values.items()}, file)
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every dotted key with its pydantic field, in the order of the documentation."""
+    for section_name, section in Config.model_fields.items():
+        for name, field in _section_type(section).model_fields.items():
+            yield f"{section_name}.{name}", field
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _section_type(field: FieldInfo) -> type[Section]:
+    assert isinstance(field.annotation, type)
+    return field.annotation
+
+
+def _file_layer(file: Path) -> dict[str, _Value]:
+    if is_database(file):
+        raise ConfigError(
+            f"{file} is an SQLite database and no configuration: `tba buffer stats {file}` and other commands of "
+            "`tba buffer` read it; name the TOML file of the run here"
+        )
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist: name a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}: name a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    values = {}
+    for section, content in tree.items():
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file}: `{section}` is outside a section: move it into one, such as [run]")
+        for name, value in content.items():
+            values[f"{section}.{name}"] = _Value(value, str(file))
+    return values
+
+
+def _environment_layer(environment: Mapping[str, str]) -> dict[str, _Value]:
+    values = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
+            continue
+        if "__" not in variable:
+            # A supervisor has warned already: its children stay silent.
+            if PARENT_VARIABLE not in environment:
+                print(f"warning: {_without_effect(variable)}", file=sys.stderr)  # noqa: T201
+            continue
+        key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)
+        values[key] = _Value(_parse(text), variable)
+    return values
+
+
+def _without_effect(variable: str) -> str:
+    section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).partition("_")
+    return (
+        f"environment variable {variable} sets nothing: a key is set by TBA_SECTION__KEY with two underscores, such as "
+        f"TBA_{section}__{name}"
+    )
+
+
+def is_database(file: Path) -> bool:
+    """Return whether a file is an SQLite database, by its first bytes. False for a file that cannot be read."""
+    try:
+        with file.open("rb") as content:
+            return content.read(len(_SQLITE)) == _SQLITE
+    except OSError:
+        return False
+
+
+def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:
+    values = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}: write it as section.key=value")
+        values[key.strip()] = _Value(_parse(text.strip()), "--set")
+    return values
+
+
+def _parse(text: str) -> Any:
+    """Return a value parsed as TOML, or the text itself if it is not TOML: `3`, `true`, `[1, 2]`, `cpu`."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _check_key(key: str, origin: str) -> None:
+    known = [name for name, _ in fields()]
+    if key in known:
+        return
+    section, _, rest = key.partition(".")
+    table, _, name = rest.partition(".")
+    if name and f"{section}.{table}" == "search.vllm":
+        raise ConfigError(f"unknown key {key} ({origin}): write the table, search.vllm={{ {name} = VALUE }}")
+    near = _nearest(key, known)
+    hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
+    raise ConfigError(f"unknown key {key} ({origin}): {hint}")
+
+
+def _nearest(key: str, known: Sequence[str]) -> str | None:
+    """Return the key that was probably meant: the same name in another section, or a similar name or key."""
+    section, _, name = key.rpartition(".")
+    same = [other for other in known if other.rpartition(".")[2] == name]
+    here = [other.rpartition(".")[2] for other in known if other.startswith(f"{section}.")]
+    like = [f"{section}.{other}" for other in difflib.get_close_matches(name, here, n=1, cutoff=0.7)]
+    return max(
+        [*same, *like] or difflib.get_close_matches(key, known, n=1, cutoff=0.8),
+        key=lambda other: difflib.SequenceMatcher(None, other, key).ratio(),
+        default=None,
+    )
+
+
+def _validate(values: Mapping[str, _Value]) -> Config:
+    tree: dict[str, dict[str, Any]] = {}
+    for key, item in values.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = item.value
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, values)) from error
+
+
+def _sentence(error: ValidationError, values: Mapping[str, _Value]) -> str:
+    field, message = first_problem(error)
+    key = ".".join(field[:2])
+    if key not in values:
+        return message
+    item = values[key]
+    return f"{key} = {item.value!r} ({item.origin}): {message[0].lower()}{message[1:]}"

@@ -42,9 +42,9 @@ def listing(request: Request) -> Response:
     if kind not in KINDS:
         raise UsageError(f"kind = {kind[:100]}: give never, solved or flat")
     with run.rows() as rows:
-        found, after, examined = _find(rows, run, kind=kind, prefix=prefix, after=after)
+        found, following, examined = _find(rows, run, kind=kind, prefix=prefix, after=after)
     return site_of(request).page(
-        "prompts.html", run=run, prompts=found, kinds=KINDS, kind=kind, key=prefix, after=after, examined=examined
+        "prompts.html", run=run, prompts=found, kinds=KINDS, kind=kind, key=prefix, after=following, examined=examined
     )
 
 
@@ -146,7 +146,7 @@ def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
 
 
 def _mean(responses: Sequence[dict[str, Any]], version: int) -> float:
-    rewards = [response["reward"] for response in responses if response["policy_version"] == version]
+    rewards: list[float] = [response["reward"] for response in responses if response["policy_version"] == version]
     return sum(rewards) / len(rewards)
 
 

@@ -68,7 +68,7 @@ def test_hostile_text_is_shown_as_text(harness, trajectory, text):
                  "/r/test/compare?a=1&b=2", "/r/test/sql?sql=SELECT text, error FROM trajectories"]  # fmt: skip
     for page in map(browser.get, addresses):
         assert page.status_code == 200
-        assert "<script>alert" not in page.text and "<img" not in page.text and "onmouseover='" not in page.text
+        assert not [tag for tag in ("<script>alert", "<img", "onmouseover='") if tag in page.text]
         assert not {"\x00", "\x07", "\x1b", "\u202e", "\u200f"} & set(page.text)
         assert "script-src 'self';" in page.headers["content-security-policy"]
     whole = html.unescape(browser.get(addresses[0]).text)
@@ -161,4 +161,4 @@ def test_a_report_is_one_file_without_scripts(filled, tmp_path):
 
     text = write_report(filled, tmp_path / "report.html", name=None).read_text()
     assert "answer 12" in text
-    assert "<script" not in text and not re.findall(r'(?:src|href)="', text)
+    assert re.findall(r'<script|src="|href="', text) == []

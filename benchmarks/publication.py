@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from benchmarks.table import print_table
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.weights.node_store import weights_directory
+from tba.common.weights.node_store import clear, weights_directory
 from tba.common.weights.snapshot import Snapshot
 from tba.searcher.engines.vllm.tensor_files import MappedFiles
 from tba.searcher.engines.vllm.weight_layout import record
@@ -161,6 +161,8 @@ class Publisher:
         self._served.release()
         self._publisher.shutdown()
         self._writer.close(finished=True)
+        # They are in memory, also after this process.
+        clear(weights_directory(self._config))
 
     def _start(self, snapshot: Snapshot) -> WeightSwap:
         """An engine's parameters, and how the files go into them."""

@@ -73,21 +73,19 @@ class PromptRenderer:
         """Return the token ids that the engine gets."""
         if prompt.ids:
             return list(prompt.ids)
-        if self._renders_chat(prompt):
-            return self.conversation_ids(_messages(prompt), add_generation_prompt=True)
-        return self._raw_ids(prompt.text)
+        messages = self.conversation(prompt)
+        return self._raw_ids(prompt.text) if messages is None else self.conversation_ids(messages)
 
     def text(self, prompt: Content) -> str:
         """Return the prompt as text, special tokens included: what people read in the database."""
         if prompt.ids:
             return prompt.text or self.tokenizer.decode(list(prompt.ids), skip_special_tokens=False)
-        if self._renders_chat(prompt):
-            return self._conversation(_messages(prompt), add_generation_prompt=True)
-        return prompt.text
+        messages = self.conversation(prompt)
+        return prompt.text if messages is None else self._rendered(messages, add_generation_prompt=True)
 
-    def conversation_ids(self, messages: Iterable[Message], *, add_generation_prompt: bool) -> list[int]:
+    def conversation_ids(self, messages: Iterable[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Return the token ids of a conversation, rendered by the chat template."""
-        text = self._conversation(messages, add_generation_prompt=add_generation_prompt)
+        text = self._rendered(messages, add_generation_prompt=add_generation_prompt)
         return [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def settings(self, prompts: Iterable[Content]) -> str:
@@ -95,17 +93,17 @@ class PromptRenderer:
 
         Searchers with other settings answer other prompts, so this is part of the fingerprint of a task.
         """
-        if not any(not prompt.ids and self._renders_chat(prompt) for prompt in prompts):
+        if not any(not prompt.ids and self.conversation(prompt) is not None for prompt in prompts):
             return ""
         variables = self._config.template_kwargs
         return json.dumps([self.tokenizer.chat_template, self._config.system, variables], sort_keys=True, default=str)
 
-    def _renders_chat(self, prompt: Content) -> bool:
-        """Whether the chat template renders a prompt. Raises ValueError if nothing can."""
+    def conversation(self, prompt: Content) -> Sequence[Message] | None:
+        """Return the messages that the chat template renders for a prompt, None if it does not."""
         mode = self._config.template
         chat = mode == "chat" or (mode == "auto" and bool(prompt.messages and self.tokenizer.chat_template))
         if chat:
-            return True
+            return prompt.messages or [("user", prompt.text)]
         if not prompt.text and prompt.messages:
             why = 'task.template is "raw"' if mode == "raw" else "the model's tokenizer has no chat template"
             raise ValueError(f"it has messages and no text, and {why}: give it a text, or use a chat model's tokenizer")
@@ -114,9 +112,9 @@ class PromptRenderer:
                 "it is rendered without a chat template, so task.system and task.template_kwargs have no effect: "
                 'set task.template = "chat", or remove them'
             )
-        return False
+        return None
 
-    def _conversation(self, messages: Iterable[Message], *, add_generation_prompt: bool) -> str:
+    def _rendered(self, messages: Iterable[Message], *, add_generation_prompt: bool) -> str:
         if not self.tokenizer.chat_template:
             raise ValueError(
                 'the model\'s tokenizer has no chat template: write the prompt as text and set task.template = "raw"'
@@ -146,7 +144,3 @@ class PromptRenderer:
         ids = [int(id_) for id_ in self.tokenizer.encode(text)]
         begin = self.tokenizer.bos_token_id
         return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
-
-
-def _messages(prompt: Content) -> Sequence[Message]:
-    return prompt.messages or [("user", prompt.text)]

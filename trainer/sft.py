@@ -85,9 +85,9 @@ def sft(
 ) -> bool:
     """Train the model and write it to `plan.out`. Returns False if `stop()` came first, after saving a checkpoint.
 
-    Every rank calls this. `on_step` is called with the metrics of each step. Of the configuration, `model`, `run.seed`
-    and the optimiser settings of `train` apply. Raises UsageError, ConfigError, TaskError for data, CheckpointError,
-    TrainingBroken, RankLost, MemoryShort.
+    Every rank calls this. `on_step` is called with the metrics of each step. Of the configuration, `model`, `run.seed`,
+    the templates of `task` and the optimiser settings of `train` apply. Raises UsageError, ConfigError, TaskError for
+    data, CheckpointError, TrainingBroken, RankLost, MemoryShort.
     """
     if plan.out.exists():
         raise UsageError(f"{plan.out} exists already: name another --out")

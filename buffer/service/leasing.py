@@ -53,7 +53,8 @@ class Leasing:
             raise Refused(
                 "other_prompts",
                 f"run {state.run.name} works on {quantity(task.prompts, 'prompt')} of {task.name}; this searcher has "
-                f"other data ({quantity(message.total, 'prompt')} of {message.task}): use the same files on every node",
+                f"other data ({quantity(message.total, 'prompt')} of {message.task}) or renders it by another chat "
+                "template: use the same files, and the same settings of [task], on every node",
             )
         if not self.knows(message):
             known = len(state.prompt_ids)

@@ -29,8 +29,14 @@ class Tokenizer:
         self._eos = eos_ids(directory)[:1]
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, as a searcher encodes it."""
-        return list(self._tokenizer.encode(text).ids)
+        """Return the ids of a prompt, as a searcher encodes a text that no chat template renders.
+
+        The begin token is not added to a text that begins with it.
+        """
+        ids = list(self._tokenizer.encode(text).ids)
+        plain = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        twice = len(ids) > len(plain) > 0 and ids[0] == plain[0] and ids[1 : 1 + len(plain)] == plain
+        return ids[1:] if twice else ids
 
     def response(self, text: str, *, finished: bool) -> list[int]:
         """Return the ids of a response. A finished one ends with the model's end token, like a generated one."""

@@ -43,7 +43,7 @@ class SearchSection(Section):
     prompt, or once per searcher. All draws are derived from run.seed."""
     max_tokens: Positive = 512
     """Maximum length of a response, in tokens."""
-    stop: tuple[Annotated[str, Field(min_length=1)] | NonNegative, ...] = ()
+    stop: tuple[int | str, ...] = ()
     """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`. A
     string that is a special token means its id. The response is trained on with what ended it, and scored without."""
     reference_logprobs: bool = False
@@ -94,6 +94,14 @@ class SearchSection(Section):
         for name in value:
             if reason := own_argument(name):
                 raise ValueError(f"{name} cannot be set here: {reason}")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stop(cls, value: Any) -> Any:
+        is_list = isinstance(value, list | tuple)
+        if not is_list or not all((type(one) is int and one >= 0) or (isinstance(one, str) and one) for one in value):
+            raise ValueError('write a list of strings and token ids, such as ["Question:", 13]')
         return value
 
     @field_validator("temperature", mode="before")

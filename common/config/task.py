@@ -1,7 +1,7 @@
 """[task] and [reward_model]: prompts, and how responses are scored."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,7 +14,8 @@ _WITHOUT_CODE = ("arithmetic", "gsm8k")
 _OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[^:]+\.py(:[A-Za-z_]\w*)?")
 _LARGEST_REWARD = 1e9
 # What becomes of a response that was cut off.
-Truncated = Literal["score", "mask"] | Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
+_Unscored = Literal["score", "mask"]
+Truncated = _Unscored | Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
 
 
 class TaskSource(Section):
@@ -96,6 +97,13 @@ class TaskSection(TaskSource):
         if len({part.weight is None for part in self.mixture}) > 1:
             raise ValueError("task.mixture: give every task a weight, or none")
         return self
+
+    @field_validator("truncated", mode="before")
+    @classmethod
+    def _check_truncated(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in get_args(_Unscored):
+            raise ValueError('write "score", "mask", or the reward of a response that was cut off, such as -1.0')
+        return value
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:

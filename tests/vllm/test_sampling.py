@@ -98,14 +98,14 @@ def test_a_response_ends_with_the_first_of_several_eos_tokens(lab, old):
     ending = list(range(100, 130))
     model = lab.model(seed=1)
     model.generation_config.eos_token_id = ending
-    engine = lab.engine(model)
-    for seed in range(20):
-        lab.submit(engine, lab.tokens(6, 12), SamplingSettings(1.5, 1.0, 100, seed=seed))
-    generations = lab.finish(engine).values()
-    stopped = [g for g in generations if g.stop_reason == "eos"]
-    assert len(stopped) > 10
-    assert all(g.response_ids[-1] in ending for g in stopped)
-    assert not any(np.isin(g.response_ids[:-1], ending).any() for g in generations)
+    for engine in (lab.engine(model), lab.transformers_engine(model)):
+        for seed in range(20):
+            lab.submit(engine, lab.tokens(6, 12), SamplingSettings(1.5, 1.0, 100, seed=seed))
+        generations = lab.finish(engine).values()
+        stopped = [g for g in generations if g.stop_reason == "eos"]
+        assert len(stopped) > 10
+        assert all(g.response_ids[-1] in ending for g in stopped)
+        assert not any(np.isin(g.response_ids[:-1], ending).any() for g in generations)
 
 
 def test_an_eos_token_at_the_last_position_counts_as_eos(lab):

@@ -5,8 +5,9 @@ A file has JSON lines of two kinds; other keys are ignored:
     {"prompt": "47+38=", "response": "85"}                      `answer` is an alias of `response`
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-Prompts are tokenised as a searcher does it, and responses end with the end token that stops its engine, so the model
-learns what it will be sampled for. The last message of a conversation is the response, the others are its prompt.
+Prompts are rendered as a searcher does it (`task.template`), and responses end with the end token that stops its
+engine, so the model learns what it will be sampled for. The last message of a conversation is the response, the others
+are its prompt.
 """
 
 from collections.abc import Sequence
@@ -66,31 +67,34 @@ def _tokens(value: Any, encoder: Encoder) -> tuple[list[int], list[int]]:
     """Tokenise prompt and response, the response with its end token. Raises ValueError."""
     if not isinstance(value, dict):
         raise ValueError("a row is a JSON object")
-    if "messages" in value:
-        return _chat_tokens(value["messages"], encoder)
-    prompt, response = value.get("prompt"), value.get("response", value.get("answer"))
-    if not isinstance(prompt, str) or not isinstance(response, str):
-        raise ValueError("a row has `messages`, or `prompt` and `response` (or `answer`), which are strings")
+    prompt, response = _of_messages(value["messages"]) if "messages" in value else _of_texts(value)
     if not response:
         raise ValueError("the response is empty")
     renderer = encoder.renderer
-    response_ids = renderer.tokenizer.encode(response, add_special_tokens=False)
-    return renderer.ids(_Prompt(prompt)), _ended(response_ids, encoder)
+    prompt_ids, conversation = renderer.ids(prompt), renderer.conversation(prompt)
+    if conversation is None:
+        return prompt_ids, _ended(renderer.tokenizer.encode(response, add_special_tokens=False), encoder)
+    # The template may end a message with another token than the first end token.
+    whole = renderer.conversation_ids([*conversation, ("assistant", response)], add_generation_prompt=False)
+    if whole[: len(prompt_ids)] != prompt_ids:
+        raise ValueError("the chat template renders the prompt differently once the response follows it")
+    return prompt_ids, _ended(whole[len(prompt_ids) :], encoder)
 
 
-def _chat_tokens(messages: Any, encoder: Encoder) -> tuple[list[int], list[int]]:
+def _of_texts(value: dict[str, Any]) -> tuple[_Prompt, str]:
+    prompt, response = value.get("prompt"), value.get("response", value.get("answer"))
+    if not isinstance(prompt, str) or not isinstance(response, str):
+        raise ValueError("a row has `messages`, or `prompt` and `response` (or `answer`), which are strings")
+    return _Prompt(prompt), response
+
+
+def _of_messages(messages: Any) -> tuple[_Prompt, str]:
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
         raise ValueError("`messages` is a list of objects with the strings `role` and `content`")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError("`messages` ends with the assistant's, after at least one other")
-    if not messages[-1]["content"]:
-        raise ValueError("the response is empty")
     said = [(message["role"], message["content"]) for message in messages]
-    prompt = encoder.renderer.ids(_Prompt(messages=said[:-1]))
-    whole = encoder.renderer.conversation_ids(said, add_generation_prompt=False)
-    if whole[: len(prompt)] != prompt:
-        raise ValueError("the chat template renders the prompt differently once the response follows it")
-    return prompt, _ended(whole[len(prompt) :], encoder)
+    return _Prompt(messages=said[:-1]), said[-1][1]
 
 
 def _is_message(value: Any) -> bool:

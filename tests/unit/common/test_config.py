@@ -95,6 +95,10 @@ def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
         (["train.steps"], "section.key=value"),
         (["buffer.max_staleness=0", "train.publish_every=2"], "publish_every"),
         (["task.name=gsm8k"], "task.train"),
+        (["search.stop=Question:"], "write a list of strings and token ids"),
+        (["search.stop=[-1]"], "write a list of strings and token ids"),
+        (["task.truncated=drop"], 'write "score", "mask", or the reward'),
+        (["task.template=raw", "task.system=Be brief."], 'have no effect with task.template = "raw": remove them'),
         (["task.name=arithmetik"], "use arithmetic, gsm8k, or your own"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from tba.buffer.tools.tokenizer import Tokenizer as ImportTokenizer
 from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError
 from tba.common.rendering import PromptRenderer
@@ -18,6 +19,7 @@ from tba.searcher.exploration import Exploration
 from tba.searcher.pipeline import GenerationStage
 from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
+from tba.trainer.batch.batch import Row
 from tba.trainer.batch.sft_data import Encoder, read_rows
 
 QUESTION = "What is 2 + 3?"
@@ -65,12 +67,15 @@ def ids_of_eval(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
 
 
 def ids_of_sft(prompt: Prompt, renderer: PromptRenderer, folder) -> list[int]:
+    return row_of_sft(prompt, renderer, folder).prompt_ids.tolist()
+
+
+def row_of_sft(prompt: Prompt, renderer: PromptRenderer, folder, *end_ids: int) -> Row:
     messages = [{"role": role, "content": content} for role, content in (*prompt.messages, ("assistant", "5"))]
     row = {"messages": messages} if prompt.messages else {"prompt": prompt.text, "response": "5"}
     file = folder / "rows.jsonl"
     file.write_text(json.dumps(row))
-    encoder = Encoder(renderer, [renderer.tokenizer.eos_token_id or 1], vocabulary=1000, longest=1000)
-    return read_rows([file], encoder)[0].prompt_ids.tolist()
+    return read_rows([file], Encoder(renderer, end_ids or [0], vocabulary=1000, longest=1000))[0]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +110,27 @@ def test_a_text_gets_what_the_tokenizer_adds_or_is_a_message_of_the_user(tmp_pat
     chat = PromptRenderer(tokenizer, TaskSection(template="chat"))
     of_chat = ids_of_search(Prompt("p", messages=[("user", QUESTION)]), chat)
     assert ids_of_search(prompt, chat) == ids_of_sft(prompt, chat, tmp_path) == of_chat
-    # A text that someone has rendered with a begin token.
-    assert ids_of_search(Prompt("p", chat.text(prompt)), raw).count(tokenizer.bos_token_id) <= 1
+    # A text that someone has rendered with a begin token, in a run and as a line of an import.
+    rendered = chat.text(prompt)
+    assert ids_of_search(Prompt("p", rendered), raw) == of_chat
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert ImportTokenizer(str(tmp_path)).prompt(rendered) == of_chat
+    assert ImportTokenizer(str(tmp_path)).prompt(QUESTION) == tokenizer.encode(QUESTION)
+
+
+def test_a_demonstration_of_a_chat_ends_with_the_end_token_of_its_template(tmp_path):
+    tokenizer = chat_tokenizer("llama 3")
+    other_end = tokenizer.bos_token_id
+    renderer = PromptRenderer(tokenizer, TaskSection(template="chat"))
+    for prompt in (Prompt("p", QUESTION), Prompt("p", messages=[("user", QUESTION)])):
+        row = row_of_sft(prompt, renderer, tmp_path, other_end, tokenizer.eos_token_id)
+        assert tokenizer.decode(row.response_ids) == "5<|eot_id|>"
 
 
 def test_a_prompt_with_text_and_messages_or_with_ids_is_rendered_by_the_mode():
     tokenizer = chat_tokenizer("qwen 3")
-    both, ids = Prompt("p", "5 is", messages=[{"role": "user", "content": QUESTION}]), Prompt("p", ids=[7, 8])
+    both, ids = Prompt("p", "5 is", messages=[("user", QUESTION)]), Prompt("p", ids=[7, 8])
     renderers = {mode: PromptRenderer(tokenizer, TaskSection(template=mode)) for mode in ("auto", "chat", "raw")}
     assert {mode: renderer.ids(both) == tokenizer.encode("5 is") for mode, renderer in renderers.items()} == {
         "auto": False, "chat": False, "raw": True,
@@ -144,6 +163,11 @@ def test_a_prompt_that_cannot_be_rendered_or_is_too_long_is_refused_with_its_key
 
 def test_the_longest_prompt_that_leaves_room_for_a_token_is_accepted():
     check_rendering(OneTask(), [Prompt("p", ids=[1] * 31)], PromptRenderer(chat_tokenizer("phi 3"), TaskSection()), 32)
+
+
+def test_messages_may_be_maps_as_in_data_sets():
+    maps: Any = [{"role": "user", "content": QUESTION}]
+    assert Prompt("p", messages=maps) == Prompt("p", messages=[("user", QUESTION)])
 
 
 def test_a_message_of_another_form_is_refused_with_the_key_of_its_prompt():

@@ -87,7 +87,9 @@ def test_a_padding_token_without_an_embedding_is_refused(tmp_path):
 def test_a_chat_template_renders_the_prompt_and_the_response_as_two_messages(tmp_path):
     directory = make_classifier(tmp_path / "model", chat_template=TEMPLATE)
     chat, plain = load(directory, template="chat"), load(directory)
-    assert chat.encode("1", "2") == plain.encode("+1", "=2")
+    assert chat.encode("1", "2") == chat.encode("", "2", [("user", "1")]) == plain.encode("+1", "=2")
+    with pytest.raises(ValueError, match="messages and no text: set reward_model.template"):
+        plain.encode("", "2", [("user", "1")])
 
 
 def test_a_pair_that_is_too_long_is_refused_and_not_truncated(tmp_path):

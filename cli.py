@@ -342,11 +342,11 @@ def doctor(options: ConfigOptions, as_json: Json = False, assume: Assume = None)
     config = options.resolve().config
     from tba.common.system.devices import assumed_gpus
     from tba.deploy.doctor import examine
-    from tba.searcher.checks import check_reward_model, check_task
+    from tba.searcher.checks import check_reward_model, check_task_and_prompts
     from tba.trainer.preflight.before_start import trainer_memory
 
     node = assumed_gpus(assume) if assume else None
-    findings = examine(config, check_task, check_reward_model, trainer_memory, node)
+    findings = examine(config, check_task_and_prompts, check_reward_model, trainer_memory, node)
     if as_json:
         print_json(findings)
     else:

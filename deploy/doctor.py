@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from tba.common.config import Config, RewardModelSection, TaskSection
+from tba.common.config import Config, RewardModelSection
 from tba.common.config.paths import check_data
 from tba.common.errors import MissingExtra, TbaError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
@@ -37,7 +37,7 @@ class MemoryReport(Protocol):
 
 def examine(
     config: Config,
-    check_task: Callable[[TaskSection], None],
+    check_task: Callable[[Config], None],
     check_reward_model: Callable[[RewardModelSection], str],
     trainer_memory: Callable[[Config, Sequence[Gpu] | None], MemoryReport | None],
     assumed: Sequence[Gpu] | None = None,
@@ -175,13 +175,12 @@ def _reward_model(check: Callable[[RewardModelSection], str], config: Config) ->
         return "fail", str(error)
 
 
-def _task(check_task: Callable[[TaskSection], None], config: Config) -> tuple[str, str]:
+def _task(check_task: Callable[[Config], None], config: Config) -> tuple[str, str]:
     try:
         check_data(config.task)
         if unchecked := unchecked_data(config):
             return "unchecked", unchecked
-        if config.task.checked_by_loading:
-            check_task(config.task)
+        check_task(config)
     except TbaError as error:
         return "fail", str(error)
     return "ok", ", ".join(one.train if one.reads_files else one.name for one in config.task.sources)

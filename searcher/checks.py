@@ -1,10 +1,13 @@
 """Checks of `tba doctor` and `tba config check` on what a searcher loads."""
 
 from tba.common.config import Config, RewardModelSection, TaskSection
-from tba.common.errors import TaskError
+from tba.common.errors import MissingExtra, TaskError
+from tba.common.rendering import PromptRenderer
 from tba.common.terminal import need
+from tba.common.weights.model_files import model_here
+from tba.common.weights.tokenizer import load_tokenizer
 from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.task import check_prompts
+from tba.searcher.tasks.task import check_prompts, check_rendering
 
 
 def check_task(section: TaskSection) -> None:
@@ -12,8 +15,28 @@ def check_task(section: TaskSection) -> None:
     check_prompts(load_task(section))
 
 
+def check_task_and_prompts(config: Config) -> None:
+    """Raise TbaError as `check_task`, or for a prompt that cannot be rendered or that the context has no room for.
+
+    Only the former is checked where the model or transformers is not installed.
+    """
+    from tba.searcher.run import context_of
+
+    task = load_task(config.task)
+    check_prompts(task)
+    directory = model_here(config.model.path)
+    if directory is None:
+        return
+    try:
+        renderer = PromptRenderer(load_tokenizer(directory), config.task)
+    except MissingExtra:
+        return
+    check_rendering(task, [*task.prompts(), *task.held_out()], renderer, context_of(config))
+
+
 def with_reward_floor(config: Config) -> Config:
-    """Return the configuration with the least reward that the task declares as `objective.reward_floor`.
+    """Return the configuration with the least reward that the task declares as `objective.reward_floor`, or a lower
+    one of `task.truncated`.
 
     A task is only asked if the objective depends on it. Raises TaskError if it cannot be loaded here.
     """
@@ -27,6 +50,8 @@ def with_reward_floor(config: Config) -> Config:
             f'objective.reward_floor = "task" needs the task of the searchers here: {error}; or set it to the least '
             "reward of the task"
         ) from error
+    if not isinstance(config.task.truncated, str):
+        floor = min(floor, config.task.truncated)
     return config.model_copy(update={"objective": objective.model_copy(update={"reward_floor": floor})})
 
 

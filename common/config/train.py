@@ -132,8 +132,9 @@ class ObjectiveSection(Section):
     for tb_stale and 0 for the others."""
     reward_floor: float | Literal["task", "group"] = "task"
     """imitation: the least reward of the task. A reward below it is logged once. task: the `least_reward` that the task
-    declares, 0 if it declares none; a trainer then loads a task of your own when it starts. group: the
-    least reward of the other responses of the group, for graded rewards far above that of the task."""
+    declares, 0 if it declares none, or task.truncated if that is lower; a trainer then loads a task of your own when it
+    starts. group: the least reward of the other responses of the group, for graded rewards far above that of the
+    task."""
     taper: Literal["auto", "off", "response", "mean"] = "auto"
     """tb, rloo, reinforce, and tba_prime with truncation = "off": the weight of a response of negative advantage.
     response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for responses so

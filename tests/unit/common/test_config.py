@@ -57,7 +57,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("train.max_tokens", "did you mean search.max_tokens?"),
+        ("train.spool_mib", "did you mean search.spool_mib?"),
         ("trian.learning_rate", "did you mean train.learning_rate?"),
         ("train.warmup_step", "did you mean train.warmup_steps?"),
         ("train.objective", "`tba config show` lists all keys"),
@@ -99,7 +99,7 @@ def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
         (["search.stop=[-1]"], "write a list of strings and token ids"),
         (["task.truncated=drop"], 'write "score", "mask", or the reward'),
         (["task.template=raw", "task.system=Be brief."], 'have no effect with task.template = "raw": remove them'),
-        (["task.name=arithmetik"], "use arithmetic, gsm8k, or your own"),
+        (["task.name=arithmetik"], "use arithmetic, gsm8k, math, "),
     ],
 )
 def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):

@@ -1,5 +1,6 @@
 """Prompts are rendered to the same token ids in search, eval and `tba sft`: those of `apply_chat_template`."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,13 @@ from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
+from tba.searcher.checks import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.evaluation.evaluator import Subject, questions
 from tba.searcher.exploration import Exploration
 from tba.searcher.pipeline import GenerationStage
 from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint
+from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
 from tba.trainer.batch.batch import Row
 from tba.trainer.batch.sft_data import Encoder, read_rows
@@ -163,6 +166,13 @@ def test_a_prompt_that_cannot_be_rendered_or_is_too_long_is_refused_with_its_key
 
 def test_the_longest_prompt_that_leaves_room_for_a_token_is_accepted():
     check_rendering(OneTask(), [Prompt("p", ids=[1] * 31)], PromptRenderer(chat_tokenizer("phi 3"), TaskSection()), 32)
+
+
+@pytest.mark.parametrize(("search", "words"), [({}, None), ({"max_model_len": 6}, "has 6 tokens, and the context")])
+def test_the_doctor_finds_a_prompt_that_the_context_has_no_room_for(search, words):
+    config = Config.model_validate({"model": {"path": str(EXAMPLE_MODEL)}, "search": search, "task": {"limit": 9}})
+    with pytest.raises(TaskError, match=words) if words else contextlib.nullcontext():
+        check_task_and_prompts(config)
 
 
 def test_messages_may_be_maps_as_in_data_sets():

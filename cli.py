@@ -7,7 +7,8 @@ import faulthandler
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,8 +34,8 @@ from tba.common.terminal import (
     with_config,
 )
 from tba.deploy.commands import status
-from tba.searcher.commands import eval_command
-from tba.trainer.commands import Resume, sft_command
+from tba.searcher.commands import eval_command, generate_command
+from tba.trainer.commands import Resume, export_model, sft_command
 from tba.ui.commands import app as ui_app
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ def search(
     gpus: Annotated[str | None, typer.Option(help="One searcher per GPU: 0-6, 0,2,4, UUIDs, all.")] = None,
     tensor_parallel: Annotated[int | None, typer.Option("--tp", min=1, help="GPUs per searcher.")] = None,
     cpu: Annotated[int | None, typer.Option(min=1, help="Number of searchers on the CPU, instead of GPUs.")] = None,
+    evaluates: Annotated[
+        bool, typer.Option("--eval", help="Evaluate kept snapshots on the held-out prompts instead; deliver nothing.")
+    ] = False,
     index: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Generate and score responses until the run is finished."""
@@ -112,22 +116,27 @@ def search(
 
     search = resolved.config.search
     if search.gpus == CPU:
-        if search.cpu_searchers == 1:
-            return _search_here(resolved, CPU, f"cpu{index}")
+        if evaluates or search.cpu_searchers == 1:
+            return _search_here(resolved, CPU, f"cpu{index}", evaluates=evaluates)
         return _search_in_children(resolved, options.arguments())
     groups = searcher_groups(resolved.config, "--cpu 1")
+    if evaluates and len(groups) > 1:
+        raise UsageError("--eval runs one engine: name its GPU, such as --gpus 7")
     if len(groups) > 1:
         return _search_in_children(resolved, options.arguments())
     pin(groups[0])
-    return _search_here(resolved, "cuda", label(groups[0]))
+    return _search_here(resolved, "cuda", label(groups[0]), evaluates=evaluates)
 
 
-def _search_here(resolved: "Resolved", device: str, label: str) -> None:
-    stop = start_process(f"search-{label}", gpu=label)
+def _search_here(resolved: "Resolved", device: str, label: str, *, evaluates: bool) -> None:
+    stop = start_process(f"eval-{label}" if evaluates else f"search-{label}", gpu=label)
     # torch reads it when it is loaded. OpenMP threads that spin while they wait for each other become many times slower
     # as soon as another thread, such as the one that prepares weights, runs on one of their cores (docs/vllm.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from tba.searcher.run import search as run_searcher
+    if evaluates:
+        from tba.searcher.evaluation.follower import follow as run_searcher
+    else:
+        from tba.searcher.run import search as run_searcher
 
     run_searcher(resolved.config, device=device, label=label, stop=stop)
 
@@ -283,6 +292,18 @@ def _store_evaluation(config: "Config", row: dict[str, Any]) -> str:
 
 
 app.command("eval")(eval_command(_store_evaluation))
+
+
+@contextmanager
+def _model_directory(config: "Config", named: Path | None, version: int | None) -> Iterator[Path]:
+    from tba.trainer.export import complete_directory, find_source
+
+    with complete_directory(find_source(config, named, version), config) as directory:
+        yield directory
+
+
+app.command("generate")(generate_command(_model_directory))
+app.command("export-model")(export_model)
 
 
 @app.command()

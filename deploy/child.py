@@ -47,6 +47,8 @@ class Child:
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     restart_arguments: Sequence[str] = ()
     """Further arguments of every start but the first, such as --resume."""
+    is_essential: bool = True
+    """Whether its failure for good is that of its supervisor."""
     after: "Child | None" = None
     """It is started, and restarted, only while this other child is ready."""
     environment: dict[str, str] = field(default_factory=dict)

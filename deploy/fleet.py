@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 
 from tba.common.config import Config
 from tba.common.log import get_logger
@@ -72,12 +73,17 @@ class Fleet:
 
 
 def searcher_groups(config: Config, flag: str = "", *, with_trainer: bool = False) -> list[list[str]]:
-    """Return the GPUs of each searcher; `flag` as in `choose_gpus`. With `with_trainer` it leaves out the trainer's.
+    """Return the GPUs of each searcher; `flag` as in `choose_gpus`.
+
+    With `with_trainer`, `all` leaves out those of the trainer and the evaluator.
 
     Raises UsageError for a missing GPU, DeviceBusy for one without enough free memory.
     """
     present = list_gpus()
-    wanted = searcher_gpus(config.search.gpus, config.train.gpu, present) if with_trainer else config.search.gpus
+    wanted = config.search.gpus
+    if with_trainer:
+        others = ",".join(gpus for gpus in (config.train.gpu, config.eval.gpu) if gpus not in ("", CPU))
+        wanted = searcher_gpus(wanted, others or CPU, present)
     chosen = choose_gpus(wanted, present, "search.gpus", flag)
     # vLLM reserves its fraction of the memory at its start.
     if config.search.engine == "vllm":
@@ -107,6 +113,14 @@ def searcher_children(config: Config, arguments: Sequence[str], *, with_trainer:
         Child(name, "search", ["search", *arguments, *flags], None, restart, environment=environment, cores=cores)
         for name, flags, cores in engines
     ]
+
+
+def evaluator_child(config: Config, arguments: Sequence[str], log_file: Path) -> Child:
+    """Return the child of a `tba run` that evaluates kept snapshots. The run goes on without it if it fails."""
+    on_gpu = ["--gpus", config.eval.gpu, "--tp", str(config.search.tensor_parallel)]
+    flags = ["--eval", *(["--cpu", "1"] if config.eval.gpu == CPU else on_gpu)]
+    command, environment = ["search", *arguments, *flags], one_thread_each(config)
+    return Child("evaluator", "evaluator", command, log_file, environment=environment, is_essential=False)
 
 
 def one_thread_each(config: Config, threads: int = 1) -> dict[str, str]:

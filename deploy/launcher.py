@@ -20,7 +20,7 @@ from tba.common.wire.probe import ask_status, check_address
 from tba.deploy.child import Child, RestartPolicy, ending
 from tba.deploy.display import Display
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds
-from tba.deploy.fleet import POLL_SECONDS, one_thread_each, searcher_children, searcher_groups
+from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children, searcher_groups
 from tba.deploy.plot import draw
 from tba.deploy.run_directory import holds_run, mark_ending
 from tba.deploy.supervisor import Supervisor
@@ -29,7 +29,7 @@ _STATUS_SECONDS = 0.5
 
 
 class Launcher:
-    """Buffer, searchers and trainer of one configuration. `arguments` are passed on to every child.
+    """Buffer, searchers, trainer and an evaluator of one configuration. `arguments` are passed on to every child.
 
     The other children start when this launcher's buffer is ready. Until then another buffer may answer at its address,
     and they would join that one.
@@ -44,9 +44,12 @@ class Launcher:
             child.log_file = config.run.dir / "logs" / f"{child.name}.log"
         self._trainer = self._child("trainer", ["train", *arguments, *(["--resume"] if resume else [])])
         self._trainer.restart_arguments = [] if resume else ["--resume"]
-        for child in (*self._searchers, self._trainer):
+        evaluator_log = config.run.dir / "logs" / "evaluator.log"
+        self._evaluators = [evaluator_child(config, arguments, evaluator_log)] if config.eval.gpu else []
+        for child in (*self._searchers, *self._evaluators, self._trainer):
             child.after = self._buffer
-        self._supervisor = Supervisor([self._buffer, *self._searchers, self._trainer], config.launch)
+        children = [self._buffer, *self._searchers, *self._evaluators, self._trainer]
+        self._supervisor = Supervisor(children, config.launch)
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
         """Run until the trainer has made its last step (True) or `stop()` (False). No child outlives this call.
@@ -114,9 +117,10 @@ class Launcher:
         the model is loaded: it is killed.
         """
         drain = drain_seconds(self._config)
-        self._supervisor.kill([child for child in (self._trainer, *self._searchers) if not child.ready])
+        loading = [child for child in (self._trainer, *self._searchers, *self._evaluators) if not child.ready]
+        self._supervisor.kill(loading)
         self._supervisor.stop([self._trainer], drain_seconds=trainer_drain_seconds(self._config))
-        for children in (self._searchers, [self._buffer]):
+        for children in (self._evaluators, self._searchers, [self._buffer]):
             self._supervisor.stop(children, drain_seconds=drain)
 
     def _child(self, name: str, arguments: Sequence[str]) -> Child:

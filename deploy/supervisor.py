@@ -87,6 +87,8 @@ class Supervisor:
     def failed(self) -> Child | None:
         """Return a child whose failure ends everything: a restart cannot help it, or all of its kind are broken."""
         for child in self.children:
+            if not child.is_essential:
+                continue
             peers = [other for other in self.children if other.kind == child.kind]
             if child.exit_code in NO_RESTART or (
                 self.broken(child) and all(self.broken(other) or other.ended for other in peers)

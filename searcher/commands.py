@@ -1,18 +1,23 @@
-"""The command `tba eval`. Slow imports are in its body, so that `tba --help` stays fast."""
+"""The commands `tba eval` and `tba generate`. Slow imports are in their bodies, so that `tba --help` stays fast."""
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tba.common.errors import UsageError
 from tba.common.terminal import (
     ConfigOptions,
     Json,
     need,
+    not_both,
     note,
     print_json,
     print_table,
+    printable,
     row_progress,
     start_process,
     with_config,
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 
 # Stores an evaluation in the database of its run: the configuration and the row. Returns why it did not, or "".
 Store = Callable[[Any, dict[str, Any]], str]
+# Gives a directory that engines load: the configuration, a named directory, a version of the run.
+ModelOf = Callable[[Any, Path | None, int | None], AbstractContextManager[Path]]
 
 _COLUMNS = ("version", "step", "accuracy", "reward", "prompts", "unfinished", "failed")
 # Shown as columns where they were measured.
@@ -62,11 +69,8 @@ def _evaluate(
 ) -> list[dict[str, Any]]:
     """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
     from tba.common.evaluations import EVALUATIONS_FILE, key_of, read_json_lines, record_evaluations
-    from tba.common.system.devices import CPU, choose_and_pin
 
-    if (device := config.search.gpus) != CPU:
-        choose_and_pin(device, "search.gpus", "--cpu", most=config.search.tensor_parallel)
-        device = "cuda"
+    device = _choose_device(config)
     from tba.searcher.evaluation.snapshots import evaluate_snapshots
 
     earlier = [] if again else read_json_lines(config.run.dir / EVALUATIONS_FILE)
@@ -83,6 +87,16 @@ def _evaluate(
                     # Each attempt may wait for a buffer that is not there.
                     stored = False
     return sorted(rows, key=lambda row: (row["step"], row["version"]))
+
+
+def _choose_device(config: "Config") -> str:
+    """Return the device of one engine. On a GPU this process sees no other."""
+    from tba.common.system.devices import CPU, choose_and_pin
+
+    if config.search.gpus == CPU:
+        return CPU
+    choose_and_pin(config.search.gpus, "search.gpus", "--cpu", most=config.search.tensor_parallel)
+    return "cuda"
 
 
 def _reporting(show: Callable[[str, int, int | None], None]) -> Callable[[str, int, int], bool]:
@@ -109,3 +123,64 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
             low, high = row["intervals"][name]
             shown[name] = f"{row[name]:.4g} [{low:.4g}, {high:.4g}]"
     return shown
+
+
+def generate_command(model_of: ModelOf) -> Callable[..., None]:
+    """Return the command. `model_of` is passed in, because this package does not import the trainer."""
+
+    @with_config
+    def generate(
+        options: ConfigOptions,
+        prompt: Annotated[
+            str | None, typer.Argument(help="The prompt; by default standard input.", show_default=False)
+        ] = None,
+        model: Annotated[
+            Path | None,
+            typer.Option(help="A snapshot, checkpoint, run or model directory; by default the run's newest snapshot."),
+        ] = None,
+        version: Annotated[int | None, typer.Option(min=0, help="A snapshot that the run has kept.")] = None,
+        chat: Annotated[
+            bool, typer.Option("--chat", help="Hold a conversation: each line is a message. Ctrl-D ends it.")
+        ] = False,
+        samples: Annotated[int, typer.Option("--samples", "-n", min=1, max=4096, help="Number of responses.")] = 1,
+        temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+        top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus.")] = 1.0,
+        max_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of search.max_tokens.")] = None,
+        cpu: Annotated[bool, typer.Option("--cpu", help="Generate on the CPU.")] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Generate responses to a prompt with a snapshot of a run or any model."""
+        not_both(chat, samples > 1, "--chat", "--samples")
+        not_both(chat, prompt is not None, "--chat", "PROMPT")
+        config = options.resolve({"search.gpus": "cpu" if cpu else None}).config
+        start_process("generate", level="WARNING", drains=False)
+        need("torch", "train")
+        if not chat and prompt is None and sys.stdin.isatty():
+            raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
+        device = _choose_device(config)
+        from tba.searcher.engines.engine import SamplingSettings
+        from tba.searcher.generate import Generator, answer_one, converse
+
+        sampling = SamplingSettings(temperature, top_p, max_tokens or config.search.max_tokens)
+        with model_of(config, model, version) as directory:
+            if not chat:
+                text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
+                found = answer_one(config, directory, text, sampling, device=device, samples=samples)
+                _print_responses(found, as_json=as_json)
+                return
+            with closing(Generator(config, directory, device=device, chat=True)) as generator:
+                for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
+                    _print_responses([reply], as_json=as_json)
+
+    return generate
+
+
+def _print_responses(responses: Any, *, as_json: bool) -> None:
+    if as_json:
+        from dataclasses import asdict
+
+        return print_json([asdict(one) for one in responses])
+    for one in responses:
+        # A model's output may contain control sequences.
+        typer.echo(printable(one.text, keep="\n\t"))
+    return None

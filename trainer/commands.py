@@ -1,4 +1,4 @@
-"""The command `tba sft`. Slow imports are in its body, so that `tba --help` stays fast."""
+"""The commands `tba sft` and `tba export-model`. Slow imports are in their bodies, so that `tba --help` stays fast."""
 
 import os
 import sys
@@ -60,6 +60,29 @@ def sft_command(train_together: Together) -> Callable[..., None]:
         _run(resolved.config, plan, train_together, resume=resume, as_json=as_json)
 
     return sft
+
+
+@with_config
+def export_model(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run directory, or one of its snapshots or checkpoints.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The model directory to write.")],
+    options: ConfigOptions,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="A snapshot that the run has kept; by default the newest.")
+    ] = None,
+) -> None:
+    """Write a snapshot or checkpoint as a Hugging Face model directory, with adapters merged."""
+    config = options.resolve().config
+    start_process("export", level="WARNING", drains=False)
+    need("torch", "train")
+    from tba.trainer.export import export_model as export
+    from tba.trainer.export import find_source
+
+    found = find_source(config, source, version)
+    export(found, out, config)
+    typer.echo(f"{found} is in {out}")
 
 
 def _run(config: "Config", plan: tuple[Any, ...], train_together: Together, *, resume: bool, as_json: bool) -> None:

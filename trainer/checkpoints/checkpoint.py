@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
-_MODEL = "model.safetensors"
+MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _REFERENCE = "reference.safetensors"
 _LOG_Z = "log_z."
@@ -92,7 +92,7 @@ def tensors_of(learner: Learner) -> Iterator[tuple[str, Tensor]]:
     """
     masters = learner.masters()
     for name, tensor in _trained(learner).items():
-        yield f"{_MODEL}/{name}", full_tensor(masters.get(name, tensor), tensor)
+        yield f"{MODEL}/{name}", full_tensor(masters.get(name, tensor), tensor)
     for index, values in learner.optimizer.state_dict()["state"].items():
         for name, value in values.items():
             # The step count is a scalar on every rank.
@@ -197,7 +197,7 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
             f"{learner.reference.description}: [reference] must stay what it was"
         )
     expected = _trained(learner)
-    with safe_open(checkpoint.path / _MODEL, framework="pt") as weights, torch.no_grad():
+    with safe_open(checkpoint.path / MODEL, framework="pt") as weights, torch.no_grad():
         shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
         if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
             raise CheckpointMismatch(f"{checkpoint.path} is of another model than model.path")

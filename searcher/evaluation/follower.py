@@ -1,0 +1,216 @@
+"""`tba search --eval`: evaluate the kept snapshots of a run while it goes on.
+
+    kept snapshot, on disk or announced ──► queue ──► evaluate ──► eval.jsonl, and the buffer
+
+It is a client of role `evaluator`: it leases no prompts and delivers no trajectories, so training does not notice it.
+Without `train.keep_snapshot_every` it evaluates the newest snapshot, then the one that is newest by then.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+
+import tba
+from tba.common.clock import Clock, SystemClock
+from tba.common.config import Config
+from tba.common.errors import BufferUnavailable, ConfigError, EngineFaulty, SnapshotError
+from tba.common.evaluations import EVALUATIONS_FILE, as_message, key_of, read_json_lines, record_evaluations
+from tba.common.log import get_logger
+from tba.common.system.process import StopSignal, notify_systemd
+from tba.common.system.watchdog import Watchdog
+from tba.common.weights.node_store import make_directory, weights_directory
+from tba.common.weights.snapshot import list_snapshots, read
+from tba.common.wire import fields, messages
+from tba.common.wire.client import BufferClient
+from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject
+from tba.searcher.evaluation.snapshots import ref_of
+from tba.searcher.weights.assembly import SnapshotAssembler
+
+log = get_logger(__name__)
+
+_HEARTBEAT_SECONDS = 1.0
+_IDLE_SECONDS = 0.5
+_FLUSH_SECONDS = 5.0
+# Of a snapshot that cannot be read or that the engine refuses, before it is left out.
+_MAX_ATTEMPTS = 3
+# As a searcher that joins a finished run waits for a trainer that resumes it.
+_RESUME_SECONDS = 60.0
+
+
+def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
+    """Evaluate until the run is finished and its kept snapshots are done, or `stop()`.
+
+    `device` and `label` are as those of a searcher. Raises as `tba.searcher.run.search`.
+    """
+    log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
+    subject = read_subject(config)
+    make_directory(weights_directory(config))
+    name = f"{socket.gethostname()}-eval-{label}"
+    with contextlib.ExitStack() as ending:
+        client = BufferClient(config.buffer.address, role="evaluator", name=name)
+        ending.callback(client.close)
+        opened = open_evaluator(config, subject, device=device, name=name, stop=stop)
+        with stop.exits_immediately():
+            evaluator, assembler = ending.enter_context(opened)
+        Follower(config, evaluator, assembler, client, SystemClock()).run(stop)
+
+
+class Follower:
+    """Evaluates one snapshot at a time, the oldest first. Used by one thread."""
+
+    def __init__(
+        self, config: Config, evaluator: Evaluator, assembler: SnapshotAssembler, client: BufferClient, clock: Clock
+    ) -> None:
+        self._config = config
+        self._evaluator = evaluator
+        self._assembler = assembler
+        self._client = client
+        self._clock = clock
+        self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
+        self._queue: dict[int, messages.WeightsRef] = {}
+        # Versions that are evaluated, or given up.
+        self._done: set[int] = set()
+        self._attempts: dict[int, int] = {}
+        self._heartbeat_request: int | None = None
+        self._heartbeat_at = -_HEARTBEAT_SECONDS
+        self._joined_at, self._seen_running = clock.monotonic(), False
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Evaluate until the run is finished and nothing is left, or `stop()`. Raises Refused."""
+        try:
+            self._join(stop)
+        # Raised only after `stop()`.
+        except BufferUnavailable:
+            return
+        self._watchdog.start()
+        while not stop():
+            self._watchdog.beat()
+            self._find()
+            ref = self._next()
+            if ref is not None:
+                self._evaluate(ref, stop)
+            elif self._finished:
+                break
+            else:
+                self._heartbeat("waiting", "no snapshot is to be evaluated", _IDLE_SECONDS)
+        self._watchdog.stop()
+        self._leave()
+
+    def _join(self, stop: Callable[[], bool]) -> None:
+        hello = messages.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}")
+        welcome, _ = self._client.call(hello, messages.Welcome, stop=stop)
+        if welcome.run_name != self._config.run.name:
+            raise ConfigError(
+                f"the buffer at {self._client.address} serves run {welcome.run_name}, this configuration is of run "
+                f"{self._config.run.name}"
+            )
+        subject = self._evaluator.subject
+        for row in read_json_lines(self._config.run.dir / EVALUATIONS_FILE):
+            run, version, *same = key_of(row)
+            if run == welcome.run_name and same == [subject.prompt_set, subject.settings]:
+                self._done.add(version)
+        self._joined_at = self._clock.monotonic()
+        log.info("joined", buffer=self._client.address, prompts=len(subject.prompts), evaluated=len(self._done))
+        notify_systemd("READY=1")
+
+    @property
+    def _finished(self) -> bool:
+        """Whether the run is over. One that was over when this process joined may be resumed by a trainer."""
+        if self._client.state is None or not self._client.state.finished:
+            self._seen_running = True
+            return False
+        return self._seen_running or self._clock.monotonic() - self._joined_at > _RESUME_SECONDS
+
+    def _find(self) -> None:
+        """Queue what is to be evaluated: kept snapshots that are on this machine, and the newest announced one."""
+        every = self._config.train.keep_snapshot_every
+        newest = self._client.state.weights if self._client.state else None
+        if newest is not None and not every:
+            self._queue = {}
+        if newest is not None and (not every or self._is_kept(newest.step)):
+            self._add(newest)
+        for path in list_snapshots(self._config.snapshots) if every else ():
+            # The trainer may delete it meanwhile; one that cannot be read is reported by `tba eval`.
+            with contextlib.suppress(SnapshotError, OSError):
+                manifest = read(path).manifest
+                # As its path on disk stays, it replaces the announced one, whose file in memory does not.
+                if self._is_kept(manifest.step) and not manifest.only_base and manifest.run == self._config.run.name:
+                    self._add(ref_of(path))
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether the trainer keeps the snapshot of a step, as `tba.common.weights.snapshot.collect` does."""
+        return step % self._config.train.keep_snapshot_every == 0 or step >= self._config.train.steps
+
+    def _add(self, ref: messages.WeightsRef) -> None:
+        if ref.version not in self._done:
+            self._queue[ref.version] = ref
+
+    def _next(self) -> messages.WeightsRef | None:
+        return self._queue[min(self._queue)] if self._queue else None
+
+    def _evaluate(self, ref: messages.WeightsRef, stop: Callable[[], bool]) -> None:
+        """Evaluate one snapshot, and record the result. One that cannot be loaded is tried again, then left out."""
+
+        def report(doing: str, done: int, total: int) -> bool:
+            self._watchdog.beat()
+            self._heartbeat("evaluating", f"{doing}: {done} of {total} answers", 0.0)
+            return not stop()
+
+        self._heartbeat("evaluating", f"v{ref.version}: loading", 0.0)
+        try:
+            snapshot, pinned = self._assembler.assemble(ref)
+            row = self._evaluator.evaluate(snapshot, pinned, report)
+        except EngineFaulty:
+            raise
+        except SnapshotError as error:
+            self._fail(ref, error)
+            return
+        if row is None:
+            return
+        self._forget(ref.version)
+        record_evaluations(self._config.run.dir, [row])
+        self._client.post(as_message(row))
+        shown = {name: row[name] for name in ("accuracy", "reward", "seconds") if name in row}
+        log.info("evaluated", version=ref.version, step=ref.step, **shown)
+
+    def _fail(self, ref: messages.WeightsRef, error: SnapshotError) -> None:
+        attempts = self._attempts[ref.version] = self._attempts.get(ref.version, 0) + 1
+        log.warning("snapshot not evaluated", version=ref.version, attempt=attempts, reason=str(error))
+        if attempts >= _MAX_ATTEMPTS:
+            self._forget(ref.version)
+        else:
+            self._heartbeat("waiting", str(error), _IDLE_SECONDS)
+
+    def _forget(self, version: int) -> None:
+        self._done.add(version)
+        self._queue.pop(version, None)
+        self._attempts.pop(version, None)
+
+    def _heartbeat(self, activity: str, reason: str, wait_seconds: float) -> None:
+        """Tell the buffer once a second what this process does, and read its replies, waiting at most this long."""
+        now = self._clock.monotonic()
+        if now - self._heartbeat_at >= _HEARTBEAT_SECONDS and not self._client.is_pending(self._heartbeat_request):
+            self._heartbeat_at = now
+            heartbeat = messages.Heartbeat(
+                activity=activity,
+                reason=reason[: fields.MAX_REASON],
+                weights_version=min(self._queue) if activity == "evaluating" and self._queue else None,
+                metrics={"evaluations": float(len(self._done))},
+            )
+            self._heartbeat_request = self._client.post(heartbeat)
+            notify_systemd(f"STATUS={activity} {reason}")
+        for reply in self._client.poll(wait_seconds):
+            if isinstance(reply.message, messages.Failure):
+                log.warning("refused by the buffer", reason=reply.message.message)
+        newest = self._client.state.weights if self._client.state else None
+        if newest is not None and self._config.train.keep_snapshot_every and self._is_kept(newest.step):
+            self._add(newest)
+
+    def _leave(self) -> None:
+        """Say goodbye, and wait a few seconds until the buffer has the last evaluation, which comes before it."""
+        try:
+            self._client.call(messages.Goodbye(), messages.Done, deadline_seconds=_FLUSH_SECONDS)
+        except BufferUnavailable as error:
+            log.warning("left without goodbye", reason=str(error))
+        log.info("left", evaluations=len(self._done))

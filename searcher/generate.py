@@ -1,0 +1,87 @@
+"""`tba generate`: answer a prompt, or hold a conversation, with any model directory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tba.common.config import Config, LoraSection
+from tba.common.errors import TaskError
+from tba.common.rendering import Message, PromptRenderer
+from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.wire.trajectory import STOP_EOS
+from tba.searcher.engines.engine import Engine, GenerationRequest, SamplingSettings
+from tba.searcher.engines.stopping import read_stopping
+from tba.searcher.run import make_engine
+from tba.searcher.tasks.task import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One response. `logprob` is the sum over its tokens in nats; not `finished` if it was cut off by its length."""
+
+    text: str
+    tokens: int
+    logprob: float
+    finished: bool
+
+
+class Generator:
+    """One model and its engine. Raises ConfigError for a model that cannot be loaded."""
+
+    def __init__(self, config: Config, directory: Path, *, device: str, chat: bool) -> None:
+        # Adapters are merged in the directory.
+        model = config.model.model_copy(update={"path": str(directory)})
+        task = config.task.model_copy(update={"template": "chat"}) if chat else config.task
+        own = config.model_copy(update={"model": model, "task": task, "lora": LoraSection()})
+        self._renderer = PromptRenderer(load_tokenizer(directory), task)
+        self._stopping = read_stopping(own, self._renderer.tokenizer)
+        self._engine: Engine = make_engine(own, self._stopping, device=device, name="generate")
+        self._next_id = 0
+
+    def close(self) -> None:
+        """Free the device."""
+        self._engine.close()
+
+    def generate(self, prompt: Prompt, sampling: SamplingSettings, samples: int = 1) -> list[Generated]:
+        """Return `samples` responses, in the order in which they end.
+
+        Raises TaskError for a prompt that cannot be rendered, EngineError for one that does not fit the context.
+        """
+        try:
+            ids = np.asarray(self._renderer.ids(prompt), np.int32)
+        except ValueError as error:
+            raise TaskError(f"the prompt cannot be rendered: {error}") from error
+        for _ in range(samples):
+            self._engine.submit(GenerationRequest(self._next_id, ids, sampling))
+            self._next_id += 1
+        responses = []
+        while self._engine.in_flight:
+            for generation in self._engine.step():
+                tokens = generation.response_ids.tolist()
+                text = self._stopping.scored_text(tokens)
+                logprob = float(generation.logprobs.astype(np.float64).sum())
+                responses.append(Generated(text, len(tokens), logprob, generation.stop_reason == STOP_EOS))
+        return responses
+
+
+def converse(generator: Generator, lines: Iterator[str], sampling: SamplingSettings) -> Iterator[Generated]:
+    """Yield the reply to each line, given all lines and replies before it. Empty lines are skipped."""
+    messages: list[Message] = []
+    for line in lines:
+        if not (said := line.strip()):
+            continue
+        messages.append(("user", said))
+        (reply,) = generator.generate(Prompt("chat", messages=messages), sampling)
+        messages.append(("assistant", reply.text))
+        yield reply
+
+
+def answer_one(
+    config: Config, directory: Path, text: str, sampling: SamplingSettings, *, device: str, samples: int
+) -> Sequence[Generated]:
+    """Load a model, and return its responses to one text."""
+    with closing(Generator(config, directory, device=device, chat=False)) as generator:
+        return generator.generate(Prompt("prompt", text), sampling, samples)

@@ -1,0 +1,56 @@
+"""`tba search --eval` next to a run: what it evaluates, and that the run does not notice it."""
+
+import json
+import time
+from contextlib import closing
+
+import pytest
+
+from tba.common.evaluations import read_json_lines
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.status_messages import GetStatus, Status
+from tba.tests.conftest import EXAMPLE_MODEL
+from tba.tests.helpers.announcer import Announcer
+from tba.tests.process.conftest import arithmetic
+
+pytestmark = [pytest.mark.torch]
+_SECONDS = 300
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(make_config, start_tba, tba):
+    run = make_config(
+        **arithmetic(
+            task={"held_out_limit": 8}, train={"steps": 8, "keep_snapshot_every": 4}, eval={"samples": 2, "kl": True}
+        )
+    )
+    start_tba("buffer", "serve", "--config", run.file)
+    announcer = Announcer(run.address, EXAMPLE_MODEL, run.directory / "snapshots")
+    for version in (0, 3):
+        announcer.announce(version)
+    evaluator = start_tba("search", "--config", run.file, "--eval", "--cpu", "1")
+    evaluations = run.directory / "eval.jsonl"
+    wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0], "v0 is evaluated")
+    announcer.announce(8)
+    wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0, 8], "v8 is evaluated")
+
+    status, _ = announcer.client.call(GetStatus(), Status, deadline_seconds=60)
+    (client,) = [client for client in status.clients if client.role == "evaluator"]
+    assert (client.leases, client.trajectories) == (0, 0)
+    assert (status.trajectories, status.prompts) == (0, 0), "it registers and delivers nothing"
+
+    with closing(announcer.client), closing(BufferClient(run.address, role="trainer", name="trainer")) as trainer:
+        trainer.call(messages.FinishRun(step=8), messages.Done, deadline_seconds=60)
+    assert evaluator.wait(_SECONDS) == 0, "it leaves a finished run"
+    query = "SELECT version, step, held_out_prompts, kl FROM evaluations ORDER BY version"
+    rows = json.loads(tba("buffer", "query", query, "--config", run.file, "--json").stdout)
+    assert [(row["version"], row["step"], row["held_out_prompts"]) for row in rows] == [(0, 0, 8), (8, 8, 8)]
+    # Every snapshot is the reference itself.
+    assert all(abs(row["kl"]) < 1e-3 for row in rows)

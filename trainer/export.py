@@ -1,0 +1,173 @@
+"""`tba export-model`: a snapshot or a checkpoint of a run as a Hugging Face model directory.
+
+full snapshot      its files, verified
+adapter snapshot   its base with the adapters merged, W + alpha / rank x B A
+checkpoint         its float32 weights, adapters merged, rounded to model.dtype
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from tba.common.config import Config, LoraSection
+from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError, UsageError
+from tba.common.system.durable import copy_file, publish_directory, temporary_directory
+from tba.common.weights import adapter
+from tba.common.weights.model_files import local_model, model_directory, read_json, share_weights
+from tba.common.weights.node_store import weights_directory
+from tba.common.weights.snapshot import (
+    MANIFEST,
+    Snapshot,
+    check_file,
+    choose_snapshots,
+    directory_name,
+    list_snapshots,
+    read,
+)
+from tba.trainer.checkpoints import checkpoint
+from tba.trainer.model.adapters import MERGED, add_adapters, fingerprint, gathered
+from tba.trainer.model.scorer import load_model, structure_of, weights_of
+from tba.trainer.publishing.snapshot_writer import as_saved, write_model
+
+_SHOWN_VERSIONS = 20
+
+
+def find_source(config: Config, named: Path | None, version: int | None) -> Path:
+    """Return what to export or to load: the named directory, a version that the run keeps, or its newest snapshot.
+
+    A run directory stands for its newest snapshot. Raises UsageError if there is no such directory.
+    """
+    if named is None and version is None:
+        return choose_snapshots(config.snapshots, weights_directory(config), None, every=False)[-1]
+    directory = config.snapshots if named is None else named
+    if version is None and (directory / MANIFEST).is_file():
+        return directory
+    if named is not None and version is None and (directory / "config.json").is_file():
+        return directory
+    if named is not None and (named / "snapshots").is_dir():
+        directory = named / "snapshots"
+    kept = {path.name: path for path in list_snapshots(directory)}
+    if not kept:
+        raise UsageError(f"{directory} is no run, snapshot, checkpoint or model directory")
+    if version is None:
+        return kept[max(kept)]
+    if directory_name(version) not in kept:
+        versions = ", ".join(str(int(name[1:])) for name in list(kept)[-_SHOWN_VERSIONS:])
+        raise UsageError(f"{directory} has no version {version}; the newest that it has: {versions}")
+    return kept[directory_name(version)]
+
+
+@contextlib.contextmanager
+def complete_directory(source: Path, config: Config) -> Iterator[Path]:
+    """Give a directory that transformers and vLLM load: the source itself, or an export that lives as long as the
+    block."""
+    if _is_complete(source):
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="tba-model-") as directory:
+        _write(source, Path(directory), config)
+        yield Path(directory)
+
+
+def export_model(source: Path, out: Path, config: Config) -> None:
+    """Write a snapshot or checkpoint as a model directory, which appears under its name when it is complete.
+
+    Raises UsageError if `out` exists and is not empty or the source is a model directory already; SnapshotError or
+    CheckpointError if it is damaged or cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already: name another directory")
+    if not (source / MANIFEST).is_file():
+        raise UsageError(f"{source} is a model directory already: copy it")
+    temporary = temporary_directory(out)
+    try:
+        _write(source, temporary, config)
+        publish_directory(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise SnapshotError(f"{out} cannot be written: {error}") from error
+    finally:
+        # After a success it has its final name.
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_complete(source: Path) -> bool:
+    """Whether a directory has the config and all weights of a model."""
+    if not (source / MANIFEST).is_file():
+        return local_model(str(source)) is not None
+    return not _is_checkpoint(source) and read(source).manifest.base is None
+
+
+def _is_checkpoint(source: Path) -> bool:
+    return "unreported" in read_json(source / MANIFEST)
+
+
+def _write(source: Path, target: Path, config: Config) -> None:
+    """Fill an empty directory with the model of a snapshot or checkpoint."""
+    if _is_checkpoint(source):
+        _write_checkpoint(checkpoint.read(source), target, config)
+        return
+    snapshot = read(source)
+    if snapshot.manifest.base is None:
+        _copy_verified(snapshot, target)
+    else:
+        base = read(source.with_name(directory_name(snapshot.manifest.base)))
+        _copy_verified(base, target)
+        _merge(source, target)
+
+
+def _copy_verified(snapshot: Snapshot, target: Path) -> None:
+    """Copy the files of a full snapshot. Not as links: a change to the copy would damage the snapshot."""
+    for name, entry in snapshot.manifest.files.items():
+        check_file(snapshot.path / name, entry)
+        copy_file(snapshot.path / name, target / name)
+
+
+def _merge(source: Path, target: Path) -> None:
+    """Add the adapters of a snapshot to the weights in `target`, in float32, rounded once to their dtype."""
+    factors = adapter.load(source)
+    missing = set(factors.factors)
+    for path in sorted(target.glob("*.safetensors")):
+        tensors = load_file(path)
+        for name in missing & tensors.keys():
+            merged = tensors[name].float() + torch.from_numpy(factors.change(name))
+            tensors[name] = merged.to(tensors[name].dtype)
+        missing -= tensors.keys()
+        path.unlink()
+        save_file(tensors, path, metadata={"format": "pt"})
+    if missing:
+        raise SnapshotError(f"{source} adapts {min(missing)}, which its base does not have")
+    share_weights(target)
+
+
+def _write_checkpoint(found: checkpoint.Checkpoint, target: Path, config: Config) -> None:
+    files = model_directory(config.model.path)
+    policy = load_model(files, torch.device("cpu"))
+    unwrapped = structure_of(policy)
+    if found.adapter is not None:
+        settings = {name: value for name, value in found.adapter.items() if name != "base"}
+        if fingerprint(files) != found.adapter["base"]:
+            raise CheckpointMismatch(f"{found.path} adapts another model than model.path {config.model.path}")
+        add_adapters(policy, LoraSection.model_validate(settings))
+    _load_weights(found, policy)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    weights = {name: tensor.to(dtype) for name, tensor in gathered(policy, MERGED)}
+    write_model(target, as_saved(unwrapped, weights), files, unwrapped, dtype)
+
+
+@torch.no_grad()
+def _load_weights(found: checkpoint.Checkpoint, policy: PreTrainedModel) -> None:
+    expected = weights_of(policy)
+    with safe_open(found.path / checkpoint.MODEL, framework="pt") as weights:
+        names = set(weights.keys())
+        trained = {name for name in expected if found.adapter is None or ".lora_" in name}
+        if names != trained:
+            raise CheckpointError(f"{found.path} is of another model than model.path: set it to that of the run")
+        for name in names:
+            expected[name].copy_(weights.get_tensor(name))

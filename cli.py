@@ -33,7 +33,7 @@ from tba.common.terminal import (
     start_process,
     with_config,
 )
-from tba.deploy.commands import status
+from tba.deploy.commands import plot, status
 from tba.searcher.commands import eval_command, generate_command
 from tba.trainer.commands import Resume, export_model, sft_command
 from tba.ui.commands import app as ui_app
@@ -306,14 +306,7 @@ app.command("generate")(generate_command(_model_directory))
 app.command("export-model")(export_model)
 
 
-@app.command()
-@with_config
-def plot(options: ConfigOptions) -> None:
-    """Draw reward, held-out accuracy and staleness of a run as run.png."""
-    config = options.resolve().config
-    from tba.deploy.plot import draw
-
-    typer.echo(draw(config.run.dir, run=config.run.name))
+app.command()(plot)
 
 
 # ---------------------------------------------------------------- inspection

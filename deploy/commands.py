@@ -1,9 +1,11 @@
-"""The commands that look at runs: `tba status`. Slow imports are inside, so that `tba --help` stays fast."""
+"""The commands `tba status` and `tba plot`. Slow imports are inside, so that `tba --help` stays fast."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tba.common.errors import UsageError
 from tba.common.terminal import ConfigOptions, Json, console, print_json, with_config
 
 if TYPE_CHECKING:
@@ -11,6 +13,42 @@ if TYPE_CHECKING:
     from tba.common.wire.client import BufferClient
 
 _WATCH_SECONDS = 1.0
+
+
+@with_config
+def plot(
+    options: ConfigOptions,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Run directories, or their configuration files; by default the configured run."
+        ),
+    ] = None,
+    x: Annotated[str, typer.Option("--x", help="The axis: steps, seconds or tokens.")] = "steps",
+    out: Annotated[
+        Path | None, typer.Option(help="The picture; by default run.png in the directory of one run.")
+    ] = None,
+) -> None:
+    """Draw reward, held-out metrics and staleness of one run or several, and reward against KL and diversity."""
+    from tba.deploy.plot import AXES, PICTURE_FILE, draw_curves, read_curve
+
+    if x not in AXES:
+        raise UsageError(f"--x {x}: choose {', '.join(AXES)}")
+    found = [_run_of(run, options) for run in runs] if runs else [_configured(options)]
+    if out is None and len(found) > 1:
+        raise UsageError("several runs are one picture: name it with --out")
+    curves = [read_curve(directory, name) for directory, name in found]
+    typer.echo(draw_curves(curves, out or found[0][0] / PICTURE_FILE, x=x))
+
+
+def _run_of(argument: Path, options: ConfigOptions) -> tuple[Path, str | None]:
+    """Return the directory of a run and, if its configuration file is named, its name."""
+    return (argument, None) if argument.is_dir() else _configured(ConfigOptions(argument, options.sets))
+
+
+def _configured(options: ConfigOptions) -> tuple[Path, str | None]:
+    run = options.resolve().config.run
+    return run.dir, run.name
 
 
 @with_config

@@ -1,12 +1,66 @@
-"""The plot of a run: reward, held-out accuracy and staleness over optimiser steps."""
+"""The plot of one run or several: reward, held-out metrics, staleness, and fronts of reward against KL and diversity.
 
+Invariant: rows of `metrics.jsonl` are in the order of their steps, and the row of step s describes update s + 1.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tba.common.errors import MissingExtra, UsageError
-from tba.common.evaluations import read_evaluations, read_json_lines
+from tba.common.evaluations import EVALUATIONS_FILE, Row, read_evaluations, read_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE_FILE = "run.png"
+AXES = {"steps": "optimiser step", "seconds": "seconds since the first step", "tokens": "trained tokens"}
+# The first of these that the evaluations have is drawn against the reward.
+_DIVERSITY = ("embedding_distance", "distinct_4", "distinct_2", "distinct_1")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The records of one run. `metrics` is not empty."""
+
+    label: str
+    metrics: list[Row]
+    evaluations: list[Row]
+
+    def x(self, kind: str) -> list[float]:
+        """Return the position of each row of `metrics` on an axis of `AXES`."""
+        if kind == "steps":
+            return [row["step"] for row in self.metrics]
+        if kind == "seconds":
+            return [row["time"] - self.metrics[0]["time"] for row in self.metrics]
+        total, sums = 0.0, []
+        for row in self.metrics:
+            total += row.get("tokens", 0.0)
+            sums.append(total)
+        return sums
+
+    def evaluated_x(self, kind: str) -> list[float]:
+        """Return the position of each evaluation: where the last step before it is, 0 before the first."""
+        if kind == "steps":
+            return [row["step"] for row in self.evaluations]
+        at = {row["step"] + 1: position for row, position in zip(self.metrics, self.x(kind), strict=True)}
+        return [max((x for step, x in at.items() if step <= row["step"]), default=0.0) for row in self.evaluations]
+
+
+def read_curve(directory: Path, run: str | None = None) -> Curve:
+    """Read the records of a run; `run` is its name, by default that of its newest evaluation.
+
+    Raises UsageError if nothing was trained in the directory.
+    """
+    metrics = read_json_lines(directory / METRICS_FILE)
+    if not metrics:
+        raise UsageError(f"{directory} has no {METRICS_FILE}: it is no run directory, or nothing was trained yet")
+    if run is None:
+        rows = read_json_lines(directory / EVALUATIONS_FILE)
+        run = rows[-1]["run"] if rows else directory.name
+    return Curve(
+        run if directory.name == run else f"{directory.name} ({run})", metrics, read_evaluations(directory, run)
+    )
 
 
 def draw(directory: Path, *, run: str) -> Path:
@@ -14,6 +68,11 @@ def draw(directory: Path, *, run: str) -> Path:
 
     Raises UsageError if nothing was trained there.
     """
+    return draw_curves([read_curve(directory, run)], directory / PICTURE_FILE, x="steps")
+
+
+def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str) -> Path:
+    """Draw runs on one picture over an axis of `AXES`, and return its path. Raises MissingExtra, UsageError."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
@@ -21,27 +80,98 @@ def draw(directory: Path, *, run: str) -> Path:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    metrics = read_json_lines(directory / METRICS_FILE)
-    if not metrics:
-        raise UsageError(f"{directory} has no {METRICS_FILE}: train first")
-    evaluations = read_evaluations(directory, run)
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
-    steps = [row["step"] for row in metrics]
-    rewards = [row["reward_mean"] for row in metrics]
-    upper.plot(steps, rewards, label="mean reward of the batch", alpha=0.6)
-    if any("accuracy" in row for row in evaluations):
-        points = [(row["step"], row["accuracy"]) for row in evaluations if "accuracy" in row]
-        upper.plot(*zip(*points, strict=True), marker="o", label="held-out greedy accuracy")
-    # The same axis for all runs whose rewards are fractions.
-    if all(0 <= reward <= 1 for reward in rewards):
-        upper.set_ylim(0, 1)
-    upper.legend(loc="lower right")
-    upper.set_title(run)
-    lower.plot(steps, [row["staleness_mean"] for row in metrics], label="mean", color="tab:green")
-    lower.plot(steps, [row["staleness_max"] for row in metrics], label="maximum", color="tab:green", alpha=0.35)
-    lower.legend(loc="lower right")
-    lower.set(xlabel="optimiser step", ylabel="staleness (steps)")
+    fronts = [front for front in (_kl_front(curves), _diversity_front(curves)) if front]
+    figure = plt.figure(figsize=(8 + 4 * bool(fronts), 6))
+    grid = figure.add_gridspec(6, 3 if fronts else 2)
+    upper = figure.add_subplot(grid[:4, :2])
+    lower = figure.add_subplot(grid[4:, :2], sharex=upper)
+    _draw_rewards(upper, curves, x)
+    _draw_staleness(lower, curves, x)
+    for number, front in enumerate(fronts):
+        rows = 6 // len(fronts)
+        front(figure.add_subplot(grid[number * rows : (number + 1) * rows, 2]))
     figure.tight_layout()
-    figure.savefig(directory / PICTURE_FILE, dpi=120)
-    plt.close(figure)
-    return directory / PICTURE_FILE
+    try:
+        figure.savefig(picture, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{picture} cannot be written: {error}") from error
+    finally:
+        plt.close(figure)
+    return picture
+
+
+def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
+    several = len(curves) > 1
+    every: list[float] = []
+    for curve in curves:
+        rewards = [row.get("reward_mean", math.nan) for row in curve.metrics]
+        every += rewards
+        label = curve.label if several else "mean reward of the batch"
+        (line,) = axis.plot(curve.x(x), rewards, label=label, alpha=0.6)
+        name = "accuracy" if any("accuracy" in row for row in curve.evaluations) else "reward"
+        points = [p for p in zip(curve.evaluated_x(x), curve.evaluations, strict=True) if name in p[1]]
+        if points:
+            shown = "held-out greedy accuracy" if name == "accuracy" else "held-out reward"
+            colour = line.get_color() if several else None
+            _draw_points(axis, points, name, "_" if several else shown, colour)
+    # The same axis for all runs whose rewards are fractions.
+    if all(0 <= reward <= 1 for reward in every if not math.isnan(reward)):
+        axis.set_ylim(0, 1)
+    axis.legend(loc="lower right")
+    if several:
+        axis.set_title("mean reward of the batch; points: held out")
+    else:
+        axis.set_title(curves[0].label)
+
+
+def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, label: str, colour: Any) -> None:
+    """Draw a metric of evaluations, with its intervals where the rows have them."""
+    (line,) = axis.plot(
+        [at for at, _ in points], [row[name] for _, row in points], marker="o", label=label, color=colour
+    )
+    ends = [(at, *row["intervals"][name]) for at, row in points if name in row.get("intervals", {})]
+    if ends:
+        at, low, high = zip(*ends, strict=True)
+        axis.fill_between(at, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
+
+
+def _draw_staleness(axis: Any, curves: Sequence[Curve], x: str) -> None:
+    several = len(curves) > 1
+    for number, curve in enumerate(curves):
+        colour = f"C{number}" if several else "tab:green"
+        mean, most = ([row.get(f"staleness_{name}", math.nan) for row in curve.metrics] for name in ("mean", "max"))
+        axis.plot(curve.x(x), mean, label="_" if several else "mean", color=colour)
+        axis.plot(curve.x(x), most, label="_" if several else "maximum", color=colour, alpha=0.35)
+    if not several:
+        axis.legend(loc="lower right")
+    axis.set(xlabel=AXES[x], ylabel="staleness (steps)")
+
+
+def _kl_front(curves: Sequence[Curve]) -> Callable[[Any], None] | None:
+    return _front(curves, "kl", "KL to the reference (nats per response)")
+
+
+def _diversity_front(curves: Sequence[Curve]) -> Callable[[Any], None] | None:
+    has = {name for curve in curves for row in curve.evaluations for name in row}
+    name = next((name for name in _DIVERSITY if name in has), None)
+    return None if name is None else _front(curves, name, name.replace("_", " "))
+
+
+def _front(curves: Sequence[Curve], name: str, label: str) -> Callable[[Any], None] | None:
+    """Return a function that draws the reward of the sampled answers against a metric, None without such rows."""
+    points = [
+        [(row[name], row["sampled_reward"]) for row in curve.evaluations if name in row and "sampled_reward" in row]
+        for curve in curves
+    ]
+    if not any(points):
+        return None
+
+    def draw_front(axis: Any) -> None:
+        for number, found in enumerate(points):
+            if found:
+                axis.plot(*zip(*found, strict=True), marker="o", color=f"C{number}", alpha=0.8)
+                # The direction of training.
+                axis.plot(*found[-1], marker="s", color=f"C{number}", markersize=9)
+        axis.set(xlabel=label, ylabel="reward (sampled)")
+
+    return draw_front

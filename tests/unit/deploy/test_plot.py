@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tba.common.evaluations import EVALUATIONS_FILE, read_evaluations, read_json_lines, record_evaluations
-from tba.deploy.plot import METRICS_FILE, draw
+from tba.deploy.plot import METRICS_FILE, draw, draw_curves, read_curve
 
 
 def row(version, accuracy, *, run="r", prompts=1000, prompt_set="all"):
@@ -49,3 +49,41 @@ def test_the_plot_shows_rewards_of_any_size(tmp_path, monkeypatch, rewards, frac
     low, high = axes[0].get_ylim()
     assert low <= min(rewards) < max(rewards) <= high
     assert ((low, high) == (0, 1)) == fractions
+
+
+def write_run(directory, steps=4, seconds=2.0, tokens=10, evaluations=()):
+    directory.mkdir()
+    fixed = {"reward_mean": 0.5, "staleness_mean": 0.0, "staleness_max": 0.0, "tokens": tokens}
+    lines = [fixed | {"step": step, "time": 100 + seconds * step} for step in range(steps)]
+    (directory / METRICS_FILE).write_text("\n".join(map(json.dumps, lines)))
+    record_evaluations(directory, evaluations)
+    return directory
+
+
+def test_the_axes_count_from_the_first_step_and_evaluations_lie_after_the_last_step_before_them(tmp_path):
+    curve = read_curve(write_run(tmp_path / "r", evaluations=[row(0, 0.1) | {"step": 0}, row(1, 0.2) | {"step": 3}]))
+    assert curve.x("steps") == [0, 1, 2, 3]
+    assert (curve.x("seconds"), curve.evaluated_x("seconds")) == ([0, 2, 4, 6], [0, 4])
+    assert (curve.x("tokens"), curve.evaluated_x("tokens")) == ([10, 20, 30, 40], [0, 30])
+
+
+@pytest.mark.slow
+def test_several_runs_are_one_picture_with_the_fronts_that_they_have(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    measured = {"sampled_reward": 0.4, "kl": 1.0, "distinct_2": 0.3, "intervals": {"accuracy": [0.0, 0.2]}}
+    runs = [
+        write_run(tmp_path / "a", evaluations=[row(0, 0.1) | measured, row(1, 0.2) | measured | {"kl": 2.0}]),
+        write_run(tmp_path / "b"),
+    ]
+    axes = []
+    monkeypatch.setattr(plt, "close", lambda figure: axes.extend(figure.axes))
+    picture = draw_curves([read_curve(run) for run in runs], tmp_path / "both.png", x="tokens")
+    assert picture.stat().st_size > 1000
+    assert [axis.get_xlabel() for axis in axes] == [
+        "",
+        "trained tokens",
+        "KL to the reference (nats per response)",
+        "distinct 2",
+    ]
+    assert [label for line in axes[0].lines if not (label := str(line.get_label())).startswith("_")] == ["a (r)", "b"]
+    assert list(axes[2].lines[0].get_xdata()) == [1.0, 2.0]

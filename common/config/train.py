@@ -8,14 +8,16 @@ from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Po
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # Their formulas include an anchor, so `objective.kl` has no effect on them.
-_ANCHORED = ("tb", "tb_stale", "tb_learned_z", "online_dpo", "oapl")
+_ANCHORED = ("tb", "tb_learned_z", "online_dpo", "oapl")
 # Their advantage is the reward minus a mean of the group, so it can be raised by that mean.
 _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo")
 # Their formulas include pi / mu, of tokens or otherwise.
 _TOKEN_RATIO = ("grpo", "dr_grpo", "ppo_clip", "cispo")
 _RATIO = (*_TOKEN_RATIO, "proximal_rloo", "oapl")
 # Their gradient is an advantage times grad log pi, without a ratio.
-_UNWEIGHTED = ("tb", "tb_stale", "reinforce", "rloo")
+_UNWEIGHTED = ("tb", "reinforce", "rloo")
+# The paper's Eq. 7 with truncated importance weights of tokens.
+_WEIGHTED_TOKENS = ("tb_stale", "tba_prime")
 
 
 class TrainSection(Section):
@@ -124,25 +126,24 @@ class ObjectiveSection(Section):
         "online_dpo",
         "oapl",
     ] = "tb"
-    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. tb_stale is tb with
-    imitation = 0.5 and taper = "response"."""
+    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. tb_stale is
+    tba_prime with imitation = 0.25."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """lambda, which keeps good answers in stale data: advantages grow by lambda x (the mean reward of the other
-    responses of the group - reward_floor), for tb, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto is 0.5
-    for tb_stale and 0 for the others."""
-    reward_floor: float | Literal["task", "group"] = "task"
-    """imitation: the least reward of the task. A reward below it is logged once. task: the `least_reward` that the task
-    declares, 0 if it declares none, or task.truncated if that is lower; a trainer then loads a task of your own when it
-    starts. group: the least reward of the other responses of the group, for graded rewards far above that of the
-    task."""
-    taper: Literal["auto", "off", "response", "mean"] = "auto"
-    """tb, rloo, reinforce, and tba_prime with truncation = "off": the weight of a response of negative advantage.
-    response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for responses so
-    long that the former is always 0; off: 1. auto is response for tb_stale and off for the others."""
+    responses of the group - reward_floor), for tb, tb_stale, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto
+    is 0.25 for tb_stale and 0 for the others."""
+    reward_floor: float | Literal["task", "group"] = "group"
+    """imitation: the reward from which it counts. group: the least reward of the other responses of the group. task:
+    the `least_reward` that the task declares, 0 if it declares none, or task.truncated if that is lower; a trainer then
+    loads a task of your own when it starts. A number stands for it. A reward below that of a task is logged once."""
+    taper: Literal["off", "response", "mean"] = "off"
+    """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
+    advantage. response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for
+    responses so long that the former is always 0; off: 1."""
     kl: Literal["auto", "none", "reference", "ema"] = "auto"
-    """Policy gradients (reinforce to cispo, and tba_prime): the anchor of the KL term in the reward. reference: the
-    reference policy; ema: a moving average of the weights, estimated from the recorded log-probabilities without a
-    forward pass; none: no KL term. auto is reference for tba_prime and none for the others."""
+    """Policy gradients (reinforce to cispo, tb_stale, tba_prime): the anchor of the KL term in the reward. reference:
+    the reference policy; ema: a moving average of the weights, estimated from the recorded log-probabilities without a
+    forward pass; none: no KL term. auto is reference for tb_stale and tba_prime, and none for the others."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """kl = "ema": decay rate of the moving average per optimiser step."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -155,10 +156,11 @@ class ObjectiveSection(Section):
     cispo_cap: PositiveFloat = 5.0
     """cispo: the maximum importance weight of a token."""
     truncation: PositiveFloat | Literal["off"] = 8.0
-    """tba_prime: the maximum importance weight of a token; off gives every token weight 1, as in the paper's Eq. 7."""
+    """tb_stale, tba_prime: the maximum importance weight of a token; off gives every token weight 1, as in the paper's
+    Eq. 7."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
-    """tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler, as in the
-    authors' code, keeps the level of the log-probabilities of stale data; policy is the paper's Eq. 7."""
+    """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler,
+    as in the authors' code, keeps the level of the log-probabilities of stale data; policy is the paper's Eq. 7."""
     value_beta: PositiveFloat | Literal["beta"] = "beta"
     """oapl: the temperature of the value estimate; beta uses train.beta."""
     log_z_learning_rate: PositiveFloat = 1e-3
@@ -174,14 +176,14 @@ class ObjectiveSection(Section):
         """The anchor of the KL term in the reward: "none", "reference" or "ema"."""
         if self.kl != "auto":
             return self.kl
-        return "reference" if self.name == "tba_prime" else "none"
+        return "reference" if self.weights_tokens else "none"
 
     @property
     def imitation_weight(self) -> float:
         """The lambda of the imitation term."""
         if self.imitation != "auto":
             return self.imitation
-        return 0.5 if self.name == "tb_stale" else 0.0
+        return 0.25 if self.name == "tb_stale" else 0.0
 
     @property
     def lacks_imitation(self) -> bool:
@@ -189,24 +191,22 @@ class ObjectiveSection(Section):
         return self.name in _CENTRED and not self.imitation_weight
 
     @property
-    def taper_kind(self) -> str:
-        """The taper of negative advantages: "off", "response" or "mean"."""
-        if self.taper != "auto":
-            return self.taper
-        return "response" if self.name == "tb_stale" else "off"
+    def weights_tokens(self) -> bool:
+        """Whether it is Eq. 7 of the paper with importance weights of tokens."""
+        return self.name in _WEIGHTED_TOKENS
 
     @property
     def uses_ratio(self) -> bool:
         """Whether the loss depends on the log-probabilities with which responses were sampled."""
-        weighted = self.name == "tba_prime" and (
+        weighted = self.weights_tokens and (
             self.truncation != "off" or (self.mean_kl == "sampler" and self.anchor != "none")
         )
-        return self.name in _RATIO or weighted or self.anchor == "ema" or self.taper_kind != "off"
+        return self.name in _RATIO or weighted or self.anchor == "ema" or self.taper != "off"
 
     @property
     def uses_reference(self) -> bool:
         """Whether the objective needs log-probabilities of the reference policy."""
-        return self.name in ("tb", "tb_stale", "tb_learned_z", "online_dpo") or self.anchor == "reference"
+        return self.name in ("tb", "tb_learned_z", "online_dpo") or self.anchor == "reference"
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
@@ -228,11 +228,11 @@ class ObjectiveSection(Section):
                 f"objective.imitation has no meaning for {self.name}, whose advantage is not the reward minus the mean "
                 f"of the group: remove it, or use one of {', '.join(_CENTRED)}"
             )
-        unweighted = self.name in _UNWEIGHTED or (self.name == "tba_prime" and self.truncation == "off")
-        if self.taper_kind != "off" and not unweighted:
+        unweighted = self.name in _UNWEIGHTED or (self.weights_tokens and self.truncation == "off")
+        if self.taper != "off" and not unweighted:
             reason = (
                 'weights tokens by their ratios: set objective.truncation = "off", or remove it'
-                if self.name == "tba_prime"
+                if self.weights_tokens
                 else f"has its own treatment of ratios, or no advantage: remove it, or use {', '.join(_UNWEIGHTED)}"
             )
             raise ValueError(f"objective.taper has no meaning for {self.name}, which {reason}")

@@ -85,7 +85,8 @@ class Health:
     def _remedy(self) -> str:
         if not self.objective.lacks_imitation:
             return "lower train.learning_rate or buffer.max_staleness"
-        stale = 'objective.name = "tb_stale"' if self.objective.name == "tb" else "objective.imitation = 0.5"
+        balance = self.objective.name in ("tb", "tba_prime")
+        stale = 'objective.name = "tb_stale"' if balance else "objective.imitation = 0.25"
         return f"lower train.learning_rate, or set {stale}"
 
     def _lost_share(self, metrics: Mapping[str, float]) -> str:

@@ -33,7 +33,7 @@ def trajectory_balance(
     weights that generated, and divides by tokens. Here log Z is under the policy being trained, over the K samples of
     one prompt, and nothing is divided by lengths.
 
-    With `imitation_weight` and `taper_kind` it is `tb_stale`, for stale data:
+    With `imitation_weight` and `taper_kind`, for stale data:
 
         loss = 1/(BK) sum_ij w_ij [ beta/2 (...)^2 - I_ij log pi^T_ij ],    I: `imitation`, w: `taper` of A_ij + I_ij
 

@@ -51,12 +51,12 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     """Return the objective that the configuration names. `longest_response` is in tokens."""
     counted_from = config.floor
     floor = counted_from if config.imitation_weight and counted_from != "group" else -math.inf
-    if config.name in ("tb", "tb_stale"):
+    if config.name == "tb":
         balance = partial(
             trajectory_balance,
             imitation_weight=config.imitation_weight,
             floor=config.floor,
-            taper_kind=config.taper_kind,
+            taper_kind=config.taper,
         )
         return Objective(config.name, balance, True, reward_floor=floor)
     if config.name == "tb_learned_z":
@@ -84,10 +84,12 @@ def _policy_gradient(
     low, high = config.clip_low, config.clip_high
     bounds = 1 - low, 1 + high
     cap = None if config.truncation == "off" else config.truncation
+    on_tokens = partial(pg.truncated_importance, cap=cap), centred, None if cap is None else (0.0, cap)
     choices: dict[str, tuple[Loss, Advantage, tuple[float, float] | None]] = {
         "reinforce": (pg.reinforce, lambda reward_bK: reward_bK, None),
         "rloo": (pg.reinforce, leave_one_out, None),
-        "tba_prime": (partial(pg.truncated_importance, cap=cap), centred, None if cap is None else (0.0, cap)),
+        "tb_stale": on_tokens,
+        "tba_prime": on_tokens,
         "grpo": (partial(pg.grpo, low=low, high=high), standardised, bounds),
         "dr_grpo": (partial(pg.dr_grpo, low=low, high=high, length=longest_response), centred, bounds),
         "ppo_clip": (partial(pg.ppo_clip, low=low, high=high), leave_one_out, bounds),
@@ -103,9 +105,9 @@ def _with_advantage(
     reward_bK = responses.reward_bK
     advantage_bK = advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
     raised_bK = imitation(reward_bK, config.imitation_weight, config.floor)
-    if config.name == "tba_prime" and config.mean_kl == "sampler" and config.anchor != "none":
+    if config.weights_tokens and config.mean_kl == "sampler" and config.anchor != "none":
         advantage_bK = advantage_bK + level_of_sampler(responses, beta)
-    weight_bK = taper(responses, advantage_bK + raised_bK, config.taper_kind)
+    weight_bK = taper(responses, advantage_bK + raised_bK, config.taper)
     if config.name in _NEEDS_SAMPLER:
         weight_bK = responses.only_known(weight_bK)
     if config.second_moment != "off":
@@ -115,7 +117,7 @@ def _with_advantage(
             # Its mean stays that over the whole response, or the tokens that are kept would weigh more.
             weight_bK = weight_bK * kept.tokens_bK / responses.tokens_bK.clamp(min=1)
         return loss(kept, weight_bK * (advantage_bK + raised_bK))
-    if config.name == "tba_prime" and config.imitation_weight:
+    if config.weights_tokens and config.imitation_weight:
         # Eq. 7 is at temperature 1, but the sampler is imitated at its own temperature.
         tempered = replace(responses, logprob_R=responses.at_sampling_R)
         return loss(responses, weight_bK * advantage_bK) + loss(tempered, weight_bK * raised_bK)

@@ -17,6 +17,8 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check
+# The tests of a file share models, engines and recorded runs, so one worker runs all of them; longest files first.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILD := build/typecheck
 DEMO := runs/demo
 
@@ -28,11 +30,11 @@ demo: $(VENV)/installed-$(ENGINE)
 
 # Under a minute: unit tests without the slow ones, and the rules on the source.
 quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/source
+	$(PYTEST) -m "not slow" tests/unit tests/source
 
 # Everything but GPUs; what takes minutes in full runs at a smaller size.
 test: $(VENV)/installed-vllm
-	$(BIN)/python -m pytest -n $(WORKERS) --durations=10
+	$(PYTEST) --durations=10
 
 # Once more, one at a time, the tests that the last run failed. A test that passes only now depends on the speed of the
 # machine, and is to be mended.
@@ -41,7 +43,7 @@ test-failed: $(VENV)/installed-vllm
 
 # All tests in full size: the demo with three seeds, 50 kills, 100,000 mutated messages.
 test-all: $(VENV)/installed-vllm
-	TEST_FULL_SIZE=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10
+	TEST_FULL_SIZE=1 $(PYTEST) --durations=10
 
 # About an hour on one, two or eight GPUs. Report: build/gpu-report.md and .json. vLLM chooses the versions that its CUDA
 # build needs, which are not all those of the constraints.

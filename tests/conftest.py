@@ -1,7 +1,13 @@
 """Fixtures that several test folders use. A fixture ends only processes that it started."""
 
+import itertools
+import json
+import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +17,14 @@ from tba.tests.helpers.puts import make_trajectory, put_message, reference
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from typer.testing import CliRunner
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
+from tba.cli import app
 from tba.common.config import Config
+from tba.common.errors import TbaError
 from tba.common.weights import node_store
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
@@ -26,10 +35,16 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE_MODEL = ROOT / "examples/arithmetic/model"
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers in this process publish below a directory of the test, not in the machine's memory."""
-    monkeypatch.setattr(node_store, "MEMORY", tmp_path_factory.mktemp("memory"))
+    # Not `mktemp`, which lists the directories of all tests before this one.
+    directory = tmp_path_factory.getbasetemp() / f"memory/{next(_numbers)}"
+    directory.mkdir(parents=True)
+    monkeypatch.setattr(node_store, "MEMORY", directory)
 
 
 @pytest.fixture
@@ -51,6 +66,50 @@ def test_data() -> Path:
 def trajectory() -> Callable[..., Trajectory]:
     """Makes trajectories."""
     return make_trajectory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The exit code, the output, and the error sentence or standard error of a command."""
+
+    exit_code: int
+    output: str
+    message: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.output)
+
+
+@contextmanager
+def own_process_state() -> Iterator[None]:
+    """Restore what a command sets up for its process: signal handlers and logs."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    log = logging.getLogger("tba")
+    kept = log.handlers[:], log.level, log.propagate
+    try:
+        yield
+    finally:
+        log.handlers[:], log.level, log.propagate = kept
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def tba_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Runs `tba ...` in this process and in `tmp_path`. A process of its own would import for a second."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Outcome:
+        with own_process_state():
+            result = CliRunner().invoke(app, [*map(str, arguments)])
+        if isinstance(result.exception, TbaError):
+            return Outcome(result.exception.exit_code, result.stdout, str(result.exception))
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Outcome(result.exit_code, result.stdout, result.stderr)
+
+    return run
 
 
 class ServiceHarness:

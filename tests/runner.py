@@ -1,10 +1,12 @@
 """Hooks of the test run, loaded by `-p tba.tests.runner` in pyproject.toml.
 
 Sizes: tests whose full form takes minutes run at a smaller size, and in full where TEST_FULL_SIZE is set
-(`make test-all`). Ctrl-C: the run ends within seconds and leaves no process behind.
+(`make test-all`). Order: files with the longest tests first, so that workers end together. Ctrl-C: the run prints what
+has failed so far, ends within seconds and leaves no process behind.
 """
 
 import os
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +18,16 @@ import pytest
 FULL_SIZE = bool(os.environ.get("TEST_FULL_SIZE"))
 TESTS = Path(__file__).resolve().parent
 _GRACE_SECONDS = 5.0
+# Folders by the length of their tests; those that are not named come last.
+_LONGEST_FIRST = ("process", "vllm", "unit/trainer", "unit/searcher")
 
 T = TypeVar("T")
+_failed: list[str] = []
+
+# Container images often set PYTHONDONTWRITEBYTECODE. Each of the hundreds of processes that tests start would then
+# compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def size(small: T, full: T) -> T:
@@ -26,7 +36,8 @@ def size(small: T, full: T) -> T:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by folder and by what their module imports, so that no test has to repeat it."""
+    """Order tests; mark them by folder and by what their module imports, so that no test has to repeat it."""
+    items.sort(key=_place)
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in {"vllm", "gpu"}:
@@ -40,12 +51,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("torch")
 
 
+def _place(item: pytest.Item) -> int:
+    folders = [n for n, folder in enumerate(_LONGEST_FIRST) if item.path.is_relative_to(TESTS / folder)]
+    return folders[0] if folders else len(_LONGEST_FIRST)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember failures for `pytest_keyboard_interrupt`."""
+    if report.failed:
+        _failed.append(report.nodeid)
+
+
 def pytest_keyboard_interrupt() -> None:
-    """End the run after a grace period, even if a fixture or a thread of a library blocks the way out.
+    """Print what has failed so far, and end the run after a grace period, even if something blocks the way out.
 
     Fixtures get the grace period to end what they started. A daemon thread, because the main thread may be the one
-    that hangs.
+    that hangs, in a fixture or in a library.
     """
+    # pytest has replaced sys.stderr, and its own summary may come after the grace period.
+    print(*(f"\nfailed so far: {name}" for name in _failed), file=sys.__stderr__, flush=True)
     threading.Thread(target=_end_soon, name="interrupted", daemon=True).start()
 
 

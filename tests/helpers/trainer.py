@@ -169,7 +169,7 @@ class FakeSearcher:
             deadline_seconds=60,
         )
 
-    def wait_for_weights(self, seconds: float = 10.0) -> messages.WeightsRef:
+    def wait_for_weights(self, seconds: float = 60.0) -> messages.WeightsRef:
         """Wait for the first snapshot, and return the newest one."""
         heartbeat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
         for _ in range(int(seconds / 0.05)):

@@ -126,7 +126,7 @@ def test_puts_that_were_stored_before_the_death_count_as_duplicates(courier, run
     first = courier()
     # The buffer stores the puts, and their acknowledgements are not read.
     first.put(3)
-    first.client._channel.receive(20)
+    first.client._channel.receive(60)
     first.die()
     second = courier()
     second.step_until(lambda: second.delivery.is_done)

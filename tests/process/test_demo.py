@@ -17,7 +17,7 @@ ROOT_CONFIG = "examples/arithmetic/demo.toml"
 def run_demo(tba, directory, root, *assignments: str):
     """Run the demo's configuration in another directory and on a free port."""
     sets = [f"run.dir={directory}", f"buffer.address=tcp://127.0.0.1:{free_port()}", *assignments]
-    return tba("run", ROOT_CONFIG, *(part for value in sets for part in ("--set", value)), timeout=290, cwd=root)
+    return tba("run", ROOT_CONFIG, *(part for value in sets for part in ("--set", value)), timeout=580, cwd=root)
 
 
 def check_gain(result, directory, points: float) -> None:

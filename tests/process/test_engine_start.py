@@ -25,7 +25,7 @@ def test_a_searcher_stopped_while_vllm_starts_exits_immediately_with_its_child_p
     search = {"engine": "vllm", "gpus": "cpu", "tensor_parallel": workers, "max_model_len": 64, "kv_cache_gib": 0.1}
     run = make_config(model={"path": str(example_model), "dtype": "float32"}, search=search)
     started = start_tba("search", "--config", run.file)
-    searcher, deadline = psutil.Process(started.pid), time.monotonic() + 120
+    searcher, deadline = psutil.Process(started.pid), time.monotonic() + 400
     while not has_begun(searcher, workers):
         assert time.monotonic() < deadline, (tmp_path / "tba0.log").read_text()
         time.sleep(0.05)

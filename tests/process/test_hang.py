@@ -51,7 +51,9 @@ def test_a_searcher_whose_engine_hangs_is_restarted_and_its_prompts_are_answered
     small_run, start_tba, hang_once, tmp_path
 ):
     # No lease expires within this test: the restarted searchers return those of the ones that hung.
-    run = small_run(search={"step_seconds": 2.0}, buffer={"lease_seconds": 600.0}, train={"steps": 100_000})
+    run = small_run(
+        search={"cpu_searchers": 2, "step_seconds": 2.0}, buffer={"lease_seconds": 600.0}, train={"steps": 100_000}
+    )
     launcher = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 1)
     wait_until(lambda: starts_of(run, "search") == 4)

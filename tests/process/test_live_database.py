@@ -22,52 +22,50 @@ def writing(start_tba, run_config):
     """A server and a searcher that puts continuously. Returns a function that counts the acknowledged rows."""
     start_tba("buffer", "serve", "--config", run_config.file)
     with producing(run_config.address, 1, tokens=2, window=1) as (producer,):
-        wait_until(lambda: producer.acknowledged, 30)
+        wait_until(lambda: producer.acknowledged)
         yield lambda: len(producer.acknowledged) * ROWS
 
 
-def counted(tba, *options: str) -> int:
-    result = tba("buffer", "query", "SELECT COUNT(*) AS n FROM trajectories", "--json", *options)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)[0]["n"]
+def counted(tba_here, *options: str) -> int:
+    return tba_here("buffer", "query", "SELECT COUNT(*) AS n FROM trajectories", "--json", *options).json[0]["n"]
 
 
-def test_query_sees_acknowledged_rows_while_the_server_writes(writing, tba, run_config):
+def test_query_sees_acknowledged_rows_while_the_server_writes(writing, tba_here, run_config):
     before = writing()
-    assert counted(tba, "--config", run_config.file) >= before
+    assert counted(tba_here, "--config", run_config.file) >= before
     later = writing()
     # The query did not block the server.
     assert later > before
-    assert counted(tba, "--config", run_config.file) >= later
+    assert counted(tba_here, "--config", run_config.file) >= later
 
 
-def test_another_machine_queries_a_busy_buffer(writing, start_tba, tba, run_config, tmp_path):
+def test_another_machine_queries_a_busy_buffer(writing, start_tba, tba_here, run_config, tmp_path):
     before = writing()
     address = f"ipc://{tmp_path}/queries"
     server = start_tba("buffer", "serve-queries", address, "--config", run_config.file)
-    assert before <= counted(tba, "--address", address)
-    refused = tba("buffer", "query", "DELETE FROM prompts", "--address", address)
-    assert (refused.returncode, "only reads" in refused.stderr) == (2, True)
-    mistaken = tba("buffer", "query", "SELECT 1", "--address", run_config.address)
-    assert "which is not buffer.address" in mistaken.stderr
+    assert before <= counted(tba_here, "--address", address)
+    refused = tba_here("buffer", "query", "DELETE FROM prompts", "--address", address)
+    assert (refused.exit_code, "only reads" in refused.message) == (2, True)
+    mistaken = tba_here("buffer", "query", "SELECT 1", "--address", run_config.address)
+    assert "which is not buffer.address" in mistaken.message
     server.terminate()
     assert server.wait(60) == 0
 
 
-def test_a_backup_of_a_busy_buffer_is_sound_and_complete(writing, tba, run_config, tmp_path):
+def test_a_backup_of_a_busy_buffer_is_sound_and_complete(writing, tba_here, run_config, tmp_path):
     before = writing()
-    result = tba("buffer", "backup", "copy.sqlite", "--json", "--config", run_config.file)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["integrity"] == "ok"
-    assert before <= counted(tba, "--buffer", "copy.sqlite") <= writing() + ROWS
-    assert tba("buffer", "check", "--buffer", "copy.sqlite").returncode == 0
+    result = tba_here("buffer", "backup", "copy.sqlite", "--json", "--config", run_config.file)
+    assert result.exit_code == 0, result.message
+    assert result.json["integrity"] == "ok"
+    assert before <= counted(tba_here, "--buffer", "copy.sqlite") <= writing() + ROWS
+    assert tba_here("buffer", "check", "--buffer", "copy.sqlite").exit_code == 0
 
 
-def test_a_live_buffer_passes_its_check_and_is_exported(writing, tba, run_config, tmp_path):
-    result = tba("buffer", "check", "--config", run_config.file)
-    assert result.returncode == 0, result.stdout
+def test_a_live_buffer_passes_its_check_and_is_exported(writing, tba_here, run_config, tmp_path):
+    result = tba_here("buffer", "check", "--config", run_config.file)
+    assert result.exit_code == 0, result.output
     before = writing()
-    assert tba("buffer", "export", "rows.jsonl", "--config", run_config.file).returncode == 0
+    assert tba_here("buffer", "export", "rows.jsonl", "--config", run_config.file).exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) >= before
     assert [row["sequence"] for row in rows] == list(range(len(rows)))
@@ -86,24 +84,24 @@ def test_tail_follows_until_ctrl_c(writing, run_config, tmp_path):
     assert (process.returncode, errors) == (0, "")
 
 
-def test_an_import_goes_through_the_running_server(writing, tba, run_config, tmp_path):
+def test_an_import_goes_through_the_running_server(writing, tba_here, run_config, tmp_path):
     (tmp_path / "demos.jsonl").write_text(
         "".join(json.dumps({"prompt_ids": [1], "response_ids": [2, n], "prompt_key": "p0"}) + "\n" for n in range(100))
     )
     for new in (100, 0):
-        result = tba("buffer", "import", "demos.jsonl", "--json", "--config", run_config.file)
-        assert result.returncode == 0, result.stderr
-        assert json.loads(result.stdout)["new"] == new
+        result = tba_here("buffer", "import", "demos.jsonl", "--json", "--config", run_config.file)
+        assert result.exit_code == 0, result.message
+        assert result.json["new"] == new
     query = "SELECT role, trajectories FROM clients WHERE role = 'importer'"
-    result = tba("buffer", "query", query, "--json", "--config", run_config.file)
-    assert json.loads(result.stdout) == [{"role": "importer", "trajectories": 100}]
+    result = tba_here("buffer", "query", query, "--json", "--config", run_config.file)
+    assert result.json == [{"role": "importer", "trajectories": 100}]
 
 
-def test_an_import_into_the_server_of_another_run_is_refused(writing, tba, run_config, tmp_path):
+def test_an_import_into_the_server_of_another_run_is_refused(writing, tba_here, run_config, tmp_path):
     (tmp_path / "demos.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
-    result = tba("buffer", "import", "demos.jsonl", "--config", run_config.file, "--set", "run.name=other")
-    assert result.returncode == 78
-    assert "serves run test and not other" in result.stderr
+    result = tba_here("buffer", "import", "demos.jsonl", "--config", run_config.file, "--set", "run.name=other")
+    assert result.exit_code == 78
+    assert "serves run test and not other" in result.message
 
 
 def test_ctrl_c_ends_a_long_query_immediately(writing, run_config, tmp_path):

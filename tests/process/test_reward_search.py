@@ -116,7 +116,7 @@ def test_workers_and_programs_that_a_reward_started_end_with_the_killed_searcher
     assert session_of(program) == worker
     searcher.kill()
     searcher.wait()
-    wait_until(lambda: session_of(worker) is None and session_of(program) is None, 20)
+    wait_until(lambda: session_of(worker) is None and session_of(program) is None)
 
 
 def test_the_example_of_a_custom_task_runs_without_workers(searching):

@@ -32,7 +32,7 @@ def steps(lab) -> list[int]:
 def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwards(lab):
     publisher = lab.publisher()
     publisher.publish(0)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     lab.disk.fill()
     for step in range(1, 6):
         publisher.publish(step)  # returns: training goes on
@@ -40,7 +40,7 @@ def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwar
     assert "train.min_free_mib = 12" in publisher.trouble
     assert not publisher.flush(0.1)
     lab.disk.relieve()
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     assert steps(lab) == [0, 5]
     assert publisher.trouble == ""
     assert lab.announced().manifest.step == 5
@@ -65,16 +65,16 @@ def test_adapters_are_published_while_a_full_snapshot_waits_for_space(small_disk
     lab = PublisherHarness(small_disk.path, hidden=256, min_free_mib=12, lora=lora, keep_snapshot_every=5, steps=99)
     publisher = lab.publisher()
     publisher.publish(0)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     with small_disk.ballast.open("wb") as file:
         free = os.statvfs(small_disk.path).f_bavail * os.statvfs(small_disk.path).f_frsize
         os.posix_fallocate(file.fileno(), 0, free - (13 << 20))
     publisher.publish(1)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     publisher.publish(5)
     wait_until(lambda: publisher.trouble.startswith("v2 waits for disk space"), 60, "it is full")
     small_disk.relieve()
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     assert steps(lab) == [0, 1, 5]
     lab.close()
 
@@ -90,9 +90,9 @@ def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(small_dis
     number = publisher._next_version - 1
     wait_until(lambda: publisher.trouble.startswith(f"v{number} waits"), 60, publisher.trouble)
     small_disk.relieve()
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     publisher.publish(first + 2)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     assert steps(lab) == [0, first + 1, first + 2]
     assert lab.announced().manifest.base == number - 1
     lab.close()
@@ -117,7 +117,7 @@ def test_without_room_for_one_more_copy_training_continues_and_the_next_attempt_
     assert publisher.flush(1)
     memory_lab.disk.relieve()
     assert publisher.publish(0) == 0
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     assert (publisher.missed, publisher.trouble) == (False, "")
     assert memory_lab.announced().manifest.step == 0
 
@@ -125,7 +125,7 @@ def test_without_room_for_one_more_copy_training_continues_and_the_next_attempt_
 def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memory_lab):
     publisher = memory_lab.publisher()
     publisher.publish(0)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     memory_lab.disk.fill()
     for version, step in enumerate((2, 3), 1):
         publisher.publish(step)
@@ -133,5 +133,5 @@ def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memor
     wait_until(lambda: publisher.trouble.startswith("v1 waits for disk space"), 60, publisher.trouble)
     assert not publisher.flush(0.1)
     memory_lab.disk.relieve()
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     assert steps(memory_lab) == [0, 2]

@@ -93,7 +93,7 @@ def serve(start_tba, make_config):
         settings = [part for key, value in buffer.items() for part in ("--set", f"buffer.{key}={value}")]
         process = start_tba("buffer", "serve", "--config", config.file, *settings)
         with connected(config.address) as client:
-            client.call(GetStatus(), Status, deadline_seconds=30)
+            client.call(GetStatus(), Status, deadline_seconds=60)
         return config, process
 
     return start

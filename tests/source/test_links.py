@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def pages() -> list[Path]:
     return [ROOT / name for name in listed if (ROOT / name).exists()]
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub and MkDocs give to the headings of a page."""
     headings = re.findall(r"^#+ +(.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)

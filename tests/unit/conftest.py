@@ -1,46 +1,20 @@
-"""Fixtures of the unit tests: `tba` commands run inside the test's process, and filled databases."""
+"""Fixtures of the unit tests: `tba buffer` commands, filled databases, a publisher."""
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tba.buffer.store.schema import migrations
-from tba.cli import app
-from tba.common.errors import TbaError
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The exit code, the output, and the error sentence or standard error of a command."""
-
-    exit_code: int
-    output: str
-    message: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.output)
+from tba.tests.conftest import Outcome
 
 
 @pytest.fixture
-def tba_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """Runs `tba buffer ...` as main() does, in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Outcome:
-        result = CliRunner().invoke(app, ["buffer", *map(str, arguments)])
-        if isinstance(result.exception, TbaError):
-            return Outcome(result.exception.exit_code, result.stdout, str(result.exception))
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Outcome(result.exit_code, result.stdout, result.stderr)
-
-    return run
+def tba_buffer(tba_here: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    """Runs `tba buffer ...` in this process and in an empty directory."""
+    return partial(tba_here, "buffer")
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Node:
         if number:
             self.trainer.learner.step(random_batch(number))
         self.publisher.publish(number)
-        assert self.publisher.flush(20)
+        assert self.publisher.flush(60)
         return self.assembler.assemble(self.trainer.announced_ref())[0]
 
 

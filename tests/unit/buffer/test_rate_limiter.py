@@ -11,6 +11,7 @@ from tba.buffer.sampling.rate_limiter import RateLimiter
 from tba.common.config import Config
 from tba.common.wire import messages
 from tba.common.wire.status_messages import GetStatus
+from tba.tests.runner import size
 
 
 @given(
@@ -21,7 +22,7 @@ from tba.common.wire.status_messages import GetStatus
     extra=st.integers(0, 50),
     actions=st.lists(st.sampled_from(["lease", "put", "sample"]), min_size=1, max_size=300),
 )
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=size(60, 200))
 def test_at_most_one_side_waits(ratio, prompts, samples, responses, extra, actions):
     config = Config.model_validate(
         {

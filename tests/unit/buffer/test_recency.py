@@ -68,7 +68,7 @@ def mean_staleness(config: Config, lag: int, **arguments: int) -> float:
     return float(np.mean(ages))
 
 
-@pytest.mark.parametrize("lag", range(17))
+@pytest.mark.parametrize("lag", [0, 1, 4, 16])
 def test_staleness_grows_with_the_lag_by_no_cliff(lag):
     """The settings of node.toml: after 300 steps, the twentieth that is drawn from all history adds 7 to the mean."""
     assert node().buffer.recency_window == "auto"

@@ -80,7 +80,7 @@ class Serving:
         with closing(sqlite3.connect(self.path)) as reader:
             return reader.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
 
-    def ended(self, seconds: float = 10) -> bool:
+    def ended(self, seconds: float = 60) -> bool:
         self.thread.join(seconds)
         return not self.thread.is_alive()
 
@@ -106,7 +106,7 @@ def test_a_committed_put_is_acknowledged_only_after_its_sync(serving, trajectory
     wait_until(lambda: serving.committed() == 1)
     assert serving.client.poll(0.3) == []
     serving.store.released.set()
-    (reply,) = serving.client.poll(10)
+    (reply,) = serving.client.poll(60)
     assert (reply.header.id, reply.message.stored) == (put, 1)
 
 
@@ -134,7 +134,7 @@ def test_puts_wait_while_the_log_is_finished_and_urgent_requests_do_not(serving,
     trainer.close()
     assert serving.client.poll(0.1) == []
     done.set()
-    (reply,) = serving.client.poll(10)
+    (reply,) = serving.client.poll(60)
     assert reply.message.stored == 1
 
 
@@ -161,7 +161,7 @@ def trainer(serving):
 
 def put_a_group(serving, trajectory) -> None:
     serving.put([trajectory(tokens=np.full(3, n, np.int32)) for n in range(4)])
-    assert serving.client.poll(10)
+    assert serving.client.poll(60)
 
 
 def test_a_batch_is_handed_out_only_after_its_record_is_synced(serving, trainer, trajectory):
@@ -171,7 +171,7 @@ def test_a_batch_is_handed_out_only_after_its_record_is_synced(serving, trainer,
     wait_until(lambda: serving.committed("batches") == 1)
     assert trainer.poll(0.3) == []
     serving.store.released.set()
-    (batch,) = trainer.poll(10)
+    (batch,) = trainer.poll(60)
     assert len(batch.message.trajectory_ids) == 4
 
 
@@ -210,7 +210,7 @@ def test_a_batch_that_fails_to_be_read_is_refused_and_the_server_continues(servi
     with monkeypatch.context() as patched:
         unreadable(serving, patched, ValueError("?"))
         trainer.post(REQUEST)
-        (refused,) = trainer.poll(10)
+        (refused,) = trainer.poll(60)
     assert refused.message.code == "internal"
     batch, _ = trainer.call(REQUEST, messages.Batch, deadline_seconds=60)
     assert len(batch.trajectory_ids) == 4
@@ -277,7 +277,7 @@ def test_a_server_that_stops_acknowledges_what_is_committed(serving, trajectory)
     assert not serving.ended(0.3)
     serving.store.released.set()
     assert serving.ended()
-    (reply,) = serving.client.poll(10)
+    (reply,) = serving.client.poll(60)
     assert reply.header.id == put
 
 

@@ -13,6 +13,7 @@ from tba.common.weights import delta
 from tba.common.weights.hashing import blake3_of
 from tba.common.weights.tensor_file import Tensor, map_tensors, read_layout, write_tensor_file
 from tba.tests.helpers.checks import not_none
+from tba.tests.runner import size
 
 BF16_NAN, BF16_OTHER_NAN, BF16_ZERO, BF16_MINUS_ZERO = 0x7FC0, 0x7FC1, 0x0000, 0x8000
 
@@ -49,7 +50,7 @@ def test_the_result_has_the_new_bits(tmp_path, dtype, fraction, elements):
     assert np.array_equal(found["x"], new)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=size(50, 200), deadline=None)
 @given(st.data())
 def test_any_set_of_changes_is_lossless(tmp_path_factory, data):
     elements = data.draw(st.integers(0, 2000))

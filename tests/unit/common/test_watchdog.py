@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tba.common.errors import EXIT_HUNG
 from tba.common.system.process import NotifySocket
 from tba.common.system.watchdog import Watchdog
@@ -17,6 +19,7 @@ def run_program(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_loop_that_hangs_ends_the_process_with_its_stacks_and_its_children():
     result = run_program("""
 watchdog = Watchdog(limit_seconds=0.5, setting="search.step_seconds")
@@ -36,6 +39,7 @@ a_step_that_hangs()
     assert "in a_step_that_hangs" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_call_that_never_gives_back_the_interpreters_lock_ends_the_process_with_its_stacks():
     result = run_program("""
 import ctypes, time
@@ -54,6 +58,7 @@ a_step_that_holds_the_lock()
     assert "in a_step_that_holds_the_lock" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_loop_that_comes_round_a_cold_start_and_no_limit_are_left_alone():
     result = run_program("""
 import time

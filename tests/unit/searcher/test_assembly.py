@@ -48,7 +48,7 @@ def test_fifty_published_deltas_in_a_row_give_the_trainers_weights_bit_for_bit(p
     for step in range(51):
         lab.change_a_few(step)
         publisher.publish(step)
-        assert publisher.flush(20)
+        assert publisher.flush(60)
         found, newer = assembler.assemble(lab.announced_ref())
         assert (found.manifest.delta is None) is (step == 0)
         assert bits_equal(load_file(found.weight_files[0]), lab.weights())

@@ -67,7 +67,7 @@ def publish(lab):
     def one(step: int):
         lab.change_a_few(step)
         publisher.publish(step)
-        assert publisher.flush(20)
+        assert publisher.flush(60)
         return lab.announced_ref()
 
     return one

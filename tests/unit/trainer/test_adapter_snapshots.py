@@ -41,7 +41,7 @@ def publish(lab, publisher, steps) -> None:
         if step:
             lab.train_adapters(step)
         publisher.publish(step)
-        assert publisher.flush(30)
+        assert publisher.flush(60)
 
 
 def policy(found: snapshot.Snapshot) -> dict[str, torch.Tensor]:

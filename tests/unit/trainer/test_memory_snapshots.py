@@ -36,7 +36,7 @@ def publish(lab, publisher, steps):
     for step in steps:
         lab.change_a_few(step)
         publisher.publish(step)
-        assert publisher.flush(20)
+        assert publisher.flush(60)
     return lab.announced_ref()
 
 
@@ -196,7 +196,7 @@ def test_passes_over_the_weights_at_the_trainer_are_one_hash_and_one_canary_afte
     lab.change_weights()
     with counted() as passed:
         publisher.publish(2)
-        assert publisher.flush(20)
+        assert publisher.flush(60)
     whole = sum(tensor.nbytes for tensor in lab.weights().values())
     assert whole <= passed["copied"] < 1.05 * whole
     # Of the embedding, the rows of the canary's tokens alone are widened; the norms are copied, too.

@@ -66,7 +66,7 @@ def test_a_line_is_added_while_the_disk_is_waited_for(lines_file, tmp_path, monk
 
     def slow(descriptor: int) -> None:
         adding.start()
-        adding.join(timeout=10)
+        adding.join(timeout=60)
         ended.append(not adding.is_alive())
         to_disk(descriptor)
 

@@ -26,7 +26,7 @@ def test_a_snapshot_is_a_model_whose_log_probabilities_are_the_canary(publisher_
     publisher = lab.publisher()
     lab.change_weights()
     assert publisher.publish(step=5) == 0
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     found = lab.announced()
     assert (found.manifest.version, found.manifest.step, found.manifest.run) == (0, 5, "r")
     fresh = AutoModelForCausalLM.from_pretrained(found.path, dtype=torch.float32)
@@ -43,7 +43,7 @@ def test_weights_are_rounded_to_the_published_type_and_tied_ones_are_stored_once
     lab = publisher_harness(dtype="bfloat16", tie=tie)
     publisher = lab.publisher()
     publisher.publish(step=0)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     path = lab.announced().path
     with safe_open(path / "model.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -61,7 +61,7 @@ def test_only_files_of_the_model_are_copied_into_a_snapshot(publisher_harness):
     lab = publisher_harness()
     publisher = lab.publisher()
     publisher.publish(step=0)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     found = lab.announced()
     expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_notes.txt"}
     assert found.manifest.files.keys() == expected
@@ -79,7 +79,7 @@ def test_a_snapshot_has_the_weights_at_the_time_of_the_call(publisher_harness):
     lab.change_weights()
     assert not publisher.flush(0.1)
     lab.buffer.start()
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     loaded = AutoModelForCausalLM.from_pretrained(lab.announced().path).state_dict()
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.items())
 
@@ -89,7 +89,7 @@ def test_old_snapshots_are_collected(publisher_harness):
     publisher = lab.publisher()
     for step in range(0, 12, 2):
         publisher.publish(step)
-        assert publisher.flush(30)
+        assert publisher.flush(60)
     assert [read_step(path) for path in snapshot.list_snapshots(lab.config.snapshots)] == [0, 4, 8, 10]
 
 
@@ -99,7 +99,7 @@ def publish_small_changes(lab, publisher, steps) -> list[snapshot.Manifest]:
     for step in steps:
         lab.change_a_few(step)
         publisher.publish(step)
-        assert publisher.flush(30)
+        assert publisher.flush(60)
         made.append(lab.announced().manifest)
     return made
 
@@ -137,7 +137,7 @@ def test_the_announcement_has_the_address_of_the_file_server(publisher_harness, 
     lab = publisher_harness(serve_snapshots="tcp://0.0.0.0:*")
     publisher = lab.publisher()
     publisher.publish(0)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     ref = lab.announced_ref()
     assert re.fullmatch(rf"tcp://{re.escape(socket.gethostname())}:\d+", ref.address)
     copies = SnapshotAssembler(tmp_path / "node", "trainer", SystemClock())
@@ -162,7 +162,7 @@ def test_a_failure_of_the_thread_is_raised_in_the_trainer(publisher_harness):
     (lab.files / "config.json").unlink()
     publisher.publish(step=0)
     with pytest.raises(SnapshotError, match=r"publishing to .*snapshots failed: .*config\.json"):
-        publisher.flush(20)
+        publisher.flush(60)
     with pytest.raises(SnapshotError):
         publisher.check()
     with pytest.raises(SnapshotError):
@@ -173,7 +173,7 @@ def test_training_never_waits_and_the_newest_weights_win(publisher_harness):
     lab = publisher_harness(snapshots_in="memory", keep_snapshot_every=4, steps=99)
     publisher = lab.publisher()
     publisher.publish(0)
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     lab.buffer.stop()
     publisher.publish(1)
     wait_until(lambda: publisher._busy and not publisher._queue, 60, "the first is being announced")
@@ -182,7 +182,7 @@ def test_training_never_waits_and_the_newest_weights_win(publisher_harness):
         publisher.publish(step)
     assert [queued.step for queued in publisher._queue] == [4, 7]
     lab.buffer.start()
-    assert publisher.flush(20)
+    assert publisher.flush(60)
     assert lab.announced().manifest.step == 7
     assert [read_step(path) for path in snapshot.list_snapshots(lab.config.snapshots)] == [0, 4]
 

@@ -51,7 +51,7 @@ def test_prometheus_scrapes_the_last_step():
     try:
         for step in range(2):
             sink.record(step, 1000.0, {"loss": step + 0.5, "reward_part_a-b": 1.0})
-        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as reply:
             text = reply.read().decode()
     finally:
         sink.close()

@@ -118,6 +118,7 @@ def mass_of_the_sampled(name: str, features: list[list[float]], beta: float) -> 
     return float((PROBABILITIES.log() + features_AF @ weights_F).detach().softmax(0)[:2].sum())
 
 
+@pytest.mark.slow
 def test_on_stale_data_tb_loses_the_probability_of_the_sampled_answers_and_tb_stale_does_not():
     table, before = torch.eye(3).tolist(), 0.9
     assert mass_of_the_sampled("tb", table, BETA) < before - 0.03

@@ -157,17 +157,17 @@ def make_trainer(tmp_path):
 def test_the_publisher_of_a_replaced_trainer_is_refused_and_its_versions_are_free(make_trainer, monkeypatch):
     cut_off = make_trainer("a")
     cut_off.publish()
-    assert cut_off._publisher.flush(20)
+    assert cut_off._publisher.flush(60)
     # The first trainer counts as silent for long enough.
     monkeypatch.setattr("tba.buffer.service.clients._TRAINER_SECONDS", 0.0)
     successor = make_trainer("b")
     cut_off.publish()
     with pytest.raises(Refused, match="took over run test"):
-        cut_off._publisher.flush(20)
+        cut_off._publisher.flush(60)
     with pytest.raises(Refused, match="took over run test"):
         cut_off.sample()
     successor.publish()
-    assert successor._publisher.flush(20)
+    assert successor._publisher.flush(60)
     assert successor._heartbeat.weights_version == 1
 
 

@@ -1,0 +1,158 @@
+"""The command line up to the start of a role: help, options, and one sentence per mistake."""
+
+import json
+import shutil
+
+import pytest
+
+from tba.common.system.devices import list_gpus
+
+# Commands that take the configuration as an argument.
+TOP_LEVEL = ("run", "search", "train", "eval", "plot", "status", "doctor")
+BUFFER_COMMANDS = ("serve", "stats", "tail", "compact", "check", "migrate")
+NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
+
+
+def refused(outcome, exit_code: int, *words: str) -> None:
+    """Check that a command failed with this exit code and these words in its message."""
+    assert outcome.exit_code == exit_code
+    for word in words:
+        assert word in outcome.message
+
+
+def settings(**values: object) -> list[str]:
+    """Options of a command that set keys of the configuration; a dot is written as two underscores."""
+    return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+@pytest.mark.parametrize("command", [[], ["buffer"], *([name] for name in ("config", *TOP_LEVEL))])
+def test_every_command_has_help(tba_here, command):
+    result = tba_here(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup"])
+def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command):
+    result = tba_here("buffer", command, "--help")
+    assert result.exit_code == 0
+    assert "--buffer" in result.output
+
+
+def test_version_is_printed(tba_here):
+    assert tba_here("--version").output.startswith("tba ")
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        (["search", "--gpus", "0-6"], 'pass --cpu 1, or set search.gpus = "cpu"'),
+        (["train", "--gpu", "7"], 'pass --cpu, or set train.gpu = "cpu"'),
+        (["sft", "pairs.jsonl", "--out", "warm"], 'pass --cpu, or set train.gpu = "cpu"'),
+        (["eval"], 'pass --cpu, or set search.gpus = "cpu"'),
+        (["run"], 'installed): set search.gpus = "cpu"'),
+        (["run", "--set", "search.gpus=cpu"], 'installed): set train.gpu = "cpu"'),
+    ],
+)
+def test_an_error_without_a_gpu_names_the_options_of_the_command(tba_here, example_model, command, remedy):
+    refused(tba_here(*command, *settings(model__path=example_model)), 2, "this machine shows no GPU", remedy)
+
+
+@pytest.fixture
+def examined(tba_here, example_model, tmp_path):
+    """Runs `tba doctor`. Returns its exit code, and the result and the detail of each check."""
+
+    def examine(**keys: object):
+        keys = {"model__path": example_model, "buffer__address": f"ipc://{tmp_path}/buffer"} | keys
+        result = tba_here("doctor", "--json", *settings(**keys))
+        return result.exit_code, {row["check"]: (row["result"], row["detail"]) for row in result.json}
+
+    return examine
+
+
+@NO_GPU
+def test_doctor_names_the_setting_that_asks_for_a_gpu(examined):
+    exit_code, findings = examined(search__gpus="cpu")
+    assert exit_code == 1
+    assert 'installed): set train.gpu = "cpu"' in findings["gpus"][1]
+
+
+def test_doctor_reports_every_check(examined):
+    exit_code, findings = examined(search__gpus="cpu", train__gpu="cpu")
+    assert [findings[check][0] for check in ("model", "gpus", "python")] == ["ok"] * 3
+    assert exit_code == 0
+
+
+def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
+    (tmp_path / "run.toml").write_text('[run]\nname = "test"\n')
+    shown = tba_here("config", "show", "--json", "--config", "run.toml", "--set", "train.steps=5").json
+    rows = {row["key"]: row for row in shown}
+    assert rows["train.steps"] == {"key": "train.steps", "value": 5, "origin": "--set"}
+    assert rows["run.name"]["origin"] == "run.toml"
+    assert rows["train.beta"]["origin"] == "default"
+
+
+def test_config_check_requires_a_model(tba_here, example_model):
+    assert tba_here("config", "check", *settings(model__path=example_model)).exit_code == 0
+    refused(tba_here("config", "check"), 78, "model.path is not set")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A directory with incomplete copies of the example's model, a file, and a weights directory that is not one."""
+    from tba.tests.conftest import EXAMPLE_MODEL
+
+    folder = tmp_path_factory.mktemp("broken")
+    for name, removed in (("no-tokenizer", "tokenizer*"), ("no-weights", "*.safetensors"), ("half", "nothing")):
+        shutil.copytree(EXAMPLE_MODEL, folder / name, ignore=shutil.ignore_patterns(removed))
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "half/model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "taken").mkdir()
+    (folder / "taken/run").touch()
+    (folder / "file").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model.path": "/nowhere"}, "model.path /nowhere does not exist"),
+        ({"model.path": "TMP"}, "has no config.json: it is not a Hugging Face model directory"),
+        ({"model.path": "TMP/no-tokenizer"}, "no-tokenizer has no tokenizer"),
+        ({"model.path": "TMP/no-weights"}, "has no safetensors files"),
+        ({"model.path": "TMP/half"}, "half lacks model-2.safetensors, which its index names"),
+        ({"reward_model.path": "./nothing"}, "reward_model.path ./nothing does not exist"),
+        ({"task.name": "gsm8k", "task.train": "missing.jsonl"}, "task.train missing.jsonl does not exist"),
+        ({"run.dir": "TMP/file/run"}, "file is not a directory"),
+        ({"search.weights_dir": "TMP/file"}, "file is not a directory"),
+        ({"search.weights_dir": "/proc/self"}, "/proc/self is not writable"),
+        ({"search.weights_dir": "TMP/taken"}, "is no directory of this user"),
+        (
+            {"search.engine": "vllm", "train.gpu": "7", "search.gpus": "0-7"},
+            "search.gpus = 0-7 and train.gpu = 7 both name GPU 7: name different ones",
+        ),
+    ],
+)
+def test_config_check_names_the_key_and_the_path_of_missing_files(tba_here, example_model, broken, changes, sentence):
+    sets = [f"--set={key}={value.replace('TMP', str(broken))}" for key, value in changes.items()]
+    result = tba_here("config", "check", *settings(model__path=example_model), *sets)
+    refused(result, 78, sentence, next(reversed(changes)))
+
+
+@pytest.mark.parametrize("command", [["search", "--cpu", "2"], ["train", "--cpu", "--processes", "2"]])
+def test_a_missing_model_setting_is_refused_before_anything_is_created(tba_here, tmp_path, command):
+    refused(tba_here(*command, *settings(run__dir=tmp_path / "run")), 78, "model.path is not set")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [*([one] for one in TOP_LEVEL), *(["buffer", one] for one in BUFFER_COMMANDS)])
+def test_the_configuration_is_an_argument_or_an_option(tba_here, command):
+    for way in (["nowhere.toml"], ["--config", "nowhere.toml"], ["-c", "nowhere.toml"]):
+        refused(tba_here(*command, *way), 78, "nowhere.toml does not exist")
+
+
+def test_a_configuration_given_twice_is_a_usage_error(tba_here):
+    refused(
+        tba_here("config", "show", "one.toml", "--config", "two.toml"), 2, "FILE one.toml and --config two.toml exclude"
+    )

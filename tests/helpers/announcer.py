@@ -37,7 +37,7 @@ class Announcer:
 
     def __init__(self, address: str, model: Path, directory: Path) -> None:
         self.client = BufferClient(address, role="publisher", name="test")
-        self.client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=60)
+        self.client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=120)
         self._model = model
         self._directory = directory
 
@@ -48,13 +48,13 @@ class Announcer:
             content[-1000] ^= 1
             (final / "model.safetensors").write_bytes(content)
         ref = messages.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=digest)
-        self.client.call(messages.AnnounceSnapshot(weights=ref, bytes=1), messages.Done, deadline_seconds=60)
+        self.client.call(messages.AnnounceSnapshot(weights=ref, bytes=1), messages.Done, deadline_seconds=120)
 
     def searcher(self) -> ClientStatus | None:
-        status, _ = self.client.call(GetStatus(), Status, deadline_seconds=60)
+        status, _ = self.client.call(GetStatus(), Status, deadline_seconds=120)
         return next((client for client in status.clients if client.role == "searcher"), None)
 
-    def wait_for(self, condition, seconds: float = 90) -> ClientStatus:
+    def wait_for(self, condition, seconds: float = 300) -> ClientStatus:
         deadline = time.monotonic() + seconds
         while (searcher := self.searcher()) is None or not condition(searcher):
             assert time.monotonic() < deadline, searcher

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+# Limit of a wait for what takes a second on a machine with nothing else to do: CI machines are slow and shared.
+PATIENCE_SECONDS = 120.0
 
 
 def not_none(value: T | None) -> T:
@@ -13,7 +15,7 @@ def not_none(value: T | None) -> T:
     return value
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 90, what: str = "the condition") -> None:
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS, what: str = "the condition") -> None:
     """Poll a condition until it is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

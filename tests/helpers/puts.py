@@ -9,6 +9,7 @@ import numpy as np
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.trajectory import Trajectory, pack
+from tba.tests.helpers.checks import PATIENCE_SECONDS
 
 
 def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **changes: Any) -> Trajectory:
@@ -56,8 +57,8 @@ def prepare(client: BufferClient, prompts: int = 1, versions: int = 1) -> None:
     """Register prompts p0, p1, ... and announce versions 0, 1, ..., so that puts are accepted."""
     keys = [f"p{n}" for n in range(prompts)]
     register = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=keys)
-    client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=60)
-    client.call(register, messages.Registered, deadline_seconds=60)
+    client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=PATIENCE_SECONDS)
+    client.call(register, messages.Registered, deadline_seconds=PATIENCE_SECONDS)
     for version in range(versions):
         announced = messages.AnnounceSnapshot(weights=reference(version, version), bytes=1)
-        client.call(announced, messages.Done, deadline_seconds=60)
+        client.call(announced, messages.Done, deadline_seconds=PATIENCE_SECONDS)

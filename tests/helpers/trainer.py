@@ -173,7 +173,7 @@ class FakeSearcher:
         """Wait for the first snapshot, and return the newest one."""
         heartbeat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
         for _ in range(int(seconds / 0.05)):
-            self.client.call(heartbeat, messages.Done, deadline_seconds=60)
+            self.client.call(heartbeat, messages.Done, deadline_seconds=120)
             assert self.client.state is not None
             if self.client.state.weights is not None:
                 return self.client.state.weights

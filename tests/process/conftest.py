@@ -146,7 +146,7 @@ def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
 def tba(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """A function that runs `tba ...` and returns when it has ended."""
 
-    def run(*arguments: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout: float = 300, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tba", *arguments]
         return subprocess.run(
             command, cwd=cwd or tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=timeout

@@ -113,7 +113,7 @@ def test_doctor_names_the_program_at_the_address_of_the_buffer(tba, start_tba, r
     assert found() == ("ok", f"{address}: nothing listens there")
     start_tba("buffer", "serve", "--config", run_config.file)
     with closing(BufferClient(address, role="monitor", name="test")) as client:
-        client.call(GetStatus(), Status, deadline_seconds=60)
+        client.call(GetStatus(), Status, deadline_seconds=120)
     assert found() == ("ok", f"{address}: the buffer of run test answers")
     result, detail = found("run.name=other")
     assert (result, "is in use by the buffer of run test" in detail) == ("fail", True)

@@ -141,7 +141,7 @@ def trainer(run_config):
 
 def wait_until_it_serves(address: str) -> Status:
     with connected(address) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=60)[0]
+        return client.call(GetStatus(), Status, deadline_seconds=120)[0]
 
 
 def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_config, load, trainer):

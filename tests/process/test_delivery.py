@@ -131,7 +131,7 @@ def test_puts_that_were_stored_before_the_death_count_as_duplicates(courier, run
     second = courier()
     second.step_until(lambda: second.delivery.is_done)
     assert in_order(run_config) == {first.client.sender: list(range(3 * ROWS))}
-    status, _ = second.client.call(GetStatus(), Status, deadline_seconds=60)
+    status, _ = second.client.call(GetStatus(), Status, deadline_seconds=120)
     assert status.duplicates > 0
 
 

@@ -118,7 +118,7 @@ def serve(start_tba, run_config, disk):
 def wait_for_acknowledged(producers, puts: int) -> None:
     """Wait until the producers have received this many more acknowledgements."""
     enough = sum(len(producer.acknowledged) for producer in producers) + puts
-    wait_until(lambda: sum(len(producer.acknowledged) for producer in producers) >= enough, 60, "acknowledged")
+    wait_until(lambda: sum(len(producer.acknowledged) for producer in producers) >= enough, what="acknowledged")
 
 
 def assert_ends_with_a_sentence(server, folder) -> None:
@@ -216,7 +216,7 @@ def test_a_program_that_outlives_the_server_does_not_hide_lost_pages_from_the_ne
         server = serve()
         send_line(program)
         assert not_none(program.stdout).readline() == "idle\n"
-        wait_until(lambda: disk.log_header() != header, 60, "all of the WAL is checkpointed")
+        wait_until(lambda: disk.log_header() != header, what="all of the WAL is checkpointed")
         for producer in producers:
             producer.wait_until_all_is_answered(60)
         server.kill()

@@ -55,7 +55,7 @@ def test_gsm8k_trains_and_evaluates(test_data, byte_model, make_config, tba):
         train={"gpu": "cpu", "steps": 3, "prompts_per_step": 2, "samples_per_prompt": 4, "warmup_steps": 1},
         eval={"at_end": True},
     )
-    result = tba("run", run.file, timeout=200)
+    result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
     with sqlite3.connect(run.database) as database:
         assert database.execute("SELECT prompts FROM runs").fetchone() == (7473,)

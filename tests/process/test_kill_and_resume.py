@@ -49,7 +49,7 @@ class KillableRun:
         self.config, self.buffer = run_with_buffer(root, train={"steps": STEPS}, buffer=buffer, **sections)
         searcher = FakeSearcher(self.buffer.address, prompts=PROMPTS)
         weights = messages.WeightsRef(version=0, step=0, path="/the/first", manifest_sha256="0" * 64)
-        searcher.client.call(messages.AnnounceSnapshot(weights=weights, bytes=1), messages.Done, deadline_seconds=60)
+        searcher.client.call(messages.AnnounceSnapshot(weights=weights, bytes=1), messages.Done, deadline_seconds=120)
         searcher.put_groups(SAMPLES)
         searcher.close()
 
@@ -71,7 +71,7 @@ class KillableRun:
 
     def train_to_the_end(self) -> None:
         process = self.start()
-        process.join(80)
+        process.join(300)
         assert process.exitcode == 0
 
     def end_at(self, step: int, how: signal.Signals) -> None:

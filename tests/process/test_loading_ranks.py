@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tba.tests.helpers.ranks", "torch.distributed.fsdp"])
     for offload in OFFLOAD:
-        run_all([context.Process(target=load, args=(rank, RANKS, directory, offload)) for rank in range(RANKS)], 200)
+        run_all([context.Process(target=load, args=(rank, RANKS, directory, offload)) for rank in range(RANKS)], 400)
         (directory / "rendezvous").unlink()
     found = {name: [torch.load(directory / f"{name}{rank}.pt") for rank in range(RANKS)] for name in OFFLOAD}
     whole = load_model(directory / "model", torch.device("cpu"))
@@ -66,4 +66,4 @@ def test_an_output_head_that_config_json_does_not_describe_is_refused_by_every_r
     alone = load_model(model, torch.device("cpu"))
     assert not torch.equal(alone.get_input_embeddings().weight, alone.get_output_embeddings().weight)
     context = multiprocessing.get_context("forkserver")
-    run_all([context.Process(target=refuse, args=(rank, RANKS, tmp_path)) for rank in range(RANKS)], 200)
+    run_all([context.Process(target=refuse, args=(rank, RANKS, tmp_path)) for rank in range(RANKS)], 400)

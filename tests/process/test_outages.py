@@ -67,7 +67,7 @@ class System:
             return database.execute(sql, values).fetchall()
 
     def status(self) -> Status:
-        return self.announcer.client.call(GetStatus(), Status, deadline_seconds=60)[0]
+        return self.announcer.client.call(GetStatus(), Status, deadline_seconds=120)[0]
 
     def stored(self) -> dict[str, list[int]]:
         """Return the stored sequence numbers by sender."""

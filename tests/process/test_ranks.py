@@ -19,7 +19,7 @@ def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tba.tests.helpers.ranks", "torch.distributed.fsdp", "peft"])
     processes = [context.Process(target=helper.main, args=(rank, ranks, directory, scenarios)) for rank in range(ranks)]
-    helper.run_all(processes, 200)
+    helper.run_all(processes, 400)
 
 
 class Trained:

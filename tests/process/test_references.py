@@ -13,7 +13,7 @@ def test_the_trainer_uses_the_references_of_the_searcher_and_they_are_right(make
     run = make_config(**arithmetic(task={"limit": 20}, train=train, search={"reference_logprobs": True}))
     start_tba("buffer", "serve", "--config", run.file)
     searcher = start_tba("search", "--config", run.file)
-    trained = tba("train", "--config", run.file, timeout=120)
+    trained = tba("train", "--config", run.file, timeout=300)
     assert trained.returncode == 0, trained.stderr
     assert searcher.wait(60) == 0
     (line,) = (run.directory / "metrics.jsonl").read_text().splitlines()

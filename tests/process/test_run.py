@@ -123,7 +123,7 @@ def test_a_run_ends_with_a_complete_history_and_can_be_resumed_for_more_steps(sm
     evaluation.resume()
     # A launcher that still evaluates is not about to end, so the second one does not wait.
     assert (second.returncode, "is in use by another `tba run`" in second.stderr) == (1, True)
-    assert launcher.wait(200) == 0
+    assert launcher.wait(400) == 0
     check_history(run)
     assert "held-out greedy accuracy:" in log_of(tmp_path)
     assert (run.directory / "run.png").stat().st_size > 10_000
@@ -160,7 +160,7 @@ def test_deltas_and_adapters_are_served_through_the_socket(small_run, tba, tmp_p
     serve = {"serve_snapshots": "tcp://127.0.0.1:*", "snapshots_in": "disk", "keep_snapshots": 99}
     train = serve | {"steps": 6, "learning_rate": learning_rate}
     run = small_run(model={"dtype": "bfloat16"}, search={"weights_from": "trainer"}, train=train, lora=lora)
-    result = tba("run", run.file, timeout=200)
+    result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
     check_history(run, steps=6)
     check_served_and_evaluated(run, tba, is_change, tmp_path / "weights/test")
@@ -186,7 +186,7 @@ def test_a_run_survives_sigkill_of_a_role(small_run, start_tba, tmp_path, role):
     launcher = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 4)
     killed = kill_child(launcher, role)
-    assert launcher.wait(200) == 0, log_of(tmp_path)
+    assert launcher.wait(400) == 0, log_of(tmp_path)
     assert starts_of(run, role) > STARTS[role]
     check_history(run, steps=LONG, killed=[killed])
 
@@ -199,7 +199,7 @@ def test_a_run_survives_sigkill_of_one_role_after_the_other(small_run, start_tba
     for step, role in ((3, "search"), (9, "train"), (15, "buffer serve")):
         wait_until(functools.partial(lambda step: steps_trained(run) >= step, step))
         killed.append(kill_child(launcher, role))
-    assert launcher.wait(200) == 0, log_of(tmp_path)
+    assert launcher.wait(400) == 0, log_of(tmp_path)
     assert all(starts_of(run, role) > least for role, least in STARTS.items())
     check_history(run, steps=LONG, killed=killed)
 
@@ -234,7 +234,7 @@ def test_a_second_run_neither_joins_nor_harms_the_first_which_when_killed_leaves
     assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
     same = tba("run", run.file, "--resume")
     assert (same.returncode, f"another `tba run` (pid {first.pid} on " in same.stderr) == (1, True)
-    trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=120)
+    trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=300)
     assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
     check_no_child_outlives(first)
 
@@ -262,7 +262,7 @@ def test_ctrl_c_ends_every_child_and_resume_continues_the_run(small_run, start_t
     assert launcher.wait(60) == EXIT_INTERRUPTED, log_of(tmp_path)
     assert [child for child in children if child.is_running()] == []
     assert 4 <= steps_trained(run) < LONG
-    result = tba("run", run.file, "--resume", timeout=200)
+    result = tba("run", run.file, "--resume", timeout=400)
     assert result.returncode == 0, result.stderr
     check_history(run, steps=LONG)
 
@@ -276,7 +276,7 @@ def test_a_run_waits_for_the_previous_one_to_end(small_run, start_tba, tba, tmp_
     previous.terminate()
     wait_until(lambda: "ending" in (run.directory / "launcher.lock").read_text())
     steps = steps_trained(run) + 5
-    result = tba("run", "--config", run.file, "--resume", "--set", f"train.steps={steps}", timeout=200)
+    result = tba("run", "--config", run.file, "--resume", "--set", f"train.steps={steps}", timeout=400)
     assert result.returncode == 0, result.stderr
     assert f"the previous `tba run` (pid {previous.pid} on " in result.stderr
     assert previous.wait(60) == 0
@@ -299,7 +299,7 @@ def test_ctrl_c_while_the_trainer_loads_ends_immediately_and_announces_no_checkp
 
 def test_max_staleness_0_trains_on_nothing_stale(small_run, tba):
     run = small_run(buffer={"max_staleness": 0}, train={"steps": 6})
-    result = tba("run", run.file, timeout=200)
+    result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
     check_history(run, steps=6)
     assert query(run, "SELECT DISTINCT staleness FROM consumption_rows") == [(0,)]
@@ -322,7 +322,7 @@ def test_a_child_with_a_wrong_configuration_ends_the_run_with_its_sentence(small
     strange = shutil.copytree(example_model, tmp_path / "strange")
     (strange / "config.json").write_text('{"model_type": "unheard-of"}')
     run = small_run(model={"path": str(strange)})
-    result = tba("run", run.file, timeout=120)
+    result = tba("run", run.file, timeout=300)
     assert result.returncode == 78
     assert "unheard-of" in result.stderr
     assert "Traceback" not in result.stderr
@@ -333,9 +333,9 @@ def test_roles_started_by_hand_in_any_order_find_each_other(small_run, start_tba
     trainer = start_tba("train", "--cpu", "--config", run.file)
     searcher = start_tba("search", "--cpu", "2", "--config", run.file)
     buffer = start_tba("buffer", "serve", "--config", run.file)
-    assert trainer.wait(120) == 0
+    assert trainer.wait(300) == 0
     # A searcher that joins after the end waits a minute for a trainer to continue.
-    assert searcher.wait(120) == 0, "searchers leave when the run is finished"
+    assert searcher.wait(300) == 0, "searchers leave when the run is finished"
     buffer.terminate()
     assert buffer.wait(60) == 0
     check_history(run, steps=3)

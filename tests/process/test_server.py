@@ -16,7 +16,7 @@ def server(start_tba, run_config):
     """A running server."""
     process = start_tba("buffer", "serve", "--config", run_config.file)
     with connect(run_config) as client:
-        client.call(GetStatus(), Status, deadline_seconds=60)
+        client.call(GetStatus(), Status, deadline_seconds=120)
     return process
 
 
@@ -30,7 +30,7 @@ def put_of(trajectory, count: int, first: int):
 
 def status_of(run_config) -> Status:
     with connect(run_config) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=60)[0]
+        return client.call(GetStatus(), Status, deadline_seconds=120)[0]
 
 
 def test_a_client_without_a_server_gives_up_at_its_deadline(run_config):
@@ -96,7 +96,7 @@ def ipc_config(make_config, tmp_path):
 def test_a_second_server_does_not_take_the_socket_file_of_the_first(start_tba, ipc_config, tba):
     start_tba("buffer", "serve", "--config", ipc_config.file)
     with connect(ipc_config) as client:
-        client.call(GetStatus(), Status, deadline_seconds=60)
+        client.call(GetStatus(), Status, deadline_seconds=120)
         result = tba("buffer", "serve", "--config", ipc_config.file, "--set", "buffer.database=other.sqlite")
         assert (result.returncode, f"buffer.address {ipc_config.address} is in use" in result.stderr) == (1, True)
     assert status_of(ipc_config).run_name == "test", "a new client still reaches the first server"
@@ -106,7 +106,7 @@ def test_the_socket_file_of_a_killed_server_is_replaced(start_tba, ipc_config, t
     for _ in range(2):
         server = start_tba("buffer", "serve", "--config", ipc_config.file)
         with connect(ipc_config) as client:
-            client.call(GetStatus(), Status, deadline_seconds=60)
+            client.call(GetStatus(), Status, deadline_seconds=120)
         server.kill()
         server.wait()
         assert (tmp_path / "socket").is_socket()

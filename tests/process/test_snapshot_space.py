@@ -36,7 +36,7 @@ def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwar
     lab.disk.fill()
     for step in range(1, 6):
         publisher.publish(step)  # returns: training goes on
-    wait_until(lambda: publisher.trouble.startswith("v5 waits for disk space"), 60, publisher.trouble)
+    wait_until(lambda: publisher.trouble.startswith("v5 waits for disk space"), what=publisher.trouble)
     assert "train.min_free_mib = 12" in publisher.trouble
     assert not publisher.flush(0.1)
     lab.disk.relieve()
@@ -72,7 +72,7 @@ def test_adapters_are_published_while_a_full_snapshot_waits_for_space(small_disk
     publisher.publish(1)
     assert publisher.flush(60)
     publisher.publish(5)
-    wait_until(lambda: publisher.trouble.startswith("v2 waits for disk space"), 60, "it is full")
+    wait_until(lambda: publisher.trouble.startswith("v2 waits for disk space"), what="it is full")
     small_disk.relieve()
     assert publisher.flush(60)
     assert steps(lab) == [0, 1, 5]
@@ -88,7 +88,7 @@ def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(small_dis
     publisher.publish(first)
     publisher.publish(first + 1)
     number = publisher._next_version - 1
-    wait_until(lambda: publisher.trouble.startswith(f"v{number} waits"), 60, publisher.trouble)
+    wait_until(lambda: publisher.trouble.startswith(f"v{number} waits"), what=publisher.trouble)
     small_disk.relieve()
     assert publisher.flush(60)
     publisher.publish(first + 2)
@@ -129,8 +129,8 @@ def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memor
     memory_lab.disk.fill()
     for version, step in enumerate((2, 3), 1):
         publisher.publish(step)
-        wait_until(lambda: memory_lab.announced_ref().version == version, 60, "it is announced")  # noqa: B023
-    wait_until(lambda: publisher.trouble.startswith("v1 waits for disk space"), 60, publisher.trouble)
+        wait_until(lambda: memory_lab.announced_ref().version == version, what="it is announced")  # noqa: B023
+    wait_until(lambda: publisher.trouble.startswith("v1 waits for disk space"), what=publisher.trouble)
     assert not publisher.flush(0.1)
     memory_lab.disk.relieve()
     assert publisher.flush(60)

@@ -36,7 +36,7 @@ def killed_at_work(killed, start_tba, run_config):
     if not killed.exists():
         process = start_tba("buffer", "serve", "--config", run_config.file)
         with producing(run_config.address, 2, tokens=64, limit=100) as producers:
-            wait_until(lambda: all(len(producer.acknowledged) > 60 for producer in producers), 60, "some are stored")
+            wait_until(lambda: all(len(producer.acknowledged) > 60 for producer in producers), what="some are stored")
             process.kill()
             process.wait()
         assert log_of(run_config.database).stat().st_size < 8 << 20

@@ -93,7 +93,7 @@ def serve(start_tba, make_config):
         settings = [part for key, value in buffer.items() for part in ("--set", f"buffer.{key}={value}")]
         process = start_tba("buffer", "serve", "--config", config.file, *settings)
         with connected(config.address) as client:
-            client.call(GetStatus(), Status, deadline_seconds=60)
+            client.call(GetStatus(), Status, deadline_seconds=120)
         return config, process
 
     return start
@@ -103,7 +103,7 @@ def test_a_full_disk_is_reported_loses_no_row_and_needs_no_restart(serve, small_
     config, process = serve(database=small_disk.database, min_free_mib=0)
     small_disk.fill()
     with producing(config.address, 3, tokens=8192) as producers:
-        wait_until(lambda: all(producer.troubles for producer in producers), 60, "the disk is full")
+        wait_until(lambda: all(producer.troubles for producer in producers), what="the disk is full")
         assert all("full" in trouble for producer in producers for trouble in producer.troubles)
         acknowledged = [set(producer.acknowledged) for producer in producers]
         answer_a_status_promptly(config, times=50)
@@ -125,7 +125,7 @@ def test_a_server_stopped_while_the_disk_is_full_exits_cleanly_and_loses_no_row(
     config, process = serve(database=small_disk.database, min_free_mib=0)
     small_disk.fill()
     with producing(config.address, 3, tokens=8192) as producers:
-        wait_until(lambda: all(producer.troubles for producer in producers), 60, "the disk is full")
+        wait_until(lambda: all(producer.troubles for producer in producers), what="the disk is full")
         process.terminate()
         assert process.wait(60) == 0
         # Rows posted after the disk is relieved would fill it again.
@@ -150,12 +150,12 @@ def test_too_little_free_space_refuses_only_puts_and_names_a_remedy(serve, small
     config, _ = serve(database=small_disk.database, min_free_mib=DISK_MIB - BALLAST_MIB)
     small_disk.fill()
     with connected(config.address, "searcher") as searcher, producing(config.address, 1, tokens=8) as (producer,):
-        wait_until(lambda: producer.troubles, 60, "refused")
+        wait_until(lambda: producer.troubles, what="refused")
         prepare(searcher)
         lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
-        assert len(searcher.call(lease, messages.Leases, deadline_seconds=60)[0].visits) == 1
+        assert len(searcher.call(lease, messages.Leases, deadline_seconds=120)[0].visits) == 1
         with connected(config.address) as monitor:
-            status = monitor.call(GetStatus(), Status, deadline_seconds=60)[0]
+            status = monitor.call(GetStatus(), Status, deadline_seconds=120)[0]
         assert (status.trajectories, set(status.rejected)) == (0, {"storage"})
         (trouble,) = producer.troubles
         assert "buffer.min_free_mib is 10: make room, or run `tba buffer compact`" in trouble
@@ -168,7 +168,7 @@ def test_a_slow_disk_slows_producers_and_does_not_fill_memory(serve):
     assert SENDERS * FLOOD * LARGE_PUT_MIB > 2 * MOST_MIB
     config, process = serve(queue_mib=QUEUE_MIB)
     with producing(config.address, SENDERS, tokens=LARGE_TOKENS, window=1) as producers:
-        wait_until(lambda: all(producer.acknowledged for producer in producers), 60, "all have started")
+        wait_until(lambda: all(producer.acknowledged for producer in producers), what="all have started")
         with writing_is_blocked(config.database):
             before = resident_mib(process)
             for producer in producers:

@@ -28,7 +28,7 @@ def recorded(workplace, make_config_in, tba):
     )
     run = make_config_in(workplace, **sections)
     if not run.directory.exists():
-        result = tba("run", run.file, timeout=120)
+        result = tba("run", run.file, timeout=300)
         assert result.returncode == 0, result.stderr
     return run
 

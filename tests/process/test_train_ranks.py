@@ -55,7 +55,7 @@ class Run:
 
     def train(self, *arguments: str) -> None:
         """Run `tba train` to its end."""
-        assert self.start(*arguments).wait(90) == 0
+        assert self.start(*arguments).wait(300) == 0
 
     def feed(self) -> None:
         """Put trajectories once weights are announced."""
@@ -113,7 +113,7 @@ def test_a_killed_rank_ends_the_run_with_one_sentence_and_one_process_can_resume
     straight, run = make_run("straight"), make_run("killed")
     one = straight.start()
     straight.feed()
-    assert one.wait(90) == 0
+    assert one.wait(300) == 0
     two = run.start("--processes", "2")
     run.feed()
     run.wait_for_steps(30)
@@ -130,7 +130,7 @@ def test_two_stopped_processes_resume_under_torchrun_with_adapters(make_run):
     straight, run = make_run("straight", rank=2), make_run("stopped", rank=2, publish="adapter")
     one = straight.start()
     straight.feed()
-    assert one.wait(90) == 0
+    assert one.wait(300) == 0
     two = run.start("--processes", "2")
     run.feed()
     run.wait_for_steps(30)
@@ -140,7 +140,7 @@ def test_two_stopped_processes_resume_under_torchrun_with_adapters(make_run):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tba"]
     command = [*launcher, "train", "--config", run.file, "--cpu", "--resume"]
     environment = {name: value for name, value in clean_environment().items() if name != PARENT_VARIABLE}
-    subprocess.run(command, env=environment, check=True, timeout=90)
+    subprocess.run(command, env=environment, check=True, timeout=300)
     assert_same_training(run, straight)
     manifests = [snapshot.read(path).manifest for path in snapshot.list_snapshots(run.config.snapshots)]
     assert (manifests[0].step, manifests[-1].step) == (0, STEPS)
@@ -155,7 +155,7 @@ def test_two_processes_with_the_optimiser_on_the_host_make_the_steps_of_one_with
     straight, run = make_run("straight"), make_run("offloaded")
     one = straight.start()
     straight.feed()
-    assert one.wait(90) == 0
+    assert one.wait(300) == 0
     offload = ("--set", "train.offload=optimizer")
     two = run.start("--processes", "2", *offload)
     run.feed()

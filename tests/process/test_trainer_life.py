@@ -97,7 +97,7 @@ def system(tmp_path: Path, make_config: Callable[..., Any], start_tba: Callable[
 def test_a_trainer_in_a_long_step_is_not_replaced_by_a_second_one(system):
     second = system.train_elsewhere()
     # It retries for 13 seconds, while the first one is in its step.
-    assert second.wait(120) == EXIT_CONFIG
+    assert second.wait(300) == EXIT_CONFIG
     assert "is at work on run test" in system.log(1)
     assert system.first.poll() is None
     assert system.steps() == [0]
@@ -109,7 +109,7 @@ def test_a_trainer_in_a_long_step_is_not_replaced_by_a_second_one(system):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_trainer_killed_or_stopped_in_a_long_step_is_replaced(system, how):
     system.first.send_signal(how)
-    assert system.train_elsewhere().wait(120) == 0, system.log(1)
+    assert system.train_elsewhere().wait(300) == 0, system.log(1)
     assert system.steps() == list(range(STEPS))
     if how == signal.SIGSTOP:
         system.first.send_signal(signal.SIGCONT)

@@ -8,6 +8,7 @@ import pytest
 from tba.common.config import Config
 from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import BufferThread
 from tba.trainer.buffer_link import heartbeat
 from tba.trainer.buffer_link.connection import network
@@ -52,15 +53,14 @@ def test_an_unexpected_error_does_not_end_the_heartbeat_and_is_logged_once_per_k
     heartbeats.show("training", "a long step")
     heartbeats.start()
     monitor = BufferClient(buffer.address, role="monitor", name="m")
-    for _ in range(100):
+
+    def reasons() -> list[str]:
         status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
-        reasons = [client.reason for client in status.clients if client.role == "trainer"]
-        if reasons == ["a long step"]:
-            break
-        monitor.poll(0.1)
+        return [client.reason for client in status.clients if client.role == "trainer"]
+
+    wait_until(lambda: reasons() == ["a long step"])
     monitor.close()
     heartbeats.close()
-    assert reasons == ["a long step"]
     logged = [record.exc_info[0] for record in caplog.records if record.exc_info]
     assert logged == [OSError, MemoryError]
     assert not dial.open, "every connection was closed"

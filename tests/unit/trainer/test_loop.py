@@ -21,9 +21,9 @@ from tba.common.errors import BufferUnavailable, ConfigError, MemoryShort, Train
 from tba.common.weights import snapshot
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.status_messages import ClientStatus, GetStatus, Status
 from tba.tests.conftest import ROOT
-from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
 from tba.tests.helpers.weights import verify
 from tba.trainer.batch.batch import TrainBatch
@@ -129,21 +129,22 @@ def test_the_last_weights_are_published_although_no_publication_is_due(make_run)
     assert published(run) == [(0, 0), (2, STEPS)]
 
 
+def clients(monitor: BufferClient) -> list[ClientStatus]:
+    return monitor.call(GetStatus(), Status, deadline_seconds=60)[0].clients
+
+
 @pytest.mark.slow
 def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypatch):
     run = make_run()
     trainer = Trainer(run.config, None, torch.device("cpu"), lambda: False)
     trainer.connect()
     monitor = BufferClient(run.buffer.address, role="monitor", name="m")
-    reported: list[tuple[str, str]] = []
+
+    def reported() -> list[tuple[str, str]]:
+        return [(client.activity, client.reason) for client in clients(monitor) if client.role == "trainer"]
 
     def wait_for_the_report(_step: int) -> int:
-        for _ in range(100):
-            status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
-            reported[:] = [(client.activity, client.reason) for client in status.clients if client.role == "trainer"]
-            if reported == [("publishing", "no space")]:
-                break
-            monitor.poll(0.1)
+        wait_until(lambda: reported() == [("publishing", "no space")])
         return 0
 
     not_none(trainer._publisher).trouble = "no space"
@@ -151,7 +152,6 @@ def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypat
     trainer.publish()
     trainer.close()
     monitor.close()
-    assert reported == [("publishing", "no space")]
 
 
 class Killed(BaseException):
@@ -339,12 +339,8 @@ def test_a_trainer_without_data_reports_what_it_waits_for_and_can_be_stopped(mak
     trainer = threading.Thread(target=run.train, kwargs={"stop": stop.is_set})
     trainer.start()
     monitor = BufferClient(run.buffer.address, role="monitor", name="m")
-    for _ in range(100):
-        status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
-        waiting = [client for client in status.clients if client.activity == "waiting"]
-        if waiting:
-            break
-        monitor.poll(0.1)
+    waiting: list[ClientStatus] = []
+    wait_until(lambda: waiting.extend(one for one in clients(monitor) if one.activity == "waiting") or waiting)
     assert [client.role for client in waiting] == ["trainer"]
     assert "0 of 2 prompts have trajectories" in waiting[0].reason
     stop.set()

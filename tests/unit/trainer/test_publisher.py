@@ -176,7 +176,7 @@ def test_training_never_waits_and_the_newest_weights_win(publisher_harness):
     assert publisher.flush(60)
     lab.buffer.stop()
     publisher.publish(1)
-    wait_until(lambda: publisher._busy and not publisher._queue, 60, "the first is being announced")
+    wait_until(lambda: publisher._busy and not publisher._queue, what="the first is being announced")
     for step in range(2, 8):
         lab.change_weights()
         publisher.publish(step)

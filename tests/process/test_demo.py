@@ -44,7 +44,9 @@ def test_the_demo_gains_25_points_on_held_out_problems(tba, tmp_path, pytestconf
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     directory = tmp_path / "demo"
-    result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", f"train.steps={size(40, 80)}")
+    # A searcher less starts an engine less, and the first and the last snapshot are enough to evaluate.
+    small = ("train.steps=40", "train.keep_snapshot_every=40", "search.cpu_searchers=1")
+    result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *size(small, ()))
     check_gain(result, directory, points=size(10, 25))
     with sqlite3.connect(directory / "buffer.sqlite") as database:
         assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 10

@@ -23,8 +23,9 @@ from tba.tests.helpers.mutations import PROMPTS, VERSIONS, Mutator
 from tba.tests.helpers.producers import put_of
 from tba.tests.helpers.puts import connected, prepare
 from tba.tests.process.conftest import clean_environment
+from tba.tests.runner import size
 
-MESSAGES = 5000
+MESSAGES = size(2000, 5000)
 # Three threads wake a fourth. Without a lock around the socket libzmq aborts within a second.
 WAKE = """
 import sys, threading, time

@@ -20,8 +20,8 @@ from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
 from tba.tests.runner import size
 from tba.trainer.loop import train
 
-STEPS = size(16, 40)
-ENDS = size(6, 20)
+STEPS = size(12, 40)
+ENDS = size(4, 20)
 PROMPTS = 6
 SAMPLES = 5
 # A repeated step finds the reference values stored that it computed the first time.

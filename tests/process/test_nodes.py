@@ -11,10 +11,11 @@ import pytest
 from tba.buffer.service.clients import Clients
 from tba.common.clock import SystemClock
 from tba.tests.process.conftest import clean_environment
+from tba.tests.runner import size
 
 NODES = 4
-# 32 MiB of weights.
-ELEMENTS = 16 << 20
+# Weights of 8 or 32 MiB.
+ELEMENTS = size(4 << 20, 16 << 20)
 TRAINER = """
 import json, sys
 import msgspec
@@ -132,7 +133,6 @@ def tree() -> list[tuple[str, list[str]]]:
     return [(address, clients.sources_of(address)) for address in addresses]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("killed", [None, 1], ids=["all live", "one dies while it sends"])
 def test_the_trainer_sends_a_snapshot_about_once_however_many_nodes_fetch_it(start, tmp_path, killed):
     trainer = start(0, TRAINER, str(tmp_path / "trainer"), "tcp://10.77.0.1:5758", str(ELEMENTS))

@@ -14,9 +14,10 @@ from tba.buffer.tools.check import check
 from tba.common.errors import StorageError
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.faults import ROWS, Stored, producing, stored
+from tba.tests.runner import size
 
-CUTS = 40
-CORRUPTIONS = 20
+CUTS = size(16, 40)
+CORRUPTIONS = size(8, 20)
 COPIES = 10
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tba.common.errors import EngineError
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.engines.stopping import Stopping
+from tba.tests.runner import size
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -71,7 +72,7 @@ def test_scoring_is_at_temperature_one_alongside_requests_at_other_temperatures(
 
 
 def test_tokens_are_drawn_as_often_as_their_recorded_probabilities(lab, engine, old):
-    prompt, draws = lab.tokens(3, 12), 2000
+    prompt, draws = lab.tokens(3, 12), size(800, 2000)
     for seed in range(draws):
         lab.submit(engine, prompt, SamplingSettings(1.3, 0.6, 1, seed=seed if seed % 2 else None))
     drawn = collections.Counter(int(g.response_ids[0]) for g in lab.finish(engine).values())

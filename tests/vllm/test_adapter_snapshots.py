@@ -61,7 +61,9 @@ def policy(base, trainer):
     return model
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "packed"), [("float32", False), ("float32", True), ("bfloat16", False)], indirect=["dtype"]
+)
 def test_adapters_of_a_trainer_are_swapped_in_flight(lab, base, trainer, tmp_path, dtype, packed):
     engine = lab.engine(base, dtype=dtype, pack_weights=packed, canary_tolerance=TOLERANCE[dtype], lora_rank=4)
     node, ids, full = Node(trainer, tmp_path / "node"), lab.tokens(2, 40), "reload" if packed else "in place"

@@ -114,9 +114,8 @@ def test_many_swaps_during_generation_lose_nothing_and_leak_no_memory(lab, engin
     """Each is prepared in another thread while stepping continues; every token keeps the version that produced it."""
     # Saved in advance, so that only the engine's memory is measured.
     models = [lab.rounded(lab.model(seed=seed, tied=old.config.tie_word_embeddings)) for seed in (1, 2)]
-    snapshots = [
-        lab.snapshot(models[number % 2], saved=saved(lab, models[number % 2], dtype)) for number in range(SWAPS)
-    ]
+    files = [saved(lab, model, dtype) for model in models]
+    snapshots = [lab.snapshot(models[number % 2], saved=files[number % 2]) for number in range(SWAPS)]
     sampling = SamplingSettings(1.0, 1.0, 30)
     submitted, finished, resident = set(), dict[int, Any](), []
     # One thread, as in a searcher: each has its own team of OpenMP threads.
@@ -144,8 +143,8 @@ def test_many_swaps_during_generation_lose_nothing_and_leak_no_memory(lab, engin
     assert growth < (SWAPS - 21) * 0.1e6, f"{growth / 1e6:.1f} MB"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [True, False])
+# A tied head in float32: test_adapter_snapshots.py.
+@pytest.mark.parametrize(("dtype", "tied"), [("float32", False), ("bfloat16", True)])
 def test_with_packed_weights_vllm_reloads_and_a_tied_head_is_not_stale(lab, dtype, tied):
     """The way of a CPU in production. A stale head would be off by about 2."""
     old, new = (lab.rounded(lab.model(seed=seed, tied=tied)) for seed in (1, 2))

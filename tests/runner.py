@@ -57,8 +57,8 @@ def _place(item: pytest.Item) -> int:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Remember failures for `pytest_keyboard_interrupt`."""
-    if report.failed:
+    """Remember failures for `pytest_keyboard_interrupt`, where the results of all workers arrive."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         _failed.append(report.nodeid)
 
 

@@ -4,8 +4,8 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
+import psutil
 import pytest
 
 from tba.tests.helpers.checks import not_none, wait_until
@@ -110,8 +110,8 @@ def test_ctrl_c_ends_a_long_query_immediately(writing, run_config, tmp_path):
     with subprocess.Popen(
         command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        # There is no event to wait for: the query prints nothing.
-        time.sleep(1.5)
+        # The query prints nothing, but its process opens the database.
+        wait_until(lambda: str(run_config.database) in {file.path for file in psutil.Process(process.pid).open_files()})
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode in (1, 130)

@@ -12,6 +12,8 @@ from tba.ui.formats import number
 WIDTH, HEIGHT = 460, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
 _BINS = 20
+# Few bars are drawn as narrow as this many.
+_LEAST_BINS = 6
 
 
 class _Scale:
@@ -41,7 +43,8 @@ def line_chart(chart: Chart) -> Markup:
         # A line of one point has no length.
         if series.dots or len(points) == 1:
             parts += [f'<circle class="dot s{position}" cx="{x}" cy="{y}" r="3"/>' for x, y in points]
-    return _figure(f"{chart.title} over optimiser steps", [*parts, *_axes(scale)])
+    names = (chart.steps[0], chart.steps[-1])
+    return _figure(f"{chart.title} over optimiser steps", [*parts, *_axes(scale, names)])
 
 
 def points_chart(points: Sequence[tuple[float, float, str]], mean: Sequence[tuple[float, float]], title: str) -> Markup:
@@ -52,22 +55,22 @@ def points_chart(points: Sequence[tuple[float, float, str]], mean: Sequence[tupl
     for x, y, address in points:
         circle = f'<circle class="dot s1" cx="{scale.x(x)}" cy="{scale.y(y)}" r="3.5"/>'
         parts.append(f'<a href="{escape(address)}">{circle}</a>')
-    return _figure(title, [*parts, *_axes(scale)])
+    versions = [x for x, _, _ in points]
+    return _figure(title, [*parts, *_axes(scale, (min(versions), max(versions)))])
 
 
 def histogram(values: Sequence[float], title: str) -> Markup:
     """Draw a histogram: one bar per value if they are few integers, else twenty bars."""
     low, high = min(values), max(values)
     if all(float(value).is_integer() for value in values) and high - low < 2 * _BINS:
-        width = 1.0
-        counts = Counter(int(value - low) for value in values)
-        bins = int(high - low) + 1
+        width, bins, names = 1.0, int(high - low) + 1, (low, high)
         low -= 0.5
+        counts = Counter(int(value - low) for value in values)
     else:
-        width = (high - low) / _BINS or 1.0
+        width, bins, names = (high - low) / _BINS or 1.0, _BINS, (low, high)
         counts = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
-        bins = _BINS
-    scale = _Scale([low, low + bins * width], [0, max(counts.values())])
+    margin = max(_LEAST_BINS - bins, 0) / 2 * width
+    scale = _Scale([low - margin, low + bins * width + margin], [0, max(counts.values())])
     parts = []
     for position, count in sorted(counts.items()):
         left, right = scale.x(low + position * width), scale.x(low + (position + 1) * width)
@@ -77,7 +80,7 @@ def histogram(values: Sequence[float], title: str) -> Markup:
             f'<rect class="bar" x="{left + 0.5}" y="{top}" width="{max(right - left - 1, 1):.1f}" '
             f'height="{max(base - top, 0):.1f}"><title>{name}</title></rect>'
         )
-    return _figure(title, [*parts, *_axes(scale)])
+    return _figure(title, [*parts, *_axes(scale, names)])
 
 
 def sparkline(values: Sequence[float]) -> Markup:
@@ -101,13 +104,15 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 
-def _axes(scale: _Scale) -> list[str]:
+def _axes(scale: _Scale, names: Sequence[float]) -> list[str]:
+    """Return the lines of the axes with the ends of the vertical one; `names` are values to write at the other."""
     base, left = HEIGHT - _BOTTOM, _LEFT
     lines = [f'<line class="axis" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>']
     for value, y in ((scale.y0, base), (scale.y1, _TOP + 8)):
         lines.append(f'<text class="tick" x="{left - 5}" y="{y}" text-anchor="end">{number(value)}</text>')
-    for value, x, anchor in ((scale.x0, left, "start"), (scale.x1, WIDTH - _RIGHT, "end")):
-        lines.append(f'<text class="tick" x="{x}" y="{HEIGHT - 8}" text-anchor="{anchor}">{number(value)}</text>')
+    for value in dict.fromkeys(names):
+        x = min(max(scale.x(value), left + 8), WIDTH - _RIGHT - 12)
+        lines.append(f'<text class="tick" x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{number(value)}</text>')
     return lines
 
 

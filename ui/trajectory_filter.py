@@ -98,31 +98,45 @@ def find(rows: PageRows, run: Run, given: Mapping[str, str], *, budget_seconds: 
             return Page(ids, _text(cursor), examined, plan.sort)
 
 
-def statement(plan: _Plan, cursor: tuple[float, int] | None) -> tuple[str, list[Any]]:
-    """Return the SELECT of one window, and its values."""
-    order = plan.order
-    inner, values = [order.where], [plan.start]
-    for bound, value in plan.bounds:
-        inner.append(bound)
-        values.append(value)
-    direction = "DESC" if order.descends else "ASC"
-    if cursor is not None:
-        inner.append(f"({order.key}, {order.id}) {'<' if order.descends else '>'} (?, ?)")
-        values += cursor
-    wanted = " AND ".join(f"({condition})" for condition, _ in plan.conditions) or "1"
-    conditions = [value for _, several in plan.conditions for value in several]
-    # CROSS JOIN keeps the order of the loops: the index first, then each row by its id.
-    sql = (
-        f"SELECT w.id, w.key, {wanted} AS wanted FROM (SELECT {order.id} AS id, {order.key} AS key FROM {order.table} "  # noqa: S608
-        f"WHERE {' AND '.join(inner)} ORDER BY {order.key} {direction}, {order.id} {direction} LIMIT {_WINDOW_ROWS}) w "
-        "CROSS JOIN trajectory_rows t ON t.id = w.id"
-    )
-    return sql, [*conditions, *values]
-
-
 def _window(rows: PageRows, plan: _Plan, cursor: tuple[float, int] | None) -> list[dict[str, Any]]:
-    sql, values = statement(plan, cursor)
-    return rows.all(sql, *values)
+    """Return the next rows of an order, whether they are wanted or not."""
+    window: list[dict[str, Any]] = []
+    for sql, values in statements(plan, cursor):
+        window += rows.all(sql, *values, _WINDOW_ROWS - len(window))
+        if len(window) == _WINDOW_ROWS:
+            break
+    return window
+
+
+def statements(plan: _Plan, cursor: tuple[float, int] | None) -> list[tuple[str, list[Any]]]:
+    """Return the SELECTs of one window with their values, without that of the limit.
+
+    After a cursor there are two: the rest of the rows with its key, then the next keys. With one comparison of pairs,
+    SQLite would read all rows of that key again, and half of all rewards may be equal.
+    """
+    order = plan.order
+    direction, sign = ("DESC", "<") if order.descends else ("ASC", ">")
+    ranges = [(" AND ".join(["1", *(text for text, _ in plan.bounds)]), [value for _, value in plan.bounds])]
+    if cursor is not None:
+        # The cursor is within the bounds, so only the bound at the far end still matters.
+        far = [bound for bound in plan.bounds if (">=" in bound[0]) == order.descends]
+        ranges = [
+            (f"{order.key} = ? AND {order.id} {sign} ?", list(cursor)),
+            (" AND ".join([f"{order.key} {sign} ?", *(text for text, _ in far)]), [cursor[0], *(v for _, v in far)]),
+        ]
+    wanted = " AND ".join(f"({condition})" for condition, _ in plan.conditions)
+    values = [*(value for _, several in plan.conditions for value in several), plan.start]
+    return [
+        (
+            # CROSS JOIN keeps the order of the loops: the index first, then each row by its id.
+            f"SELECT w.id, w.key, {wanted} AS wanted FROM (SELECT {order.id} AS id, {order.key} AS key "  # noqa: S608
+            f"FROM {order.table} WHERE {order.where} AND {span} "
+            f"ORDER BY {order.key} {direction}, {order.id} {direction} LIMIT ?) w "
+            "CROSS JOIN trajectory_rows t ON t.id = w.id",
+            [*values, *more],
+        )
+        for span, more in ranges
+    ]
 
 
 def _plan(rows: PageRows, run: Run, given: Mapping[str, str]) -> _Plan | None:

@@ -18,7 +18,8 @@ _MOST_RESPONSES = 2000
 _PAGE_ROWS = 50
 _BUDGET_SECONDS = 0.3
 KINDS = {
-    "": "all prompts",
+    "": "with responses",
+    "all": "all prompts",
     "never": "never solved",
     "solved": "solved: all of the newest group pass",
     "flat": "flat: equal rewards in the newest group",
@@ -29,9 +30,10 @@ _RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_to
     {_PASSED} AS passed FROM trajectory_rows t WHERE t.prompt = ? ORDER BY t.policy_version DESC, t.id DESC LIMIT ?"""  # noqa: S608
 # The plus keeps SQLite from sorting by an index on the run: ids are in the order of registration.
 _PROMPTS = """SELECT id, key, position, substr(text, 1, 500) AS text FROM prompts
-    WHERE +run = ? AND id > ? ORDER BY id LIMIT ?"""
+    WHERE +run = ? AND id > ? %s ORDER BY id LIMIT ?"""
 _BY_KEY = """SELECT id, key, position, substr(text, 1, 500) AS text FROM prompts
-    WHERE run = ? AND key >= ? AND key < ? AND key > ? ORDER BY key LIMIT ?"""
+    WHERE run = ? AND key >= ? AND key < ? AND key > ? %s ORDER BY key LIMIT ?"""
+_ANSWERED = "AND EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = prompts.id)"
 _LAST_CHARACTER = "\U0010ffff"
 
 
@@ -40,7 +42,7 @@ def listing(request: Request) -> Response:
     run, query = run_of(request), request.query_params
     kind, prefix, after = query.get("kind", ""), query.get("key", ""), query.get("after", "")
     if kind not in KINDS:
-        raise UsageError(f"kind = {kind[:100]}: give never, solved or flat")
+        raise UsageError(f"kind = {kind[:100]}: give all, never, solved or flat")
     with run.rows() as rows:
         found, following, examined = _find(rows, run, kind=kind, prefix=prefix, after=after)
     return site_of(request).page(
@@ -54,12 +56,12 @@ def _find(
     """Return a page of prompts, what the next page continues after (None at the end), and how many were examined."""
     deadline, found, examined = time.monotonic() + _BUDGET_SECONDS, [], 0
     while True:
-        window = _window(rows, run, prefix, after)
+        window = _window(rows, run, prefix, after, "" if kind == "all" else _ANSWERED)
         for prompt in window:
             examined += 1
             after = prompt["key"] if prefix else str(prompt["id"])
             prompt.update(summary(rows.all(_RESPONSES, prompt["id"], _MOST_RESPONSES)))
-            if not kind or prompt[kind]:
+            if kind in ("", "all") or prompt[kind]:
                 found.append(prompt)
             if len(found) == _PAGE_ROWS or time.monotonic() > deadline:
                 return found, after, examined
@@ -67,12 +69,12 @@ def _find(
             return found, None, examined
 
 
-def _window(rows: PageRows, run: Run, prefix: str, after: str) -> list[dict[str, Any]]:
+def _window(rows: PageRows, run: Run, prefix: str, after: str, condition: str) -> list[dict[str, Any]]:
     if prefix:
-        return rows.all(_BY_KEY, run.id, prefix, prefix + _LAST_CHARACTER, after, _PAGE_ROWS)
+        return rows.all(_BY_KEY % condition, run.id, prefix, prefix + _LAST_CHARACTER, after, _PAGE_ROWS)
     if after and not (after.isascii() and after.isdigit() and len(after) < 19):
         raise UsageError(f"after = {after[:100]}: give the id of a prompt")
-    return rows.all(_PROMPTS, run.id, int(after or 0), _PAGE_ROWS)
+    return rows.all(_PROMPTS % condition, run.id, int(after or 0), _PAGE_ROWS)
 
 
 def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 // Charts of the run page, and moves by keyboard. Everything else on the pages works without a script.
 
 const charts = [];
+const HEIGHT = 210;
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -19,7 +20,7 @@ function options(chart, width, open) {
     label: one.label, stroke: colour(`--s${n}`), width: 1.6, spanGaps: true, points: { show: one.dots || chart.steps.length < 2, size: 6 },
   }));
   return {
-    width, height: 210, scales: { x: { time: false } }, cursor: { drag: { x: true, y: false } },
+    width, height: HEIGHT, scales: { x: { time: false } }, cursor: { drag: { x: true, y: false } },
     axes: [{ ...axis("optimiser step"), size: 30 }, axis(chart.unit)],
     series: [{ label: "step" }, ...series],
     hooks: { ready: [(plot) => openOnClick(plot, open)] },
@@ -35,16 +36,25 @@ function openOnClick(plot, open) {
   });
 }
 
-function draw(place, chart) {
+// Returns the frame of a chart. All frames are there before the first chart is drawn, so that their widths are final.
+function frame(place, chart) {
   const box = document.createElement("div");
   box.className = "chart";
   const title = document.createElement("h3");
   title.textContent = chart.title;
   box.append(title);
   place.append(box);
+  return box;
+}
+
+function width(box) {
+  return Math.max(box.clientWidth - 18, 200);
+}
+
+function draw(place, box, chart) {
   const open = (step) => { location.href = place.dataset.steps + step; };
-  const width = Math.max(box.clientWidth - 18, 200);
-  charts.push({ box, plot: new uPlot(options(chart, width, open), [chart.steps, ...chart.series.map((one) => one.values)], box) });
+  const values = chart.series.map((one) => one.values);
+  charts.push({ box, plot: new uPlot(options(chart, width(box), open), [chart.steps, ...values], box) });
 }
 
 async function load(place) {
@@ -70,7 +80,8 @@ function show(place, found) {
   charts.forEach((one) => one.plot.destroy());
   charts.length = 0;
   place.replaceChildren();
-  found.forEach((chart) => draw(place, chart));
+  const boxes = found.map((chart) => frame(place, chart));
+  found.forEach((chart, n) => draw(place, boxes[n], chart));
 }
 
 function move(by) {
@@ -114,7 +125,7 @@ document.addEventListener("DOMContentLoaded", () => {
   load(place);
   // The part of the page that changes was replaced: there is a new step or trajectory.
   document.body.addEventListener("htmx:afterSwap", () => load(place));
-  window.addEventListener("resize", () => charts.forEach((one) => one.plot.setSize({ width: Math.max(one.box.clientWidth - 18, 200), height: 210 })));
+  window.addEventListener("resize", () => charts.forEach((one) => one.plot.setSize({ width: width(one.box), height: HEIGHT })));
   // The colours of a chart are fixed when it is drawn.
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
 });

@@ -9,6 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tba.ui.app import make_app
+from tba.ui.runs import find_runs
+from tba.ui.trajectory_filter import _plan, statements
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -99,18 +101,43 @@ def test_filters_find_the_rows_that_sql_finds(filled, filters, expected):
     assert (sorted(found) if "step" in filters else found) == (sorted(expected) if "step" in filters else expected)
 
 
-def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch):
+@pytest.mark.parametrize(("sort", "order"), [("worst", "reward, id"), ("newest", "received_at DESC, id DESC")])
+def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch, sort, order):
     monkeypatch.setattr("tba.ui.trajectory_filter.PAGE_ROWS", 2)
     monkeypatch.setattr("tba.ui.trajectory_filter._WINDOW_ROWS", 3)
-    browser, found, address = client(filled), [], "/r/test/trajectories?sort=worst"
+    browser, found = client(filled), []
+    address = f"/r/test/trajectories?sort={sort}"
     while address:
         page = browser.get(address)
         found += re.findall(r'href="/r/test/trajectories/(\d+)"', page.text)
         following = re.search(r'rel="next" href="([^"]*)"', page.text)
-        address = html.unescape(following[1]) if following else None
+        address = html.unescape(following[1]) if following else ""
     with closing(sqlite3.connect(filled)) as connection:
-        rows = connection.execute("SELECT id FROM trajectory_rows ORDER BY reward, id").fetchall()
+        rows = connection.execute(f"SELECT id FROM trajectory_rows ORDER BY {order}").fetchall()
     assert [int(number) for number in found] == [id_ for (id_,) in rows]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"sort": "best", "reward_min": "0.1", "error": "yes"},
+        {"version": "0"},
+        {"prompt": "1"},
+        {"searcher": "1"},
+        {"step": "0"},
+    ],
+    ids=str,
+)
+def test_every_window_of_a_list_follows_an_index(filled, given):
+    (run,) = find_runs([filled])
+    with run.rows() as rows:
+        plan = _plan(rows, run, given)
+        assert plan is not None
+        for sql, values in statements(plan, (1.0, 5)):
+            steps = [row["detail"] for row in rows.all(f"EXPLAIN QUERY PLAN {sql}", *values, 10)]
+            assert steps[1].startswith("SEARCH")
+            assert [step for step in steps if "TEMP B-TREE" in step] == []
 
 
 @pytest.mark.parametrize(
@@ -149,7 +176,7 @@ def test_an_address_of_nothing_says_so(filled, address):
 
 def test_the_changing_part_is_sent_only_after_a_change(filled):
     browser = client(filled)
-    address = html.unescape(re.search(r'hx-get="([^"]*)"', browser.get("/r/test").text)[1])
+    (address,) = (link for link in links(browser.get("/r/test")) if "/live" in link)
     assert browser.get(address).status_code == 204
     with closing(sqlite3.connect(filled)) as connection, connection:
         connection.execute("UPDATE trajectory_rows SET id = id + 1 WHERE id = 7")

@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 120.0
 
 def start(directory: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server of a run in `directory`, power-durable, over TCP. Returns process and address without waiting."""
-    address = f"tcp://127.0.0.1:{_free_port()}"
+    address = free_address()
     settings = [
         f"run.dir={directory}",
         f"buffer.address={address}",
@@ -28,6 +28,11 @@ def start(directory: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]
     ]
     command = [sys.executable, "-m", "tba", "buffer", "serve", *(part for s in settings for part in ("--set", s))]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL), address
+
+
+def free_address() -> str:
+    """Return a TCP address on the loopback interface that nothing uses."""
+    return f"tcp://127.0.0.1:{_free_port()}"
 
 
 def _free_port() -> int:

@@ -1,0 +1,157 @@
+"""The pace of a GPU node, imposed on the real engine and the real trainer of small models.
+
+Both compute what they always compute, and then wait until the node that they stand for would be done. So a run at this
+pace has the staleness, the waiting and the learning of the node, without its GPUs, as long as computing takes less time
+than the pace.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from tba.common.weights.snapshot import Snapshot
+from tba.common.wire.trajectory import Float32
+from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, LoadReport
+from tba.trainer.batch.batch import TrainBatch
+from tba.trainer.loop import Trainer
+
+# The engine looks this often whether a response is due.
+_POLL_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds that the parts of a node take.
+
+    One token of every response in flight takes `decode + decode_each * responses`. Responses have log-normal lengths
+    with this mean and this sigma of the logarithm, cut off at `max_tokens`. New weights take `publish` from the step to
+    the searcher, and then stop its generation for `pause`.
+    """
+
+    decode: float
+    decode_each: float
+    mean_tokens: float
+    sigma: float
+    max_tokens: float
+    step: float
+    publish: float
+    pause: float
+
+    def scaled(self, factor: float) -> "Pace":
+        """Return a pace that is `factor` times as fast."""
+        lengths = ("mean_tokens", "sigma", "max_tokens")
+        seconds = {one.name: getattr(self, one.name) / factor for one in fields(self) if one.name not in lengths}
+        return Pace(**seconds, **{name: getattr(self, name) for name in lengths})
+
+    def tokens(self, seed: int) -> float:
+        """Draw the length of a response."""
+        # The mean of a log-normal distribution is exp(mu + sigma^2 / 2).
+        mu = np.log(self.mean_tokens) - self.sigma**2 / 2
+        return float(min(np.random.default_rng(seed).lognormal(mu, self.sigma), self.max_tokens))
+
+
+# Qwen2.5-7B on H100s, batches of 256 responses. Decoding: 15 GB of weights at 3.35 TB/s and kernel launches, and a
+# throughput of about 10,000 tokens/s with 256 responses in flight. The step: 6 x 7.6e9 x 256 x 600 FLOP at 40 % of 989
+# TFLOP/s. Publication: docs/benchmarks-models.md. All are estimates of other hardware, and inputs of this benchmark.
+H100 = Pace(
+    decode=0.008, decode_each=7e-5, mean_tokens=400, sigma=0.8, max_tokens=2048, step=18.0, publish=1.7, pause=0.3
+)
+
+
+class PacedEngine:
+    """An engine whose responses are finished when those of the node would be."""
+
+    def __init__(self, engine: Engine, pace: Pace) -> None:
+        self._engine = engine
+        self._pace = pace
+        # Tokens that are left of each response in flight, by request.
+        self._left: dict[int, float] = {}
+        self._ready: dict[int, Generation] = {}
+        self._advanced_at = time.monotonic()
+
+    @property
+    def weights_version(self) -> int:
+        return self._engine.weights_version
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._left)
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._engine.max_in_flight
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._advance()
+        self._engine.submit(request)
+        self._left[request.id] = self._pace.tokens(request.id)
+
+    def step(self) -> list[Generation]:
+        for generation in self._engine.step() if self._engine.in_flight else ():
+            self._ready[generation.id] = generation
+        self._advance()
+        done = [id_ for id_ in self._ready if self._left[id_] <= 0]
+        if not done and not self._engine.in_flight:
+            time.sleep(_POLL_SECONDS)
+        for id_ in done:
+            del self._left[id_]
+        return [self._ready.pop(id_) for id_ in done]
+
+    def _advance(self) -> None:
+        """Generate the tokens of the time since the last call."""
+        now = time.monotonic()
+        token_seconds = self._pace.decode + self._pace.decode_each * len(self._left)
+        tokens = (now - self._advanced_at) / token_seconds
+        for id_ in self._left:
+            self._left[id_] -= tokens
+        self._advanced_at = now
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        with at_least(self._pace.publish - self._pace.pause):
+            self._engine.prepare(snapshot)
+
+    def load_weights(self, snapshot: Snapshot) -> LoadReport:
+        self._advance()
+        with at_least(self._pace.pause):
+            report = self._engine.load_weights(snapshot)
+        # Nothing is generated in the pause.
+        self._advanced_at = time.monotonic()
+        return report
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
+        return self._engine.score(sequences)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@contextlib.contextmanager
+def at_least(seconds: float) -> Iterator[None]:
+    """A block that takes at least some seconds."""
+    until = time.monotonic() + seconds
+    yield
+    time.sleep(max(0.0, until - time.monotonic()))
+
+
+def paced_trainer(pace: Pace, note: Callable[[float, float], None]) -> type[Trainer]:
+    """Return a trainer whose steps take the time of the node's.
+
+    `note` gets the Unix time at the end of each step, and the seconds that computing it took.
+    """
+
+    class PacedTrainer(Trainer):
+        def learn(self, batch: TrainBatch) -> None:
+            started = time.monotonic()
+            with at_least(pace.step):
+                super().learn(batch)
+                computed = time.monotonic() - started
+            note(time.time(), computed)
+
+    return PacedTrainer

@@ -1,0 +1,128 @@
+"""One run at the pace of a node: real processes, and what they reached when."""
+
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.serving import free_address
+from benchmarks.wall_clock.pace import Pace, PacedEngine, paced_trainer
+from tba.common.config import Config
+from tba.common.config.layers import resolve
+from tba.common.system.process import StopSignal
+from tba.searcher import run as searcher_run
+from tba.searcher.run import make_engine
+from tba.trainer import loop
+
+_DEMO = Path("examples/arithmetic/demo.toml")
+# Not forked: this process has threads.
+_SPAWN = multiprocessing.get_context("spawn")
+_STOP_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run. `accuracies` are pairs of Unix time and held-out accuracy, `late` counts steps slower than the pace."""
+
+    started: float
+    ended: float
+    steps: int
+    staleness: float
+    busy: float
+    late: int
+    accuracies: list[tuple[float, float]]
+
+    @property
+    def seconds_step(self) -> float:
+        return (self.ended - self.started) / self.steps
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Seconds from the first batch until an accuracy is reached; None if it is not."""
+        times, values = np.array(self.accuracies).T
+        if not (values >= accuracy).any():
+            return None
+        last = int(np.argmax(values >= accuracy))
+        first = max(0, last - 1)
+        return float(np.interp(accuracy, values[[first, last]], times[[first, last]])) - self.started
+
+
+def run(settings: list[str], searchers: int, pace: Pace) -> Outcome:
+    """Train once with real processes."""
+    with tempfile.TemporaryDirectory(prefix="tba-wall-clock-") as folder:
+        settings = [*settings, f"run.dir={folder}/run", f"buffer.address={free_address()}"]
+        config = resolve(_DEMO, environment={}, assignments=settings).config
+        notes = Path(folder) / "steps.jsonl"
+        assignments = [part for one in settings for part in ("--set", one)]
+        buffer = subprocess.Popen(
+            [sys.executable, "-m", "tba", "buffer", "serve", "--config", str(_DEMO), *assignments],
+            stderr=subprocess.DEVNULL,
+        )
+        children = [_child(_search, config, pace, number) for number in range(searchers)]
+        trainer = _child(_train, config, pace, notes)
+        try:
+            _wait([trainer, *children], buffer)
+        finally:
+            for child in (*children, trainer):
+                child.terminate()
+            for child in (*children, trainer):
+                child.join(_STOP_SECONDS)
+            buffer.terminate()
+            buffer.wait(_STOP_SECONDS)
+        return _outcome(config, assignments, pace, notes)
+
+
+def _child(target: Callable[..., None], *arguments: object) -> BaseProcess:
+    child = _SPAWN.Process(target=target, args=arguments)
+    child.start()
+    return child
+
+
+def _wait(children: list[BaseProcess], buffer: subprocess.Popen[bytes]) -> None:
+    """Wait for the trainer, the first of the children. Raises RuntimeError if another process ends before."""
+    while children[0].is_alive():
+        time.sleep(_POLL_SECONDS)
+        if buffer.poll() is not None or any(child.exitcode for child in children):
+            raise RuntimeError("a process of the run has failed: its log lines are above")
+
+
+def _search(config: Config, pace: Pace, number: int) -> None:
+    def paced(*arguments: object, **named: object) -> PacedEngine:
+        return PacedEngine(make_engine(*arguments, **named), pace)  # type: ignore[arg-type]
+
+    searcher_run.make_engine = paced  # type: ignore[assignment]
+    searcher_run.search(config, device="cpu", label=f"cpu{number}", stop=StopSignal())
+
+
+def _train(config: Config, pace: Pace, notes: Path) -> None:
+    with notes.open("a", buffering=1) as file:
+        note = lambda ended, computed: print(json.dumps([ended, computed]), file=file)  # noqa: E731
+        loop.Trainer = paced_trainer(pace, note)  # type: ignore[misc]
+        loop.train(config, resume=False, device="cpu", stop=StopSignal())
+
+
+def _outcome(config: Config, assignments: list[str], pace: Pace, notes: Path) -> Outcome:
+    ended, computed = np.array([json.loads(line) for line in notes.read_text().splitlines()]).T
+    started = ended[0] - max(pace.step, computed[0])
+    metrics = [json.loads(line) for line in (config.run.dir / "metrics.jsonl").read_text().splitlines()]
+    times = [started, *ended]
+    command = [sys.executable, "-m", "tba", "eval", "--config", str(_DEMO), *assignments, "--all", "--json"]
+    evaluated = json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
+    return Outcome(
+        started=started,
+        ended=float(ended[-1]),
+        steps=len(ended),
+        staleness=statistics.mean(one["staleness_mean"] for one in metrics if "staleness_mean" in one),
+        busy=float(np.maximum(computed, pace.step).sum() / (ended[-1] - started)),
+        late=int((computed > pace.step).sum()),
+        accuracies=[(times[one["step"]], one["accuracy"]) for one in evaluated],
+    )

@@ -99,7 +99,7 @@ def _search(config: Config, pace: Pace, number: int) -> None:
     def paced(*arguments: object, **named: object) -> PacedEngine:
         return PacedEngine(make_engine(*arguments, **named), pace)  # type: ignore[arg-type]
 
-    searcher_run.make_engine = paced  # type: ignore[assignment]
+    searcher_run.make_engine = paced
     searcher_run.search(config, device="cpu", label=f"cpu{number}", stop=StopSignal())
 
 

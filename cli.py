@@ -35,6 +35,7 @@ from tba.common.terminal import (
 )
 from tba.deploy.commands import plot, status
 from tba.searcher.commands import eval_command, generate_command
+from tba.searcher.task_commands import app as task_app
 from tba.trainer.commands import Resume, export_model, sft_command
 from tba.ui.commands import app as ui_app
 
@@ -53,6 +54,7 @@ config_app = typer.Typer(no_args_is_help=True, help="The configuration: show eve
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
 app.add_typer(ui_app)
+app.add_typer(task_app, name="task")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The math task: which answers are right, and what happens when nobody can tell."""
+"""The math task: which answers are right, and what happens when the comparison fails."""
 
 import json
 import threading

@@ -1,0 +1,175 @@
+"""What `tba task check` finds out about a task. It changes nothing, and starts a worker and two other processes.
+
+`python -m tba.searcher.task_check` is one of the two: it reads [task] as JSON, and prints what it loads and scores.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.common.config import Config, TaskSection
+from tba.common.errors import TaskError, TbaError
+from tba.common.rendering import PromptRenderer
+from tba.common.weights.model_files import model_directory
+from tba.common.weights.tokenizer import load_tokenizer
+from tba.searcher.run import context_of
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Scored, score, storable
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import CORRECT, Prompt, Task, check_prompts, check_rendering, fingerprint, least_reward
+
+Finding = dict[str, str]
+
+# Prompts whose responses are scored, from the first.
+_SAMPLED = 8
+# Responses that no task should fail on, besides the answer of the prompt.
+_ODD = (
+    "",
+    " ",
+    "0",
+    "-1e999",
+    "nan",
+    "I do not know.",
+    "\\boxed{",
+    "\N{MINUS SIGN}\N{GREEK SMALL LETTER PI}\x00",
+    "9" * 10_000,
+)
+_CHILD_SECONDS = 900
+_WAIT_SECONDS = 1.0
+
+
+def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
+    """Yield findings: {"check", "result": ok, warn, fail or unchecked, "detail"}."""
+    training, held_out = task.prompts(), task.held_out()
+    yield _found("load", "ok", f"task {task.name}, in {load_seconds:.1f} s")
+    yield _prompts(task, training, held_out)
+    yield _same_everywhere(config.task)
+    yield from _scores(config.task, task, (training or held_out)[:_SAMPLED])
+    yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
+
+
+def _found(check: str, result: str, detail: str) -> Finding:
+    return {"check": check, "result": result, "detail": detail}
+
+
+def _prompts(task: Task, training: Sequence[Prompt], held_out: Sequence[Prompt]) -> Finding:
+    for prompt in (*training, *held_out):
+        texts = [getattr(prompt, name, None) for name in ("key", "text", "answer")]
+        if not isinstance(prompt, Prompt) or not all(isinstance(text, str) for text in texts):
+            return _found("prompts", "fail", f"{prompt!r:.200} is no Prompt whose key, text and answer are texts")
+    try:
+        check_prompts(task)
+    except TaskError as error:
+        return _found("prompts", "fail", str(error))
+    detail = f"{len(training)} for training, {len(held_out)} held out"
+    trained = {(prompt.text, prompt.messages, prompt.ids) for prompt in training}
+    if both := sum((prompt.text, prompt.messages, prompt.ids) in trained for prompt in held_out):
+        return _found(
+            "prompts", "warn", f"{detail}; {both} of these are training prompts too: accuracy would be too high"
+        )
+    return _found("prompts", "ok" if held_out else "warn", detail if held_out else f"{detail}: `tba eval` needs some")
+
+
+def _same_everywhere(section: TaskSection) -> Finding:
+    """Load and score in two processes whose hashes differ, as those of searchers and workers do."""
+    name = "same in every process"
+    outputs = []
+    for seed in ("1", "2"):
+        child = subprocess.run(
+            [sys.executable, "-m", "tba.searcher.task_check"], input=section.model_dump_json(), text=True,
+            capture_output=True, timeout=_CHILD_SECONDS, env={**os.environ, "PYTHONHASHSEED": seed}, check=False,
+        )  # fmt: skip
+        if child.returncode:
+            last = child.stderr.strip().rpartition("\n")[2]
+            return _found(name, "fail", f"a process that loads it ends with code {child.returncode}: {last}")
+        # A task may print as well.
+        outputs.append(json.loads(child.stdout.rpartition("\n")[2]))
+    first, second = outputs
+    different = [what for what in first if first[what] != second[what]]
+    if different:
+        advice = "use no hash(), no order of a set, no time and no random number without a seed"
+        return _found(name, "fail", f"{', '.join(different)} differ between two processes: {advice}")
+    return _found(name, "ok", "two processes load the same prompts and give the same rewards")
+
+
+def _responses(prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
+    return [(prompt, text) for prompt in prompts for text in (storable(prompt.answer), *_ODD)]
+
+
+def _scores(section: TaskSection, task: Task, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Score answers and odd responses in workers, with their limits."""
+    asked = _responses(prompts)
+    rewards = Rewards(task, section)
+    try:
+        # The time that a worker needs to load is not that of a score.
+        loaded = _score_all(rewards, asked[:1])
+        begin = time.monotonic()
+        scored = [*loaded, *_score_all(rewards, asked[1:])]
+        seconds = (time.monotonic() - begin) / max(1, len(asked) - 1)
+    finally:
+        rewards.close()
+    errors = [(prompt.key, text, one.error) for (prompt, text), one in zip(asked, scored, strict=True) if one.error]
+    if errors:
+        key, text, error = errors[0]
+        detail = f"{len(errors)} of {len(asked)} responses: to prompt {key!r} the response {text!r:.60}: {error}"
+        yield _found("errors", "fail", detail)
+    else:
+        yield _found("errors", "ok", f"none in {len(asked)} responses, such as {', '.join(map(repr, _ODD[:5]))}")
+    good = [one.reward for one in scored if one.error is None]
+    totals = [reward.total for reward in good]
+    parts = sorted({name for reward in good for name in reward.parts})
+    if totals and min(totals) < least_reward(task):
+        yield _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least_reward(task):g}: correct it")
+    elif totals:
+        own = scored[:: len(_ODD) + 1]
+        right = sum(one.reward.parts.get(CORRECT) == 1 for one in own)
+        detail = f"{min(totals):g} to {max(totals):g}, parts {', '.join(parts) or 'none'}"
+        missing = "" if CORRECT in parts else f"; without the part {CORRECT!r} there is no accuracy"
+        yield _found(
+            "rewards", "warn" if missing else "ok", f"{detail}; {right} of {len(own)} answers are correct{missing}"
+        )
+    yield _found("speed", "ok", f"{seconds * 1000:.2f} ms per response, by {max(1, section.reward_workers)} workers")
+
+
+def _score_all(rewards: Rewards, asked: Sequence[tuple[Prompt, str]]) -> list[Scored]:
+    for ticket, (prompt, text) in enumerate(asked):
+        rewards.submit(ticket, prompt, text, True)
+    found: dict[int, Scored] = {}
+    while rewards.waiting:
+        found |= {one.ticket: one for one in rewards.wait(_WAIT_SECONDS)}
+    return [found[ticket] for ticket in range(len(asked))]
+
+
+def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding:
+    """Show the first prompt as the model gets it, if the model is on this machine."""
+    if not config.model.path or not Path(config.model.path).is_dir():
+        return _found("rendering", "unchecked", "model.path names no directory: set it to see prompts as tokens")
+    try:
+        renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
+        check_rendering(task, prompts, renderer, context_of(config))
+        tokens = [len(renderer.ids(prompt)) for prompt in prompts]
+        text = renderer.text(prompts[0])
+    except (TbaError, ValueError) as error:
+        return _found("rendering", "fail", str(error))
+    return _found("rendering", "ok", f"{min(tokens)} to {max(tokens)} tokens; the first prompt is {text!r:.500}")
+
+
+def _main() -> None:
+    section = TaskSection.model_validate_json(sys.stdin.read())
+    task = load_task(section)
+    training, held_out = task.prompts(), task.held_out()
+    rewards = []
+    for prompt, text in _responses((training or held_out)[:_SAMPLED]):
+        reward, error = score(task, prompt, text, True)
+        rewards.append([reward.total, sorted(reward.parts.items()), error])
+    found: dict[str, Any] = {"training prompts": fingerprint(training), "held-out prompts": fingerprint(held_out)}
+    print(f"\n{json.dumps(found | {'rewards': rewards})}", end="")  # noqa: T201
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,119 @@
+"""The commands `tba task`: write a task, check it, and see how it scores. Slow imports are in their bodies."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tba.common.errors import EXIT_FAILED, UsageError
+from tba.common.terminal import ConfigOptions, Json, print_json, print_table, start_process, with_config
+
+if TYPE_CHECKING:
+    from tba.common.config import Config
+    from tba.searcher.tasks.task import Prompt, Task
+
+app = typer.Typer(no_args_is_help=True, help="Tasks: write one of your own, check it, and see how it scores.")
+
+_Named = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TASK",
+        help="A task as in task.name, such as my_task.py, or a TOML file; by default that of the configuration.",
+        show_default=False,
+    ),
+]
+_TEXT_CHARACTERS = 500
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the task: lower-case letters, digits and _.")],
+    directory: Annotated[Path, typer.Option("--dir", help="Where to write NAME.py.")] = Path(),
+) -> None:
+    """Write NAME.py: a commented task that runs, to be changed."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UsageError(f"{name!r} is no name for a task: use lower-case letters, digits and _, such as word_problems")
+    file = directory / f"{name}.py"
+    if file.exists():
+        raise UsageError(f"{file} exists: choose another name, or delete it")
+    template = Path(__file__).with_name("tasks") / "template.py"
+    kind = "".join(part.capitalize() for part in name.split("_"))
+    text = template.read_text(encoding="utf-8").replace("class Template", f"class {kind}")
+    text = text.replace('name = "template"', f'name = "{name}"')
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}: choose another --dir") from error
+    typer.echo(f"wrote {file}; check it with: tba task check {file}")
+
+
+@app.command()
+@with_config
+def check(options: ConfigOptions, task: _Named = None, as_json: Json = False) -> None:
+    """Try a task: types, the same prompts and rewards in every process, errors, speed, and a rendered prompt."""
+    config, loaded, seconds = _load(options, task)
+    from tba.searcher.task_check import check as findings_of
+
+    findings = list(findings_of(config, loaded, seconds))
+    if as_json:
+        print_json(findings)
+    else:
+        print_table(["check", "result", "detail"], findings)
+    if any(finding["result"] == "fail" for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+@with_config
+def show(
+    options: ConfigOptions,
+    task: _Named = None,
+    responses: Annotated[
+        list[str] | None, typer.Option("--response", "-r", help="A response to score; by default the prompt's answer.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Only the prompt with this key.")] = None,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Number of prompts.")] = 3,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Held-out prompts.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show prompts, and the scores of responses to them. It scores in this process, without limits."""
+    _, loaded, _ = _load(options, task)
+    prompts = loaded.held_out() if held_out else loaded.prompts()
+    chosen = [prompt for prompt in prompts if key is None or prompt.key == key][:count]
+    if not chosen:
+        raise UsageError(f"task {loaded.name} has no such prompt: leave out --key, or --held-out")
+    rows = [_row(loaded, prompt, text) for prompt in chosen for text in (responses or [prompt.answer])]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(["key", "prompt", "response", "reward", "parts"], rows)
+
+
+def _load(options: ConfigOptions, named: str | None) -> "tuple[Config, Task, float]":
+    """Return the configuration, the task that is named or configured, and the seconds that it took to load."""
+    import time
+
+    if named is not None and named.endswith(".toml"):
+        options, named = replace(options, file=Path(named)), None
+    config = options.resolve({"task.name": named}).config
+    start_process("task", level="ERROR", drains=False)
+    from tba.searcher.tasks import load_task
+
+    begin = time.monotonic()
+    return config, load_task(config.task), time.monotonic() - begin
+
+
+def _row(task: "Task", prompt: "Prompt", response: str) -> dict[str, Any]:
+    from tba.searcher.scoring.scoring import score
+
+    reward, error = score(task, prompt, response, finished=True)
+    text = prompt.text or "\n".join(f"{role}: {content}" for role, content in prompt.messages)
+    return {
+        "key": prompt.key,
+        "prompt": text[:_TEXT_CHARACTERS],
+        "response": response[:_TEXT_CHARACTERS],
+        "reward": reward.total if error is None else error,
+        "parts": ", ".join(f"{name} {value:g}" for name, value in reward.parts.items()),
+    }

@@ -1,0 +1,71 @@
+"""The reasoning-gym task: problems that every process makes alike, and the faults of some scorers."""
+
+import json
+
+import pytest
+
+from tba.common.errors import TaskError
+from tba.searcher.tasks.reasoning_items import Items, decode_entry, encode_entry
+
+VALUES = {"a": (1, (2.5, None)), "b": [{1: "x", (2, 3): ["y"]}, {}], "c": True}
+
+
+def test_an_entry_survives_json():
+    assert decode_entry(json.loads(json.dumps(encode_entry(VALUES)))) == VALUES
+
+
+def test_generators_get_problems_by_their_weights():
+    items = Items({"a": (2.0, {}), "b": (1.0, {}), "c": (0.001, {})}, size=30, held_out_size=0, seed=0)
+    assert items.counts == {"a": (20, 0), "b": (10, 0), "c": (1, 0)}
+
+
+@pytest.fixture
+def make_task():
+    pytest.importorskip("reasoning_gym", reason="the extra reasoning is not installed")
+    from tba.searcher.tasks.reasoning import ReasoningGymTask
+
+    return ReasoningGymTask
+
+
+@pytest.mark.slow
+def test_problems_are_the_same_in_every_process_and_held_out_ones_are_others(make_task, monkeypatch):
+    # word_ladder depends on the hash seed; basic_arithmetic with one digit repeats questions.
+    generators = {
+        "word_ladder": {},
+        "basic_arithmetic": {"max_terms": 2, "min_digits": 1, "max_digits": 1, "weight": 3},
+    }
+    made = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        task = make_task(generators, size=40, held_out_size=20)
+        made.append((task.prompts(), task.held_out()))
+    assert made[0] == made[1]
+    training, held_out = ([prompt.text for prompt in prompts] for prompts in made[0])
+    assert len(held_out) == 20
+    assert len(set(training) | set(held_out)) == len(training) + len(held_out)
+
+
+@pytest.mark.slow
+def test_a_right_answer_is_correct_and_one_of_the_right_form_is_not(make_task):
+    task = make_task("chain_sum", size=2, held_out_size=0)
+    prompt = task.prompts()[0]
+    right = json.loads(prompt.answer)["entry"]["answer"]
+    assert task.score(prompt, f"so <answer>1</answer><answer> {right} </answer>", True).parts["correct"] == 1.0
+    assert task.score(prompt, right, True).total == 1.0
+    assert task.score(prompt, right, False).total == 0.0
+    wrong = task.score(prompt, f"{right}1", True)
+    assert wrong.parts == {"correct": 0.0, "score": wrong.total, "score_error": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("generator", "answer"), [("prime_factorization", "none"), ("coin_flip", "1e999")])
+def test_a_scorer_that_raises_is_a_part(make_task, generator, answer):
+    task = make_task([generator], size=1, held_out_size=0)
+    reward = task.score(task.prompts()[0], answer, True)
+    assert (reward.total, reward.parts["score_error"]) == (0.0, 1.0)
+
+
+@pytest.mark.slow
+def test_settings_that_a_generator_refuses_are_named(make_task):
+    with pytest.raises(TaskError, match="cannot be made: .*min_terms"):
+        make_task({"chain_sum": {"min_terms": 0}}, size=2).prompts()

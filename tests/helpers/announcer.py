@@ -50,9 +50,11 @@ class Announcer:
         ref = messages.WeightsRef(version=version, step=version, path=str(final), manifest_sha256=digest)
         self.client.call(messages.AnnounceSnapshot(weights=ref, bytes=1), messages.Done, deadline_seconds=120)
 
+    def status(self) -> Status:
+        return self.client.call(GetStatus(), Status, deadline_seconds=120)[0]
+
     def searcher(self) -> ClientStatus | None:
-        status, _ = self.client.call(GetStatus(), Status, deadline_seconds=120)
-        return next((client for client in status.clients if client.role == "searcher"), None)
+        return next((client for client in self.status().clients if client.role == "searcher"), None)
 
     def wait_for(self, condition, seconds: float = 300) -> ClientStatus:
         deadline = time.monotonic() + seconds

@@ -8,11 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tba.common.stall.facts import Facts
+from tba.common.wire.client import BufferClient
+from tba.common.wire.probe import ask_status
+from tba.deploy.display import explain
 from tba.tests.helpers.checks import wait_until
 
 GUARD = "tba.common.system.orphan_guard"
@@ -150,9 +155,15 @@ def test_a_second_sigterm_stops_immediately(fleet_config, start_fleet, tmp_path)
 
 
 def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet, tmp_path):
-    broken = "import sys, os\nif sys.orig_argv[-2:] == ['--index', '1']: os._exit(3)\n"
-    fleet = start_fleet(fleet_config(max_restarts=2, restart_delay_max_seconds=0.2), 2, broken)
-    wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\)")
+    broken = (
+        "import sys, os\nif sys.orig_argv[-2:] == ['--index', '1']: os.write(1, b'error: no device'), os._exit(3)\n"
+    )
+    run = fleet_config(max_restarts=2, restart_delay_max_seconds=0.2)
+    fleet = start_fleet(run, 2, broken)
+    wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\): no device")
+    # The buffer knows too: there is no trainer, so the run stands still.
+    with closing(BufferClient(run.address, role="monitor", name="test")) as client:
+        wait_until(lambda: "no device" in explain(Facts(ask_status(client))))
     assert fleet.poll() is None
     assert searchers_of(fleet)["0"].is_running()
 

@@ -4,7 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from tba.common.stall.explain import find_stall
+from tba.common.stall.facts import Facts
 from tba.tests.helpers.announcer import Announcer
+from tba.tests.helpers.checks import not_none
 
 
 @pytest.fixture
@@ -45,4 +48,6 @@ def check_refused(announcer, version: int):
     later = announcer.wait_for(lambda s: s.trajectories > refused.trajectories + 50)
     assert later.weights_version == 0
     assert f"v0000000{version}" in later.reason or f"v{version}" in later.reason
+    stall = not_none(find_stall(Facts(announcer.status())))
+    assert (stall.reason, "by 1 of 1 searcher" in stall.sentence) == ("weights_refused", True)
     return later

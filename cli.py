@@ -33,7 +33,7 @@ from tba.common.terminal import (
     start_process,
     with_config,
 )
-from tba.deploy.commands import plot, status
+from tba.deploy.commands import plot, runs_command, status
 from tba.searcher.commands import eval_command, generate_command
 from tba.searcher.task_commands import app as task_app
 from tba.trainer.commands import Resume, export_model, sft_command
@@ -315,6 +315,15 @@ app.command()(plot)
 
 
 app.command()(status)
+
+
+def _read_results(database: Path) -> list[dict[str, Any]]:
+    from tba.buffer.tools.run_results import read_results
+
+    return read_results(database)
+
+
+app.command()(runs_command(_read_results))
 
 
 @config_app.command("show")

@@ -5,12 +5,20 @@ A call has a stable event name and fields: `log.info("snapshot loaded", version=
 
 import json
 import logging
+import math
 import os
 import sys
 import time
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
+
+
+# Within this time an equal warning is counted; of so many different ones at most.
+_EQUAL_SECONDS = 60.0
+_EQUAL_KEPT = 1000
 
 
 class FieldLogger:
@@ -61,8 +69,45 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
     root.propagate = False
 
 
+class EqualWarnings:
+    """Counts equal warnings instead of repeating them: within a minute only the first one is written.
+
+    Warnings are equal if their event and all their fields but numbers and `prompt` are. The first one after the minute
+    has the field `repeated`, the number of those that were left out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # When each was last written, and how many were left out since. The oldest first.
+        self._written: OrderedDict[tuple[object, ...], tuple[float, int]] = OrderedDict()
+
+    def keep(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is to be written; adds `repeated` to its fields."""
+        if record.levelno != logging.WARNING:
+            return True
+        fields = _fields(record)
+        texts = [(name, str(value)) for name, value in fields.items() if not isinstance(value, int | float)]
+        key = (record.name, record.getMessage(), *(text for text in texts if text[0] != "prompt"))
+        now = self._clock()
+        written_at, left_out = self._written.get(key, (-math.inf, 0))
+        if now - written_at < _EQUAL_SECONDS:
+            self._written[key] = written_at, left_out + 1
+            return False
+        if left_out:
+            record.__dict__["fields"] = {**fields, "repeated": left_out}
+        self._written[key] = now, 0
+        self._written.move_to_end(key)
+        if len(self._written) > _EQUAL_KEPT:
+            self._written.popitem(last=False)
+        return True
+
+
 class _StderrHandler(logging.Handler):
     """Writes to the current `sys.stderr`, which a live display replaces while it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addFilter(EqualWarnings().keep)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -1,18 +1,20 @@
-"""The commands `tba status` and `tba plot`. Slow imports are inside, so that `tba --help` stays fast."""
+"""The commands `tba status`, `tba runs` and `tba plot`. Slow imports are inside, so that `tba --help` stays fast."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tba.common.errors import UsageError
-from tba.common.terminal import ConfigOptions, Json, console, print_json, with_config
+from tba.common.terminal import ConfigOptions, Json, console, print_json, print_table, with_config
 
 if TYPE_CHECKING:
     from tba.common.stall.facts import Facts
     from tba.common.wire.client import BufferClient
 
 _WATCH_SECONDS = 1.0
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
 
 
 @with_config
@@ -103,6 +105,23 @@ def _watch(client: "BufferClient", *, as_json: bool) -> None:
             else:
                 live.update(status_view(facts.status, client.address) if facts.status else Text(explain(facts)))
             time.sleep(_WATCH_SECONDS)
+
+
+def runs_command(read_results: Callable[[Path], list[dict[str, Any]]]) -> Callable[..., None]:
+    """Return the command. `read_results` is passed in, because this package does not import the buffer."""
+
+    def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
+        """List runs with their state (running, finished, stopped, crashed), steps, last reward and last evaluation."""
+        from tba.deploy.run_list import list_runs
+
+        if not directory.is_dir():
+            raise UsageError(f"{directory} is no directory: name the one that holds your runs, as in `tba runs DIR`")
+        rows = list_runs(directory, read_results)
+        if as_json:
+            return print_json(rows)
+        return print_table(["run", "state", "steps", "reward", "accuracy", "changed", "directory", "why"], rows)
+
+    return runs
 
 
 def for_machines(facts: "Facts") -> dict[str, object]:

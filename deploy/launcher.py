@@ -22,7 +22,7 @@ from tba.deploy.display import Display
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds
 from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children, searcher_groups
 from tba.deploy.plot import draw
-from tba.deploy.run_directory import holds_run, mark_ending
+from tba.deploy.run_directory import holds_run, mark_ending, mark_failed
 from tba.deploy.supervisor import Supervisor
 
 _STATUS_SECONDS = 0.5
@@ -63,6 +63,9 @@ class Launcher:
                 finished = self._work(client, stop, display)
                 evaluates = finished and self._config.eval.at_end
                 return finished
+            except TbaError as error:
+                mark_failed(self._config, error)
+                raise
             finally:
                 if not evaluates:
                     mark_ending(self._config)

@@ -9,10 +9,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tba.common.config import Config
-from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken
+from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError
 from tba.common.log import get_logger
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire.probe import check_address
@@ -21,8 +22,9 @@ from tba.deploy.plot import METRICS_FILE
 
 log = get_logger(__name__)
 
-_LOCK_FILE = "launcher.lock"
+LOCK_FILE = "launcher.lock"
 _ENDING = "ending"
+_FAILED = "failed: "
 # The time a launcher needs in addition to that of its children, which it ends in three groups one after another.
 _MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -42,7 +44,7 @@ def sole_launcher(config: Config) -> Iterator[None]:
     """
     directory = config.run.dir
     created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    lock_file = directory / _LOCK_FILE
+    lock_file = directory / LOCK_FILE
     with _lock(lock_file):
         _write_line(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
         try:
@@ -56,7 +58,31 @@ def sole_launcher(config: Config) -> Iterator[None]:
 
 def mark_ending(config: Config) -> None:
     """Record in the lock file that its holder, this process, is about to end."""
-    _write_line(config.run.dir / _LOCK_FILE, "a", _ENDING)
+    _write_line(config.run.dir / LOCK_FILE, "a", _ENDING)
+
+
+def mark_failed(config: Config, error: TbaError) -> None:
+    """Record in the lock file why its holder, this process, gives up."""
+    _write_line(config.run.dir / LOCK_FILE, "a", _FAILED + str(error).partition("\n")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The last `tba run` of a directory: which process it is or was, whether it ended in order, and why it gave up."""
+
+    holder: str
+    ending: bool
+    failure: str
+
+
+def last_launch(directory: Path) -> Launch | None:
+    """Return the last `tba run` of a directory, None if its roles were started by hand."""
+    try:
+        lines = (directory / LOCK_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    failure = next((line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)), "")
+    return Launch(lines[0] if lines else "", _ENDING in lines, failure)
 
 
 def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -64,7 +90,7 @@ def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[s
 
     Raises RunTaken if the holder is not about to end, or has not ended within the time that its children may use.
     """
-    path = config.run.dir / _LOCK_FILE
+    path = config.run.dir / LOCK_FILE
     patience = trainer_drain_seconds(config) + 2 * drain_seconds(config) + _MARGIN_SECONDS
     deadline = 0.0
     # os.path, since Path.exists raises where this user has no access. A later check reports that.

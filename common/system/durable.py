@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tba.common.errors import ConfigError, LockTaken
 
 _HASH_CHUNK_BYTES = 4 << 20
 _COPY_BYTES = 1 << 30
+_LOCK_ATTEMPTS = 3
+_LOCK_PAUSE_SECONDS = 0.01
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 
 
@@ -114,15 +117,32 @@ def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"{path.parent} is not a writable directory: {error.strerror}") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LockTaken(sentence) from None
+        for attempt in range(_LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # `is_locked` holds it for a moment.
+                if attempt == _LOCK_ATTEMPTS - 1:
+                    raise LockTaken(sentence) from None
+                time.sleep(_LOCK_PAUSE_SECONDS)
         # The previous holder has removed the file, and another process may have created a new one: a lock on the
         # removed file would exclude no one.
         if not os.fstat(file.fileno()).st_nlink:
             raise LockTaken(sentence)
         yield
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds `exclusive_lock` of a file. False for a file that is not there or not readable."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def lock_bytes(file: int, start: int, length: int, sentence: str) -> None:

@@ -1,6 +1,7 @@
 """Whole runs as real processes: they finish although processes are killed, and no data is lost."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -113,7 +114,9 @@ def log_of(tmp_path: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("**/*.log")))
 
 
-def test_a_run_ends_with_a_complete_history_and_can_be_resumed_for_more_steps(small_run, start_tba, tba, tmp_path):
+def test_a_run_ends_with_a_complete_history_and_can_be_moved_and_resumed_for_more_steps(
+    small_run, start_tba, tba, tmp_path
+):
     run = small_run(eval={"at_end": True})
     launcher = start_tba("run", run.file)
     wait_until(lambda: children_of(launcher, " eval "))
@@ -129,7 +132,13 @@ def test_a_run_ends_with_a_complete_history_and_can_be_resumed_for_more_steps(sm
     assert (run.directory / "run.png").stat().st_size > 10_000
     assert next(json.loads(line)["step"] for line in (run.directory / "eval.jsonl").read_text().splitlines()) == 0
     assert list(run.directory.glob("tensorboard/events*"))
-    more = tba("run", run.file, "--resume", "--set", f"train.steps={STEPS + 3}", "--set", "eval.at_end=false")
+    moved = run.directory.rename(tmp_path / "moved")
+    (listed,) = json.loads(tba("runs", str(tmp_path), "--json").stdout)
+    found = (listed["state"], listed["steps"], listed["directory"], listed["accuracy"] is not None)
+    assert found == ("finished", f"{STEPS}/{STEPS}", str(moved), True)
+    run = dataclasses.replace(run, directory=moved)
+    changes = (f"run.dir={moved}", f"train.steps={STEPS + 3}", "eval.at_end=false")
+    more = tba("run", run.file, "--resume", *(part for change in changes for part in ("--set", change)))
     assert more.returncode == 0, more.stderr
     check_history(run, steps=STEPS + 3)
 

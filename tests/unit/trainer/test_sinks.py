@@ -12,7 +12,10 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.errors import MissingExtra
+from tba.tests.helpers.clock import ManualClock
+from tba.trainer.metrics.sinks import stalled
 from tba.trainer.metrics.sinks.background import BackgroundSink
+from tba.trainer.metrics.sinks.stalled import StallGauge
 from tba.trainer.metrics.sinks.trackers import PrometheusSink, TrackioSink, WandbSink, open_sinks
 
 
@@ -47,7 +50,7 @@ def test_a_sink_that_cannot_be_opened_loses_its_records_and_does_not_block_the_t
 
 def test_prometheus_scrapes_the_last_step():
     pytest.importorskip("prometheus_client")
-    sink = PrometheusSink("127.0.0.1:0", "my run")
+    sink = PrometheusSink("127.0.0.1:0", "my run", "tcp://127.0.0.1:1")
     try:
         for step in range(2):
             sink.record(step, 1000.0, {"loss": step + 0.5, "reward_part_a-b": 1.0})
@@ -58,6 +61,22 @@ def test_prometheus_scrapes_the_last_step():
     assert 'tba_trainer_loss{run="my run"} 1.5' in text
     assert 'tba_trainer_step{run="my run"} 1.0' in text
     assert 'tba_trainer_reward_part_a_b{run="my run"} 1.0' in text
+    assert 'tba_stalled{reason="searcher_silent",run="my run"} 0.0' in text
+
+
+def test_the_gauge_of_a_stall_is_1_for_its_reason(monkeypatch):
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(stalled, "_DEADLINE_SECONDS", 0.1)
+    clock = ManualClock()
+    gauge = StallGauge("tcp://127.0.0.1:1", "r", clock)
+
+    def reasons() -> list[str]:
+        (family,) = gauge.collect()
+        return [sample.labels["reason"] for sample in family.samples if sample.value == 1]
+
+    assert reasons() == []
+    clock.advance(30)
+    assert reasons() == ["buffer_silent"]
 
 
 def wandb_steps(directory) -> list[int]:

@@ -15,6 +15,7 @@ from tba.common.config import Config
 from tba.common.system.durable import write_text
 from tba.common.terminal import need
 from tba.trainer.metrics.sinks.background import BackgroundSink
+from tba.trainer.metrics.sinks.stalled import StallGauge
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -113,15 +114,17 @@ class TrackioSink(_ResumedSink):
 class PrometheusSink:
     """Serves http://HOST:PORT/metrics: one gauge `tba_trainer_NAME{run="..."}` per metric of the last step.
 
-    A metric that the last step does not have is absent. Raises OSError if the port is taken.
+    A metric that the last step does not have is absent. `tba_stalled` says whether the run of the buffer at
+    `buffer_address` stands still. Raises OSError if the port is taken.
     """
 
-    def __init__(self, address: str, run: str) -> None:
+    def __init__(self, address: str, run: str, buffer_address: str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry, self._run = CollectorRegistry(), run
         self._numbers: dict[str, float] = {}
         self._registry.register(self)
+        self._registry.register(StallGauge(buffer_address, run))
         host, _, port = address.rpartition(":")
         self._server, self._thread = start_http_server(int(port), addr=host, registry=self._registry)
         self.port: int = self._server.server_port
@@ -163,5 +166,6 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
         sinks.append(BackgroundSink("trackio", partial(TrackioSink, directory, metrics.trackio, *names)))
     if metrics.prometheus:
         need("prometheus_client", "prometheus")
-        sinks.append(BackgroundSink("prometheus", partial(PrometheusSink, metrics.prometheus, config.run.name)))
+        endpoint = partial(PrometheusSink, metrics.prometheus, config.run.name, config.buffer.address)
+        sinks.append(BackgroundSink("prometheus", endpoint))
     return sinks

@@ -1,0 +1,104 @@
+"""The runs below a directory, for `tba runs`: their states and results.
+
+running    a process of this machine serves the buffer, or `tba run` holds the directory
+finished   the last step is done
+stopped    everything ended in order before the last step
+crashed    a process was killed, or `tba run` gave up: `why` says what it found
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tba.common.errors import TbaError
+from tba.common.evaluations import read_evaluations
+from tba.common.system.durable import is_locked
+from tba.deploy.run_directory import LOCK_FILE, Launch, last_launch
+
+_DATABASE = "buffer.sqlite"
+# Directories of a run that hold no other runs.
+_OWN = {"snapshots", "checkpoints", "logs", "spool", "weights", "tensorboard", "wandb"}
+_DEPTH = 3
+_MOST_DIRECTORIES = 10_000
+
+ReadResults = Callable[[Path], list[dict[str, Any]]]
+
+
+def list_runs(directory: Path, read_results: ReadResults) -> list[dict[str, Any]]:
+    """Return a row for each run in `directory` or up to three levels below, the last changed first.
+
+    `read_results` reads the runs of a database. A database that cannot be read is a row with the state `unreadable`.
+    """
+    rows = [row for folder in _folders(directory, _DEPTH) for row in _rows(folder, read_results)]
+    return sorted(rows, key=lambda row: row["changed"], reverse=True)
+
+
+def _folders(directory: Path, depth: int) -> Iterator[Path]:
+    """Yield a directory and those below it, without links and without the directories that belong to a run."""
+    waiting = [(directory, depth)]
+    for _ in range(_MOST_DIRECTORIES):
+        if not waiting:
+            return
+        folder, left = waiting.pop()
+        yield folder
+        try:
+            below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+        # Not readable for this user.
+        except OSError:
+            continue
+        if left:
+            waiting += [(Path(path), left - 1) for path in below if Path(path).name not in _OWN]
+
+
+def _rows(folder: Path, read_results: ReadResults) -> list[dict[str, Any]]:
+    database = folder / _DATABASE
+    if not database.is_file():
+        return []
+    try:
+        results = read_results(database)
+    except TbaError as error:
+        return [_row(folder, {"run": folder.name, "changed_at": database.stat().st_mtime}, "unreadable", str(error))]
+    return [_row(folder, result, *_state(folder, result)) for result in results]
+
+
+def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str, Any]:
+    steps, planned = result.get("steps"), result.get("planned")
+    evaluations = read_evaluations(folder, result["run"])
+    return {
+        "run": result["run"],
+        "state": state,
+        "steps": f"{steps}/{planned}" if planned else steps,
+        "reward": result.get("reward"),
+        "accuracy": evaluations[-1].get("accuracy") if evaluations else None,
+        "changed": datetime.fromtimestamp(result["changed_at"]).strftime("%Y-%m-%d %H:%M:%S"),
+        "directory": str(folder),
+        "why": why,
+    }
+
+
+def _state(folder: Path, result: dict[str, Any]) -> tuple[str, str]:
+    """Return the state of a run, and why it is not finished."""
+    if is_locked(folder / LOCK_FILE) or is_locked(folder / f"{_DATABASE}.lock"):
+        return "running", ""
+    if result["finished"]:
+        return "finished", ""
+    return _interrupted(folder, last_launch(folder), result)
+
+
+def _interrupted(folder: Path, launch: Launch | None, result: dict[str, Any]) -> tuple[str, str]:
+    """Return how a run ended before its last step."""
+    if launch is not None and launch.failure:
+        return "crashed", launch.failure
+    # A buffer that ends in order leaves no log.
+    log = folder / f"{_DATABASE}-wal"
+    if log.exists() and log.stat().st_size:
+        return "crashed", "the buffer was killed: nothing acknowledged is lost, the next start continues"
+    if launch is not None and not launch.ending:
+        if launch.holder.partition(" on ")[2] in ("", socket.gethostname()):
+            return "crashed", "`tba run` was killed"
+        # Locks of other machines are not visible.
+        return "running", f"or killed, on another machine: {launch.holder}"
+    return "stopped", "continue it with --resume" if result["steps"] else ""

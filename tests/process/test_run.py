@@ -114,9 +114,7 @@ def log_of(tmp_path: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("**/*.log")))
 
 
-def test_a_run_ends_with_a_complete_history_and_can_be_moved_and_resumed_for_more_steps(
-    small_run, start_tba, tba, tmp_path
-):
+def test_a_run_ends_with_a_complete_history_and_can_be_moved_and_resumed(small_run, start_tba, tba, tmp_path):
     run = small_run(eval={"at_end": True})
     launcher = start_tba("run", run.file)
     wait_until(lambda: children_of(launcher, " eval "))

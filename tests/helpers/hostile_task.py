@@ -68,6 +68,9 @@ class HostileTask:
     def _infinite(self):
         return Reward(float("inf"), {})
 
+    def _nan(self):
+        return Reward(float("nan"), {})
+
     def _huge(self):
         return Reward(float("1e10"), {})
 
@@ -110,7 +113,7 @@ class HostilePrompts(HostileTask):
     """Prompts named after misdeeds: the first scored response of each prompt commits it."""
 
     def prompts(self):
-        keys = ("raises", "hangs", "exits", "eats", "prints", "starts")
+        keys = ("raises", "hangs", "exits", "eats", "prints", "starts", "nothing", "text", "nan")
         return [Prompt(key, f"{n}+1=", "") for n, key in enumerate(keys)]
 
     def score(self, prompt, response, finished):

@@ -101,10 +101,19 @@ def merged(defaults: dict[str, dict[str, Any]], sections: dict[str, dict[str, An
 
 
 def toml(section: str, values: dict[str, Any]) -> str:
-    """Return a section as TOML. The values that tests use are written the same in JSON and TOML."""
+    """Return a section as TOML."""
+    return "\n".join([f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in values.items())])
+
+
+def _toml_value(value: Any) -> str:
     import json
 
-    return "\n".join([f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    # Texts and numbers are written the same in JSON and TOML.
+    return json.dumps(value)
 
 
 @pytest.fixture

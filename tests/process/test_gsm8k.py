@@ -1,4 +1,4 @@
-"""A complete run on GSM8K with a tiny random model; its accuracy is irrelevant."""
+"""A complete run on GSM8K and MATH-500 with a tiny random model; its accuracy is irrelevant."""
 
 import json
 import sqlite3
@@ -25,7 +25,7 @@ def byte_model(tmp_path: Path) -> Path:
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=1,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
         eos_token_id=0,
         bos_token_id=None,
     )
@@ -35,15 +35,16 @@ def byte_model(tmp_path: Path) -> Path:
     return directory
 
 
-def test_gsm8k_trains_and_evaluates(test_data, byte_model, make_config, tba):
+def test_a_mixture_of_gsm8k_and_math_trains_and_evaluates(test_data, byte_model, make_config, tba):
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    files = {"gsm8k": ("gsm8k/train.jsonl", "gsm8k/test.jsonl"), "math": ("math500/test.jsonl", "math500/test.jsonl")}
+    mixture = [
+        {"name": name, "train": str(test_data / train), "test": str(test_data / test), "held_out_limit": 8, "weight": 1}
+        for name, (train, test) in files.items()
+    ]
     run = make_config(
         model={"path": str(byte_model), "dtype": "float32"},
-        task={
-            "name": "gsm8k",
-            "train": str(test_data / "gsm8k/train.jsonl"),
-            "test": str(test_data / "gsm8k/test.jsonl"),
-            "held_out_limit": 16,
-        },
+        task={"name": "mixture", "mixture": mixture},
         search={
             "engine": "transformers",
             "gpus": "cpu",
@@ -58,9 +59,17 @@ def test_gsm8k_trains_and_evaluates(test_data, byte_model, make_config, tba):
     result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
     with sqlite3.connect(run.database) as database:
-        assert database.execute("SELECT prompts FROM runs").fetchone() == (7473,)
-        parts, text, error = database.execute("SELECT reward_parts, text, error FROM trajectory_rows").fetchone()
-    assert set(json.loads(parts)) == {"correct", "has_number"}
-    assert text
-    assert error is None
+        # Each prompt of the smaller task occurs often enough for its weight.
+        assert database.execute("SELECT prompts FROM runs").fetchone() == (2 * 7473,)
+        rows = database.execute(
+            "SELECT p.key, reward_parts, error FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt"
+        ).fetchall()
+    parts = {key.partition(":")[0].partition("~")[0]: set(json.loads(found)) for key, found, _ in rows}
+    assert parts == {
+        "gsm8k": {"correct", "gsm8k.reward", "gsm8k.correct", "gsm8k.has_number"},
+        "math": {"correct", "math.reward", "math.correct", "math.has_boxed", "math.verify_error"},
+    }
+    assert {error for *_, error in rows} == {None}
     assert len((run.directory / "metrics.jsonl").read_text().splitlines()) == 3
+    evaluated = json.loads((run.directory / "eval.jsonl").read_text().splitlines()[-1])
+    assert {"accuracy", "reward_part_gsm8k.correct", "reward_part_math.correct"} <= set(evaluated)

@@ -22,6 +22,9 @@ ERRORS = {
     "hangs": "reward of hostile: timed out after 3 s",
     "exits": "reward of hostile: the worker died with exit code 3",
     "eats": "reward of hostile: out of memory (limit 256 MiB)",
+    "nothing": "reward of hostile: TypeError: score returned NoneType, not a Reward",
+    "text": "reward of hostile: TypeError: total of a reward is a str, not a number",
+    "nan": "reward of hostile: ValueError: a reward must be finite, not nan with parts {}",
 }
 FOLDER = Path(__file__).parents[1] / "helpers"
 EXAMPLES = FOLDER.parents[1] / "examples"

@@ -67,7 +67,10 @@ def test_a_limit_keeps_what_a_task_declares(file):
 
 @pytest.mark.parametrize(("truncated", "floor"), [("mask", -1.0), (-0.5, -1.0), (-2.0, -2.0)])
 def test_the_reward_of_a_response_that_was_cut_off_may_be_the_least(file, truncated, floor):
-    keys = {"task": {"name": str(file), "truncated": truncated}, "objective": {"name": "tb_stale"}}
+    keys = {
+        "task": {"name": str(file), "truncated": truncated},
+        "objective": {"name": "tb_stale", "reward_floor": "task"},
+    }
     assert with_reward_floor(Config.model_validate(keys)).objective.reward_floor == floor
 
 

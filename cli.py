@@ -7,6 +7,7 @@ import faulthandler
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,7 @@ from tba.common.terminal import (
     with_config,
 )
 from tba.deploy.commands import plot, runs_command, status
+from tba.deploy.keys_commands import app as keys_app
 from tba.searcher.commands import eval_command, generate_command
 from tba.searcher.task_commands import app as task_app
 from tba.trainer.commands import Resume, export_model, sft_command
@@ -55,18 +57,19 @@ app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
 app.add_typer(ui_app)
 app.add_typer(task_app, name="task")
+app.add_typer(keys_app, name="keys")
 
 
 def main() -> None:
     """Run `tba`. An error becomes one sentence on standard error and an exit code."""
+    # Prompts, responses and weights are for this user alone; child processes inherit it.
+    os.umask(0o077)
     # A fatal signal, such as the SIGABRT of systemd's watchdog, shows where the process was.
     faulthandler.enable()
     try:
         app(standalone_mode=True)
     except TbaError as error:
         if "TBA_DEBUG" in os.environ:
-            import traceback
-
             traceback.print_exc()
         mark = "\033[31merror:\033[0m" if sys.stderr.isatty() else "error:"
         print(f"{mark} {error}", file=sys.stderr)  # noqa: T201

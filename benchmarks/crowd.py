@@ -30,7 +30,7 @@ import msgpack
 import zmq
 
 from benchmarks import serving
-from benchmarks.ingest import GROUP, PROMPTS, Load
+from benchmarks.producers import GROUP, PROMPTS, Load
 from benchmarks.table import print_table
 from tba.common.config import TaskSection
 from tba.common.rendering import PromptRenderer, Tokenizer

@@ -5,6 +5,8 @@ It is compared with a separate process that reads the same blobs by primary key 
 The difference is choosing, recording, syncing, queueing and sending.
 """
 
+import argparse
+import contextlib
 import multiprocessing
 import sqlite3
 import statistics
@@ -13,7 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.ingest import PAYLOAD, Load, Server
+from benchmarks.ingest import PAYLOAD, Server
+from benchmarks.producers import Load
 from benchmarks.table import print_table
 from tba.common.system.process import keep_freed_memory, objects_frozen
 from tba.common.wire import messages
@@ -32,6 +35,10 @@ STEPS = 30
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--keys", action="store_true", help="compare encrypted connections with plain ones")
+    if parser.parse_args().keys:
+        return compare_keys()
     rows = [put_latency(producers) for producers in (1, 8)]
     print_table("put to acknowledgement at half load, 4 KB rows", ["producers", "rows/s", "p50 ms", "p99 ms"], rows)
     # As a trainer does.
@@ -54,11 +61,40 @@ def main() -> None:
     headings = ["while", "batch p50 ms", "p99 ms", "by key p50 ms", "p99 ms", "ratio of p50"]
     print_table(f"a batch of {BATCH} x 2,048 tokens", headings, [["idle", *quiet], ["ingesting", *busy]])
     fraction = sum(waits) / (sum(waits) + STEPS * STEP_SECONDS)
-    print_table(
+    return print_table(
         f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting",
         ["wait p50 ms", "p99 ms", "fraction of the trainer's time"],
         [[*percentiles(waits), f"{fraction:.2%}"]],
     )
+
+
+def compare_keys() -> None:
+    """Print the latency of a batch, and the CPU time of server and trainer for it, with keys relative to without.
+
+    Two servers with equal data take turns.
+    """
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, contextlib.ExitStack() as open_:
+        servers = [open_.enter_context(Server(Path(folder, f"{keys}"), encrypted=keys)) for keys in (True, False)]
+        clients = []
+        for server in servers:
+            server.ingest(8, FILL, ROW_BYTES)
+            client = BufferClient(server.address, role="trainer", name="bench", keys=server.keys)
+            clients.append(open_.enter_context(contextlib.closing(client)))
+        seconds, cpu_seconds = ([[], []], [[], []])  # type: tuple[list[list[float]], list[list[float]]]
+        for step in range(BATCHES):
+            for n in (0, 1) if step % 2 else (1, 0):
+                before, started = servers[n].cpu_seconds() + time.process_time(), time.perf_counter()
+                clients[n].call(batch_request(step), messages.Batch, deadline_seconds=60)
+                seconds[n].append(time.perf_counter() - started)
+                cpu_seconds[n].append(servers[n].cpu_seconds() + time.process_time() - before)
+                clients[n].call(report_of(step), messages.Done, deadline_seconds=60)
+    ratios = [
+        statistics.median(seconds[0]) / statistics.median(seconds[1]),
+        statistics.median(a / b for a, b in zip(*seconds, strict=True)),
+        sum(cpu_seconds[0]) / sum(cpu_seconds[1]),
+    ]
+    headings = ["ratio of p50", "median ratio of a pair", "ratio of CPU time"]
+    print_table(f"{BATCHES} batches of {BATCH} x 2,048 tokens with keys", headings, [[f"{r:.2f}" for r in ratios]])
 
 
 def put_latency(producers: int) -> list[str]:

@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
+from tba.common.wire.curve import new_pair
+from tba.common.wire.keys import AUTHORIZED, KEY_ROLES, ClientKeys, buffer_key, write_pair, write_public
 from tba.common.wire.status_messages import GetStatus, Status
 
 WEIGHTS = messages.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
@@ -66,21 +69,24 @@ def seconds_until_answer(address: str, started: float) -> float:
     return time.monotonic() - started
 
 
-def prepare(address: str, prompts: int) -> None:
+def make_keys(directory: Path) -> ClientKeys:
+    """Create the keys of a server's node, `security.keys`, and those of a client that may do everything."""
+    write_pair(directory, new_pair("server"))
+    own = new_pair("client")
+    write_public(directory / AUTHORIZED / "client.pub", public=own.public, roles=KEY_ROLES)
+    return ClientKeys(own, buffer_key(directory))
+
+
+def prepare(address: str, prompts: int, keys: ClientKeys | None = None) -> None:
     """Register `prompts` prompts, p0, p1 and so on, and announce the first weights."""
-    client = BufferClient(address, role="publisher", name="bench")
-    for request, reply in preparation(prompts):
-        client.call(request, reply, deadline_seconds=_PATIENCE_SECONDS)
-    client.close()
-
-
-def preparation(prompts: int) -> Iterator[tuple[messages.Message, type[messages.Message]]]:
-    """Return the requests of `prepare`, each with the type of its reply."""
-    yield messages.Hello(host="bench", pid=1, software="bench"), messages.Welcome
-    for first in range(0, prompts, fields.MAX_ROWS):
-        keys = [f"p{number}" for number in range(first, min(prompts, first + fields.MAX_ROWS))]
-        yield (
-            messages.RegisterPrompts(task="bench", fingerprint="0" * 64, total=prompts, offset=first, keys=keys),
-            messages.Registered,
-        )
-    yield messages.AnnounceSnapshot(weights=WEIGHTS, bytes=0), messages.Done
+    searcher, publisher = (
+        BufferClient(address, role=role, name="bench", keys=keys) for role in ("searcher", "publisher")
+    )
+    with closing(searcher), closing(publisher):
+        for first in range(0, prompts, fields.MAX_ROWS):
+            keys = [f"p{number}" for number in range(first, min(prompts, first + fields.MAX_ROWS))]
+            chunk = messages.RegisterPrompts(task="bench", fingerprint="0" * 64, total=prompts, offset=first, keys=keys)
+            searcher.call(chunk, messages.Registered, deadline_seconds=_PATIENCE_SECONDS)
+        announcement = messages.AnnounceSnapshot(weights=WEIGHTS, bytes=0)
+        publisher.call(announcement, messages.Done, deadline_seconds=_PATIENCE_SECONDS)
+        searcher.call(messages.Goodbye(), messages.Done, deadline_seconds=_PATIENCE_SECONDS)

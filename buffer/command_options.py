@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 Database = Annotated[
     Path | None, typer.Option("--buffer", "-b", help="The database file; default: that of the configuration.")
 ]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen without keys where other machines can connect.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 
 
-def resolve(options: ConfigOptions, buffer: Path | None, *, unless: Sequence[str] = ()) -> "Resolved":
+def resolve(
+    options: ConfigOptions, buffer: Path | None, *, unless: Sequence[str] = (), insecure: bool = False
+) -> "Resolved":
     """Return the configuration with the database of --buffer, or of a database in the place of the TOML file."""
     from tba.common.config.layers import is_database
 
@@ -27,9 +30,10 @@ def resolve(options: ConfigOptions, buffer: Path | None, *, unless: Sequence[str
     if options.file is not None and is_database(options.file):
         not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
         options, buffer = replace(options, file=None), options.file
-    return options.resolve({"buffer.database": None if buffer is None else str(buffer)}, unless=unless)
+    flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
+    return options.resolve(flags, unless=unless)
 
 
-def resolve_config(options: ConfigOptions, buffer: Path | None) -> "Config":
+def resolve_config(options: ConfigOptions, buffer: Path | None, *, insecure: bool = False) -> "Config":
     """As `resolve`, without the origins."""
-    return resolve(options, buffer).config
+    return resolve(options, buffer, insecure=insecure).config

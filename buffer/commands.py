@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tba.buffer.command_options import Database, Force, resolve, resolve_config
+from tba.buffer.command_options import Database, Force, Insecure, resolve, resolve_config
 from tba.buffer.maintenance_commands import app as maintenance_app
 from tba.common.errors import EXIT_OK
 from tba.common.quantity import quantity
@@ -34,9 +34,9 @@ _LARGEST_ID = (1 << 63) - 1
 
 @app.command()
 @with_config
-def serve(options: ConfigOptions, buffer: Database = None) -> None:
+def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = False) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
-    settings = resolve_config(options, buffer)
+    settings = resolve_config(options, buffer, insecure=insecure)
     from tba.buffer.server.start import serve as run_server
 
     run_server(settings, start_process("buffer"))
@@ -91,8 +91,10 @@ def query(
         limit = 0 if as_json or as_csv else _TABLE_ROWS
     if address is not None:
         from tba.buffer.tools.remote_query import remote_query
+        from tba.common.wire.keys import buffer_client_keys
 
-        result = remote_query(address, sql, limit=limit)
+        keys = buffer_client_keys(options.resolve().config.security, address)
+        result = remote_query(address, sql, limit=limit, keys=keys)
         _print_rows(result.headings, result.rows, as_json=as_json, as_csv=as_csv)
         if result.cut:
             note(result.cut)
@@ -115,12 +117,15 @@ def serve_queries(
     options: ConfigOptions,
     buffer: Database = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Longest time of a query.")] = 10.0,
+    insecure: Insecure = False,
 ) -> None:
     """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own next to the server."""
-    path = resolve_config(options, buffer).database
+    settings = resolve_config(options, buffer, insecure=insecure)
     from tba.buffer.tools.query_server import serve_queries as run_server
+    from tba.common.wire.keys import server_keys
 
-    run_server(path, address, start_process("queries"), seconds=seconds)
+    keys = server_keys(settings.security, address, "ADDRESS")
+    run_server(settings.database, address, start_process("queries"), seconds=seconds, keys=keys)
 
 
 @app.command()

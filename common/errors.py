@@ -142,13 +142,18 @@ class BufferUnavailable(BufferFault):
     """No answer from the buffer within the deadline."""
 
 
+_WRONG_CONFIGURATION = frozenset(
+    {"wrong_run", "other_prompts", "too_few_prompts", "repeated_prompt", "trainer_exists", "not_allowed"}
+)
+
+
 class Refused(BufferFault):
     """The buffer understood the request and refused it."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        if code in ("wrong_run", "other_prompts", "too_few_prompts", "repeated_prompt", "trainer_exists"):
+        if code in _WRONG_CONFIGURATION:
             self.exit_code = EXIT_CONFIG
 
 

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+_REPEAT_SECONDS = 10.0
+_MOST_PEERS = 256
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
 
 
@@ -42,6 +44,30 @@ class FieldLogger:
     def exception(self, event: str, **fields: Any) -> None:
         """Log an error with the traceback of the exception being handled."""
         self._logger.error(event, extra={"fields": fields}, exc_info=True)
+
+
+class RepeatedWarning:
+    """A warning that a peer may cause as often as it likes: one line in ten seconds for each peer.
+
+    `repeated` says how many were left out since the last line. Of very many peers only the newest are told apart.
+    """
+
+    def __init__(self, log: FieldLogger) -> None:
+        self._log = log
+        # By peer: the monotonic time of the last line, and how many were left out.
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def warn(self, peer: str, event: str, **fields: Any) -> None:
+        """Log a warning about a peer, or count it."""
+        now = time.monotonic()
+        at, left_out = self._last.pop(peer, (-math.inf, 0))
+        if now - at < _REPEAT_SECONDS:
+            self._last[peer] = at, left_out + 1
+            return
+        if len(self._last) >= _MOST_PEERS:
+            del self._last[next(iter(self._last))]
+        self._last[peer] = now, 0
+        self._log.warning(event, **fields, **({"repeated": left_out} if left_out else {}))
 
 
 def get_logger(name: str) -> FieldLogger:

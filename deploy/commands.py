@@ -62,21 +62,21 @@ def status(
     ] = False,
 ) -> None:
     """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
-    address = options.resolve().config.buffer.address
+    config = options.resolve().config
     from contextlib import closing
 
     from tba.common.stall.facts import Facts
-    from tba.common.wire.client import BufferClient
+    from tba.common.wire.probe import monitor
     from tba.common.wire.status_messages import GetStatus, Status
     from tba.deploy.display import status_view
 
-    with closing(BufferClient(address, role="monitor", name="status")) as client:
+    with closing(monitor(config, "status")) as client:
         if watch:
             return _watch(client, as_json=as_json)
         answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
     if as_json:
-        return print_json(for_machines(Facts(answer, address)))
-    return console().print(status_view(answer, address), soft_wrap=True)
+        return print_json(for_machines(Facts(answer, config.address)))
+    return console().print(status_view(answer, config.address), soft_wrap=True)
 
 
 def _watch(client: "BufferClient", *, as_json: bool) -> None:

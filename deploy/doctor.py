@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 from tba.common.config import Config, RewardModelSection
 from tba.common.config.paths import check_data
-from tba.common.errors import MissingExtra, TbaError
+from tba.common.errors import ConfigError, MissingExtra, TbaError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
 from tba.common.weights.model_files import check_model, is_hub_name
-from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status
+from tba.common.wire.keys import buffer_client_keys
+from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology
+from tba.deploy.doctor_keys import check_keys, check_modes
 from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weights_directory, unchecked_data
 
 Finding = dict[str, str]
@@ -63,6 +64,8 @@ def examine(
         ("trainer memory", partial(_memory, trainer_memory, assumed)),
         ("buffer address", _address),
         ("other nodes", check_other_nodes),
+        ("keys", check_keys),
+        ("modes", check_modes),
         ("model", _model),
         ("task", partial(_task, check_task)),
         ("reward model", partial(_reward_model, check_reward_model)),
@@ -127,7 +130,7 @@ def _memory(
 
 
 def _address(config: Config) -> tuple[str, str]:
-    address = config.buffer.address
+    address = config.address
     parts = urlsplit(address)
     if parts.scheme != "tcp" or parts.hostname in (None, "*") or not (parts.netloc.rpartition(":")[2]).isdigit():
         return "ok", f"{address} (not probed)"
@@ -135,11 +138,13 @@ def _address(config: Config) -> tuple[str, str]:
         probe.settimeout(2)
         try:
             taken = probe.connect_ex((str(parts.hostname), int(parts.netloc.rpartition(":")[2]))) == 0
-        except OSError as error:
+            if taken:
+                buffer_client_keys(config.security, address)
+        except (OSError, ConfigError) as error:
             return "fail", f"{address}: {error}"
     if not taken:
         return "ok", f"{address}: nothing listens there"
-    with closing(BufferClient(address, role="monitor", name="doctor")) as client:
+    with closing(monitor(config, "doctor")) as client:
         status = ask_status(client, deadline_seconds=2.0)
     if status is None:
         return "fail", (

@@ -165,9 +165,9 @@ def deleted_at_logout(uid: int, root: Path = Path("/")) -> bool:
 
 def check_other_nodes(config: Config) -> Result:
     """Check that searchers on other machines, which a buffer's address admits, can get the weights."""
-    host, serves = _host(config.buffer.address), config.train.serve_snapshots
+    host, serves = _host(config.address), config.train.serve_snapshots
     if _is_local(host):
-        return "ok", f"buffer.address {config.buffer.address} is for this machine only"
+        return "ok", f"buffer.address {config.address} is for this machine only"
     if serves and _is_local(_host(serves)):
         return (
             "warn",
@@ -184,7 +184,7 @@ def check_other_nodes(config: Config) -> Result:
     if mount.is_network and config.train.snapshots_in != "memory":
         return "ok", f"other machines read {config.snapshots} on {mount.type}, if they mount it at the same path"
     return "warn", (
-        f"other machines may connect to {config.buffer.address}, but their searchers cannot get weights: set "
+        f"other machines may connect to {config.address}, but their searchers cannot get weights: set "
         'train.serve_snapshots = "tcp://*:5758", or put run.dir on a shared file system (not with '
         'train.snapshots_in = "memory")'
     )

@@ -14,7 +14,7 @@ from tba.common.system.devices import CPU, check_free, choose_gpus, group_gpus, 
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status
+from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.child import Child, RestartPolicy
 from tba.deploy.display import fleet_line
 from tba.deploy.drain import drain_seconds
@@ -42,7 +42,7 @@ class Fleet:
 
         Raises TbaError if the configuration is wrong for one of them, or all of them are broken.
         """
-        client = BufferClient(self._config.buffer.address, role="monitor", name="fleet")
+        client = monitor(self._config, "fleet")
         with closing(client), self._supervisor as supervisor:
             while not (stop() or all(child.ended for child in self._children)):
                 supervisor.poll()

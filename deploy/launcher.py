@@ -16,7 +16,7 @@ from tba.common.stall.facts import Facts
 from tba.common.system.devices import CPU, choose_gpus, list_gpus
 from tba.common.terminal import need
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status, check_address
+from tba.common.wire.probe import ask_status, check_address, monitor
 from tba.deploy.child import Child, RestartPolicy, ending
 from tba.deploy.display import Display
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds
@@ -56,7 +56,7 @@ class Launcher:
 
         Raises TbaError with the end of its log if a child fails for good.
         """
-        client = BufferClient(self._config.buffer.address, role="monitor", name="launcher")
+        client = monitor(self._config, "launcher")
         with closing(client), self._supervisor:
             evaluates = False
             try:
@@ -216,7 +216,7 @@ def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool
     """
     if not config.task.checked_by_loading:
         return
-    check_address(config.buffer.address)
+    check_address(config)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:
         # Unbuffered, so that output of the task comes before the error sentence, which must be the last line.
         log_file, environment = Path(directory, "check.log"), {"PYTHONUNBUFFERED": "1"}

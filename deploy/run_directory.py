@@ -48,7 +48,7 @@ def sole_launcher(config: Config) -> Iterator[None]:
     with _lock(lock_file):
         _write_line(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
         try:
-            check_address(config.buffer.address)
+            check_address(config)
         except (AddressInUse, ConfigError):
             if created:
                 _remove_unused(lock_file, created)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tba.common.clock import SystemClock
+from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.errors import MissingExtra
 from tba.common.log import get_logger
@@ -16,6 +16,7 @@ from tba.common.weights.model_files import model_directory, read_json
 from tba.common.weights.node_store import clear, make_directory, weights_directory
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.exploration import Exploration
@@ -41,7 +42,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     Raises ConfigError for a model or task that cannot be loaded, WorkerLost if loading a reward model or a task failed
     for a reason that may be transient, and Refused if the buffer rejects this searcher.
     """
-    log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
+    log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     task = load_task(config.task)
     check_prompts(task)
     renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
@@ -52,7 +53,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     clock = SystemClock()
     # The same after a restart, so that the buffer recognizes the searcher.
     name = f"{socket.gethostname()}-{label}"
-    client = BufferClient(config.buffer.address, role="searcher", name=name, clock=clock)
+    client = _connect(config, name, clock)
     with contextlib.ExitStack() as ending:
         ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
@@ -103,6 +104,11 @@ def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], boo
     """Start the workers that score: the task's, and the reward model's if one is configured."""
     model = ModelScorer(config.reward_model, device, stop) if config.reward_model.path else None
     return Rewards(task, config.task, model)
+
+
+def _connect(config: Config, name: str, clock: Clock) -> BufferClient:
+    keys = buffer_client_keys(config.security, config.address)
+    return BufferClient(config.address, role="searcher", name=name, clock=clock, keys=keys)
 
 
 def _make_references(config: Config, device: str) -> ReferenceScorer | None:

@@ -23,6 +23,7 @@ from tba.common.system.process import keep_freed_memory, notify_systemd, objects
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
 from tba.common.wire import messages
+from tba.common.wire.keys import buffer_client_keys
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.buffer_link.batch_fetcher import BatchFetcher
 from tba.trainer.buffer_link.connection import Dial, goodbye, hello, network
@@ -80,7 +81,7 @@ def train(
                 raise ConfigError(
                     f"{found.path} belongs to run {found.run}, not to {config.run.name}: set another run.dir"
                 )
-            log.info("starting", model=config.model.path, buffer=config.buffer.address if dial is None else "offline")
+            log.info("starting", model=config.model.path, buffer=config.address if dial is None else "offline")
             ranks.send(str(found.path) if found else "")
             trainer = Trainer(
                 config, found, torch.device(device), stop, dial=dial, last_step=last_step, ranks=ranks, report=report
@@ -179,7 +180,7 @@ class Trainer:
             log.info("resumed", checkpoint=found.path, step=found.step)
         first_step = self.learner.steps_done
         self._metrics = MetricsLog(config.run.dir, first_step=first_step, sinks=open_sinks(config, first_step))
-        self._dial = dial or network(config.buffer.address)
+        self._dial = dial or network(config.address, buffer_client_keys(config.security, config.address))
         self._client = self._dial("trainer", "trainer")
         self._heartbeat = HeartbeatThread(self._dial)
         self._publisher: Publisher | None = None
@@ -244,7 +245,7 @@ class Trainer:
         notify_systemd("READY=1")
         if welcome.run_name != self._config.run.name:
             raise ConfigError(
-                f"the buffer at {self._config.buffer.address} serves run {welcome.run_name}, "
+                f"the buffer at {self._config.address} serves run {welcome.run_name}, "
                 f"this configuration is of run {self._config.run.name}"
             )
         if self._unreported is not None:

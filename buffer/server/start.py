@@ -18,7 +18,9 @@ from tba.common.log import get_logger
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.versions import software
 from tba.common.wire.channels import ServerChannel
+from tba.common.wire.keys import is_local, server_keys
 from tba.common.wire.probe import check_address
+from tba.common.wire.socket_files import make_socket_directory
 
 log = get_logger(__name__)
 
@@ -37,7 +39,7 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
     offline run; StorageError if it is unusable.
     """
     with contextlib.ExitStack() as resources:
-        channel = resources.enter_context(contextlib.closing(_bind(config.buffer.address)))
+        channel = resources.enter_context(contextlib.closing(_bind(config)))
         store = resources.enter_context(contextlib.closing(Store(config.database, durability=config.buffer.durability)))
         refuse_offline_record(config.database)
         settings = config.model_dump(mode="json")
@@ -46,8 +48,8 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
             log.warning("the run keeps the seed that it was started with", seed=run.seed, asked=config.run.seed)
         service = BufferService(store, run, config, SystemClock())
         log.info("serving", address=channel.address, database=str(config.database), run=run.name)
-        if not channel.is_local:
-            log.warning("the address is reachable from other machines, unencrypted: use a trusted network")
+        if channel.keys is None and not is_local(channel.address):
+            log.warning("every client that reaches the address may read and change the run: security.insecure is set")
         notify_systemd("READY=1")
         keep_freed_memory()
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -59,12 +61,14 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
     log.info("stopped")
 
 
-def _bind(address: str) -> ServerChannel:
-    """Listen at an address. Raises AddressInUse, which names the run if the listener there is a buffer."""
+def _bind(config: Config) -> ServerChannel:
+    """Listen at the buffer's address. Raises AddressInUse, which names the run if the listener there is a buffer."""
+    address, keys = config.address, server_keys(config.security, config.address, "buffer.address")
+    make_socket_directory(address)
     try:
-        return ServerChannel(address)
+        return ServerChannel(address, keys=keys)
     except AddressInUse:
         # A wildcard such as tcp://* cannot be dialled: then the first error has to do.
         with contextlib.suppress(ConfigError):
-            check_address(address)
+            check_address(config)
         raise

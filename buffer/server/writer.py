@@ -18,6 +18,7 @@ from tba.buffer.server.network import Network
 from tba.buffer.server.parked import Parked
 from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.syncer import Checkpointer, Syncer
+from tba.buffer.service.admission import Admission, owner_of
 from tba.buffer.service.run_state import ReplyBody
 from tba.buffer.service.service import BufferService
 from tba.common.errors import Refused, StorageError, SyncFailed
@@ -64,6 +65,7 @@ class BufferServer:
         wal = service.state.store.log
         self._syncer = Syncer(wal.sync, self._network.send)
         self._checkpointer = Checkpointer(wal, self._mailbox)
+        self._admission = Admission(service.state.clients, channel.keys.admitted if channel.keys else None)
         self._parked = Parked()
         self._stalls = stalls
         self._look_for_stalls_at = -math.inf
@@ -112,10 +114,7 @@ class BufferServer:
         if was_full:
             # The network may read again.
             self._channel.wake()
-        clients = self._service.state.clients
-        for arrival in arrived:
-            clients.mark_seen(arrival.header.sender, arrival.header.role, arrival.at)
-            self._parked.forget_older(arrival)
+        arrived, replies = self._admit(arrived)
         # Otherwise the queue may hold a heartbeat of a sender that only seems silent.
         if self._mailbox.empty and self._clock.monotonic() >= self._expire_at:
             self._expire_at = self._clock.monotonic() + _POLL_SECONDS
@@ -127,10 +126,12 @@ class BufferServer:
         if self._network.undeliverable:
             counters.rejected["undeliverable"] = self._network.undeliverable
         refused = self._network.rejections
-        replies = [self._rejection(*refused.popleft()) for _ in range(len(refused))]
+        replies += [self._rejection(*refused.popleft()) for _ in range(len(refused))]
         started = time.monotonic()
         replies += self._answer(arrived)
-        replies += self._answer(self._woken(has_news=bool(arrived)))
+        # A key may have been revoked meanwhile.
+        woken, refusals = self._admit(self._woken(has_news=bool(arrived)))
+        replies += refusals + self._answer(woken)
         if any(arrival.is_batch for arrival in arrived):
             finished = time.monotonic()
             self._mailbox.note_batch(finished - started, finished)
@@ -142,6 +143,21 @@ class BufferServer:
             for reply in replies
         ]
         self._syncer.add(encoded)
+
+    def _admit(self, arrived: list[Arrival]) -> tuple[list[Arrival], list[_Reply]]:
+        """Return the requests that their connections may send, whose senders count as seen, and refusals of others."""
+        admitted, refusals = [], []
+        for item in arrived:
+            try:
+                self._admission.check(item.peer, item.header)
+            except Refused as refusal:
+                refusals.append(self._rejection(item.peer, item.header.id, refusal.code, str(refusal)))
+                continue
+            header = item.header
+            self._service.state.clients.mark_seen(header.sender, header.role, item.at, owner_of(item.peer, header))
+            self._parked.forget_older(item)
+            admitted.append(item)
+        return admitted, refusals
 
     def _woken(self, *, has_news: bool) -> list[Arrival]:
         """Remove and return the parked requests that may have an answer now, or are past their deadline.

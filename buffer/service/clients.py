@@ -23,14 +23,15 @@ GONE = "gone"
 class Client:
     """What is known of a sender since the server started.
 
-    `seen_at` and `activity_at`, when its activity last changed, are monotonic. `replaced`: a later start of the same
-    name has said hello. `held_back`: why its last lease request is parked. `serves`: the address at which its node
-    serves snapshots.
+    `seen_at` and `activity_at`, when its activity last changed, are monotonic. `owner`: what a connection must have to
+    use its name (`admission`). `replaced`: a later start of the same name has said hello. `held_back`: why its last
+    lease request is parked. `serves`: the address at which its node serves snapshots.
     """
 
     role: fields.Role
     seen_at: float
     activity_at: float
+    owner: bytes = b""
     host: str = ""
     activity: str = "connected"
     reason: str = ""
@@ -76,8 +77,17 @@ class Clients:
     def __getitem__(self, sender: str) -> Client:
         return self._by_sender[sender]
 
-    def mark_seen(self, sender: str, role: fields.Role, at: float | None = None) -> None:
-        """Record that a message of a sender arrived at this monotonic time, by default now.
+    def get(self, sender: str) -> Client | None:
+        """Return a client that is remembered."""
+        return self._by_sender.get(sender)
+
+    def at_work(self, sender: str) -> Client | None:
+        """Return a client that is neither gone nor silent."""
+        client = self._by_sender.get(sender)
+        return None if client is None or client.activity == GONE or self.is_silent(sender) else client
+
+    def mark_seen(self, sender: str, role: fields.Role, at: float | None = None, owner: bytes = b"") -> None:
+        """Record that a message of a sender and its owner arrived at this monotonic time, by default now.
 
         Called once for each message, not when a parked one is tried again. A trainer and its publisher are one
         sender, of role trainer whichever is seen first. At the limit a new sender is remembered only in the place of
@@ -90,13 +100,13 @@ class Clients:
                 return
             client = self._by_sender[sender] = Client(role, at, at)
             self.recount()
-        if role == "trainer" and client.role != role:
+        if client.role != role and (client.role, role) != ("trainer", "publisher"):
             client.role = role
             self.recount()
         # After a restart of the server a trainer does not say hello again.
         if sender == self._trainer[0]:
             client.host = self._trainer[1]
-        client.seen_at = max(client.seen_at, at)
+        client.seen_at, client.owner = max(client.seen_at, at), owner
 
     def show(self, sender: str, activity: str, reason: str = "") -> None:
         """Record what a sender does now."""
@@ -144,7 +154,8 @@ class Clients:
         now = self._clock.monotonic()
         client = self._by_sender.get(last)
         if client is None:
-            return Client("trainer", self._opened, self._opened, host) if now - self._opened < _RETURN_SECONDS else None
+            unseen = Client("trainer", self._opened, self._opened, host=host)
+            return unseen if now - self._opened < _RETURN_SECONDS else None
         return client if client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS else None
 
     def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:

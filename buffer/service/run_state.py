@@ -73,6 +73,8 @@ class RunState:
         self.lag = DataLag(clock)
         # Whether the last requested batch could not be sampled.
         self.too_little_data = False
+        # Whether the next batch and the next snapshot may be of any number: a trainer may have continued elsewhere.
+        self.may_skip_steps = self.may_skip_versions = True
         self.rebuild()
 
     def rebuild(self) -> None:

@@ -207,6 +207,7 @@ class BufferService:
         state.clients.replace_earlier(sender)
         if client.role == "trainer":
             state.clients.admit_trainers(state.store.senders.trainers(state.run))
+            state.may_skip_steps = state.may_skip_versions = True
             # A finished run may continue with more steps.
             state.store.runs.finish(state.run, None)
             state.finished = False

@@ -21,6 +21,10 @@ from tba.common.wire.trajectory import ARRAY_KINDS
 _MAX_BATCH_HEADER = MAX_REPLY_HEADER_BYTES - (64 << 10)
 # Trajectories that are named in the refusal of a batch.
 _NAMED = 3
+# How many versions a snapshot may be ahead of the newest: as the first of a trainer, for each step, and in addition.
+_LEFT_VERSIONS = 1 << 20
+_VERSIONS_PER_STEP = 2
+_SPARE_VERSIONS = 16
 _decode_parts = msgspec.json.Decoder(dict[str, float]).decode
 
 
@@ -121,13 +125,14 @@ class Training:
         if payloads of the batch were compacted.
         """
         state = self._state
-        refuse_beyond("step", message.step)
+        self._refuse_skipped_step(message.step)
         is_new = not state.store.batches.has(state.run, message.step)
         if is_new and (shortage := self._batches.record(message)):
             # A trainer that requests the batch of a later step is still training.
             state.pace.wait_for(shortage.reason if message.step <= state.steps_done else "")
             return None
         state.pace.wait_for("")
+        state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)
         rows = state.store.batches.rows(state.run, message.step, message.reference)
         # The batch may be of an earlier release.
         _refuse_oversize(rows["id"], list(map(header_bytes, rows["prompt_key"], rows["reward_parts"])))
@@ -173,14 +178,41 @@ class Training:
     def announce_snapshot(self, message: messages.AnnounceSnapshot, _: str) -> ReplyBody:
         """Record a snapshot. Every reply carries the newest one."""
         state, weights = self._state, message.weights
-        refuse_beyond("snapshot", weights.version, weights.step)
+        self._refuse_skipped_versions(weights)
         known = state.versions.get(weights.version)
         if known is not None and known != weights:
             raise Refused("version_taken", f"snapshot v{known.version} was announced before, with other content")
         state.store.snapshots.add(state.run, message, state.clock.wall())
+        state.may_skip_versions = False
         state.versions[weights.version] = weights
         state.newest = state.versions[max(state.versions)]
         return ReplyBody(messages.Done())
+
+    def _refuse_skipped_step(self, step: int) -> None:
+        """Raise Refused for a step after the next one. A trainer may begin with any: its checkpoint may be newer than a
+        database that was restored from a copy."""
+        state = self._state
+        refuse_beyond("step", step)
+        if step > state.next_step and not state.may_skip_steps:
+            raise Refused("out_of_range", f"a batch of step {step} is refused: the next step is {state.next_step}")
+
+    def _refuse_skipped_versions(self, weights: messages.WeightsRef) -> None:
+        """Raise Refused for a version that is far beyond the newest: no later one could be announced.
+
+        A publication takes up to two versions, at most once per step, and those that are replaced by newer ones are
+        never announced. The first of a trainer may skip more: directories of versions may be left of an earlier one.
+        """
+        state, newest = self._state, self._state.newest
+        refuse_beyond("snapshot", weights.version, weights.step)
+        version, step = (newest.version, newest.step) if newest else (-1, 0)
+        steps = max(0, state.next_step - step)
+        most = version + (_LEFT_VERSIONS if state.may_skip_versions else _VERSIONS_PER_STEP * steps + _SPARE_VERSIONS)
+        if weights.version > most:
+            raise Refused(
+                "out_of_range",
+                f"snapshot v{weights.version} is refused: after v{version} and {steps} recorded steps v{most} is the "
+                "newest that is possible",
+            )
 
     def finish_run(self, message: messages.FinishRun, _: str) -> ReplyBody:
         """Record that the last step is done."""

@@ -18,6 +18,7 @@ from tba.common.system.versions import software
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import decode_request, encode_request
+from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.status_messages import GetStatus, Status
 
 _REPLY_SECONDS = 60.0
@@ -55,7 +56,8 @@ def open_target(config: Config) -> Iterator[ImportTarget]:
     try:
         store = Store(config.database, durability=config.buffer.durability)
     except LockTaken:
-        with contextlib.closing(BufferClient(config.buffer.address, role=_ROLE, name="import")) as client:
+        keys = buffer_client_keys(config.security, config.address)
+        with contextlib.closing(BufferClient(config.address, role=_ROLE, name="import", keys=keys)) as client:
             yield ServerTarget(client, config)
     else:
         with contextlib.closing(store):

@@ -11,36 +11,46 @@ from pathlib import Path
 
 from tba.buffer.tools.limited_query import limit_memory, query_limited
 from tba.common.errors import StorageError, UsageError, WireError
-from tba.common.log import get_logger
+from tba.common.log import RepeatedWarning, get_logger
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
+from tba.common.wire.keys import KeyRole, ServerKeys, is_local
 from tba.common.wire.messages import Failure
 from tba.common.wire.query_messages import QueryResult, RunQuery
 
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.5
+_MAY_QUERY: tuple[KeyRole, ...] = ("monitor",)
 # Added to the priority number of the process: queries yield to the buffer, searchers and trainer.
 _NICE = 10
 # Replies that may wait for one client.
 _UNSENT = 2
 
 
-def serve_queries(path: Path, address: str, stop: Callable[[], bool], *, seconds: float) -> None:
+def serve_queries(
+    path: Path, address: str, stop: Callable[[], bool], *, seconds: float, keys: ServerKeys | None = None
+) -> None:
     """Answer queries over a database until `stop()`, each within some seconds.
 
     Raises AddressInUse, ConfigError for an address that cannot be bound, UsageError or StorageError for a file that is
     not a buffer database.
     """
     limit_memory(path)
-    with contextlib.closing(ServerChannel(address, setting="ADDRESS", unsent=_UNSENT)) as channel:
+    with contextlib.closing(ServerChannel(address, setting="ADDRESS", unsent=_UNSENT, keys=keys)) as channel:
         os.nice(_NICE)
         log.info("answering queries", address=channel.address, database=str(path))
-        if not channel.is_local:
-            log.warning("the address is reachable from other machines, and everybody there may read the database")
+        if keys is None and not is_local(channel.address):
+            log.warning("every client that reaches the address may read the database: security.insecure is set")
+        refused = RepeatedWarning(log)
         while not stop():
             for peer, frames in channel.receive(_POLL_SECONDS, 1):
-                channel.send(peer, answer(path, frames, seconds=seconds))
+                if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
+                    refused.warn(peer.address, "query refused", by=peer.address, reason=refusal)
+                    failure = Failure(code="not_allowed", message=refusal)
+                    channel.send(peer, encode_file_reply(failure, id=request_id_of(frames), run=""))
+                else:
+                    channel.send(peer, answer(path, frames, seconds=seconds))
 
 
 def answer(path: Path, frames: list[memoryview], *, seconds: float) -> Frames:

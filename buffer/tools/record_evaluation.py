@@ -8,6 +8,7 @@ from tba.common.config import Config
 from tba.common.errors import BufferFault, LockTaken, TbaError
 from tba.common.evaluations import Row, as_message
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.messages import Done
 
 _REPLY_SECONDS = 5.0
@@ -38,7 +39,8 @@ def _send(config: Config, row: Row) -> str:
     if row["run"] != config.run.name:
         return f"not in the database: it is of run {row['run']}, the configuration of {config.run.name}"
     try:
-        with closing(BufferClient(config.buffer.address, role="monitor", name="eval")) as client:
+        keys = buffer_client_keys(config.security, config.address)
+        with closing(BufferClient(config.address, role="importer", name="eval", keys=keys)) as client:
             client.call(as_message(row), Done, deadline_seconds=_REPLY_SECONDS)
     except BufferFault as error:
         return f"not in the database: {error}"

@@ -7,6 +7,7 @@ import uuid
 from tba.common.errors import BufferUnavailable, Refused, UsageError, WireError
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import QUERY_REPLIES, decode_file_reply, encode_request
+from tba.common.wire.keys import ClientKeys
 from tba.common.wire.messages import Failure
 from tba.common.wire.query_messages import MAX_QUERY_ROWS, QueryResult, RunQuery
 
@@ -14,7 +15,9 @@ _POLL_SECONDS = 0.2
 _NO_QUERY_SERVER = "name the address of a `tba buffer serve-queries`, which is not buffer.address"
 
 
-def remote_query(address: str, sql: str, *, limit: int, patience_seconds: float = 60.0) -> QueryResult:
+def remote_query(
+    address: str, sql: str, *, limit: int, patience_seconds: float = 60.0, keys: ClientKeys | None = None
+) -> QueryResult:
     """Return the result of one SELECT; `limit` 0 stands for as many rows as the server gives.
 
     Raises UsageError if the statement is refused, BufferUnavailable without a reply in time, Refused or WireError if
@@ -22,11 +25,13 @@ def remote_query(address: str, sql: str, *, limit: int, patience_seconds: float 
     """
     request = RunQuery(sql=sql, limit=min(limit, MAX_QUERY_ROWS) or MAX_QUERY_ROWS)
     frames = encode_request(request, id=1, role="monitor", sender=f"query.{uuid.uuid4().hex[:8]}", run="")
-    with contextlib.closing(ClientChannel(address, setting="--address")) as channel:
+    with contextlib.closing(ClientChannel(address, setting="--address", keys=keys)) as channel:
         reply = _reply(channel, frames, address, time.monotonic() + patience_seconds)
     if isinstance(reply, Failure):
         if reply.code == "query":
             raise UsageError(reply.message)
+        if reply.code == "not_allowed":
+            raise Refused(reply.code, f"{address}: {reply.message}")
         raise Refused(reply.code, f"{address}: {reply.message}: {_NO_QUERY_SERVER}")
     assert isinstance(reply, QueryResult)
     return reply
@@ -35,6 +40,8 @@ def remote_query(address: str, sql: str, *, limit: int, patience_seconds: float 
 def _reply(channel: ClientChannel, frames: list[bytes], address: str, deadline: float) -> QueryResult | Failure:
     is_sent = False
     while time.monotonic() < deadline:
+        # Dials again if the connection was refused.
+        _ = channel.connections
         # False until the connection is there. A query is sent once: it may be expensive.
         is_sent = is_sent or channel.send(frames)
         if (received := channel.receive(_POLL_SECONDS)) is None:
@@ -45,4 +52,5 @@ def _reply(channel: ClientChannel, frames: list[bytes], address: str, deadline: 
             raise WireError(f"{address} sent something else than the reply to a query: {_NO_QUERY_SERVER}") from error
         assert isinstance(message, QueryResult | Failure)
         return message
-    raise BufferUnavailable(f"no reply from {address}: is `tba buffer serve-queries` running there?")
+    why = channel.trouble or "is `tba buffer serve-queries` running there?"
+    raise BufferUnavailable(f"no reply from {address}: {why}")

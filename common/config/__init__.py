@@ -6,6 +6,7 @@
     buffer    [buffer]
     search    [search]
     train     [train] [objective] [lora] [reference] [metrics]
+    security  [security]
     section   the base class of all sections
     layers    where values come from: flag over environment over file over default
     paths     checks that the files and directories of a configuration exist
@@ -19,6 +20,7 @@ from tba.common.config.root import Config
 from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import Explored, SearchSection
 from tba.common.config.section import Section
+from tba.common.config.security import SecuritySection
 from tba.common.config.task import RewardModelSection, TaskSection, Truncated
 from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
 
@@ -38,6 +40,7 @@ __all__ = [
     "RunSection",
     "SearchSection",
     "Section",
+    "SecuritySection",
     "TaskSection",
     "TrainSection",
     "Truncated",

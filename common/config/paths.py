@@ -40,7 +40,7 @@ def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
     if not shared or search.engine != "vllm" or search.gpu_memory_utilization <= _SHARED_UTILIZATION:
         return []
     sentence = f"search.gpus = {search.gpus} and train.gpu = {train.gpu} both name GPU {', '.join(shared)}"
-    if not present and not config.buffer.address.startswith(_THIS_MACHINE):
+    if not present and not config.address.startswith(_THIS_MACHINE):
         return [f"{sentence}: they must be on different nodes"]
     raise ConfigError(
         f"{sentence}: name different ones, or lower search.gpu_memory_utilization to {_SHARED_UTILIZATION} or less"

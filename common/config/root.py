@@ -10,8 +10,10 @@ from tba.common.config.buffer import BufferSection
 from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import SearchSection
 from tba.common.config.section import Section
+from tba.common.config.security import SecuritySection
 from tba.common.config.task import RewardModelSection, TaskSection
 from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
+from tba.common.wire.socket_files import socket_of
 
 # Of a token id, and of a log-probability, in a message.
 _TOKEN_BYTES = 4
@@ -34,6 +36,12 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     launch: LaunchSection = LaunchSection()
     alarm: AlarmSection = AlarmSection()
+    security: SecuritySection = SecuritySection()
+
+    @property
+    def address(self) -> str:
+        """The ZeroMQ endpoint of the buffer."""
+        return f"ipc://{socket_of(self.run.dir)}" if self.buffer.address == "auto" else self.buffer.address
 
     @property
     def database(self) -> Path:

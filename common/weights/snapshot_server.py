@@ -16,18 +16,21 @@ import time
 from pathlib import Path
 
 from tba.common.errors import SnapshotError, WireError
-from tba.common.log import get_logger
+from tba.common.log import RepeatedWarning, get_logger
 from tba.common.system.background import Background
 from tba.common.weights import delta, delta_store
 from tba.common.weights.node_store import PROOF, PinnedSnapshot, modified_at, pin_path
 from tba.common.weights.snapshot import MANIFEST, directory_name, read
-from tba.common.wire.channels import ServerChannel
+from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
 from tba.common.wire.file_messages import Chunk, FetchChunk
+from tba.common.wire.keys import KeyRole, ServerKeys, with_key
 from tba.common.wire.messages import Failure
 
 log = get_logger(__name__)
 
+_refusals = RepeatedWarning(log)
+_MAY_FETCH: tuple[KeyRole, ...] = ("searcher", "trainer")
 _POLL_SECONDS = 1.0
 _MESSAGES_PER_RECEIVE = 16
 # Chunks of up to 4 MiB that may wait for one searcher: twice what it requests at a time, so that none is dropped.
@@ -44,9 +47,16 @@ class SnapshotServer:
     another program has it.
     """
 
-    def __init__(self, endpoint: str, *directories: Path, setting: str = "train.serve_snapshots") -> None:
-        self._channel = ServerChannel(endpoint, setting=setting, unsent=_UNSENT_CHUNKS)
-        self.address = address_of(self._channel.address)
+    def __init__(
+        self,
+        endpoint: str,
+        *directories: Path,
+        setting: str = "train.serve_snapshots",
+        keys: ServerKeys | None = None,
+    ) -> None:
+        self._channel = ServerChannel(endpoint, setting=setting, unsent=_UNSENT_CHUNKS, keys=keys)
+        self._keys = keys
+        self.address = with_key(address_of(self._channel.address), keys)
         self._directories = directories
         # The directories that were read from lately, by name, and the monotonic times of the last reads. They are held,
         # so that a file is not written again between two chunks of it.
@@ -69,11 +79,14 @@ class SnapshotServer:
         while not self._thread.stopping.is_set():
             for peer, frames in self._channel.receive(_POLL_SECONDS, _MESSAGES_PER_RECEIVE):
                 # False where the searcher is gone or does not read: it sends the request again.
-                self._channel.send(peer, self._answer(frames))
+                self._channel.send(peer, self._answer(peer, frames))
             self._release(time.monotonic() - _HOLD_SECONDS)
         self._release(math.inf)
 
-    def _answer(self, frames: list[memoryview]) -> Frames:
+    def _answer(self, peer: Peer, frames: list[memoryview]) -> Frames:
+        if self._keys is not None and (refusal := self._keys.refusal(peer.key, _MAY_FETCH)):
+            _refusals.warn(peer.address, "request refused", by=peer.address, reason=refusal)
+            return encode_file_reply(Failure(code="not_allowed", message=refusal), id=request_id_of(frames), run="")
         try:
             request = decode_request(frames, FILE_REQUESTS)
         except WireError as error:
@@ -154,8 +167,8 @@ class NodeServer(SnapshotServer):
     Endpoint and directory are the node's: one of its searchers has the endpoint, which is AddressInUse for the others.
     """
 
-    def __init__(self, endpoint: str, directory: Path) -> None:
-        super().__init__(endpoint, directory, setting="search.serve_snapshots")
+    def __init__(self, endpoint: str, directory: Path, keys: ServerKeys | None = None) -> None:
+        super().__init__(endpoint, directory, setting="search.serve_snapshots", keys=keys)
 
     def _chunk(self, request: FetchChunk) -> tuple[int, bytes]:
         try:

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets, with every limit explicit. The only module that imports zmq.
+"""ZeroMQ sockets, with every limit explicit. Only this module and `curve` import zmq.
 
 The buffer binds a ROUTER; every client dials it with a DEALER. Sends never block: a peer that does not read loses
 replies and repeats its requests, which are all idempotent.
@@ -6,19 +6,21 @@ replies and repeats its requests, which are all idempotent.
 
 import contextlib
 import errno
-import fcntl
+import math
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tba.common.errors import AddressInUse, ConfigError, TbaError
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_FRAME_BYTES
+from tba.common.wire.curve import HANDSHAKE_FAILURES, Doorkeeper, encrypt_client, explain_failure
+from tba.common.wire.keys import ClientKeys, ServerKeys
+from tba.common.wire.socket_files import free_socket_file, keep_private
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 # Limits in messages, not bytes. Replies are small, and a client keeps its unanswered requests in memory anyway. The
@@ -39,32 +41,64 @@ _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
 _CONNECT_TIMEOUT_MS = 5_000
 _LINGER_MS = 500
-# Binding holds the directory lock for milliseconds; another program may hold it indefinitely.
-_LOCK_SECONDS = 2.0
-_LOCK_RETRY_SECONDS = 0.02
+# Between two attempts of a client that is refused.
+_REFUSED_SECONDS = 1.0
 
-Peer = bytes
+# A routing id is a letter, the client's secret and a number of its own. The letter, since none may begin with zero.
+_SECRET_BYTES = 16
+_ROUTING_ID_PREFIX = b"t"
+
+
+class Peer(NamedTuple):
+    """A connection, as the server sees it. `address` is for log lines: an IP address, or the uid, gid and pid."""
+
+    routing_id: bytes
+    address: str = ""
+    # The public key that the connection has proved, empty without keys.
+    key: str = ""
+
+    @property
+    def owner(self) -> bytes:
+        """What another connection of the same client has in common: the key, or the secret in the routing id."""
+        return self.key.encode() or self.routing_id[: len(_ROUTING_ID_PREFIX) + _SECRET_BYTES]
+
+
+def new_secret() -> bytes:
+    """Return a secret for the connections of one client: with it they may use the same sender names."""
+    return os.urandom(_SECRET_BYTES)
 
 
 class ServerChannel:
     """The listening side: receives multiparts from many peers and replies to each.
 
     `setting` is the configuration key of the address, for error messages; `unsent` is how many replies may wait for a
-    peer. The socket file of a dead server is replaced. Raises AddressInUse if another program listens at the address,
-    ConfigError if it cannot be bound for another reason.
+    peer. With `keys` only those get in that are authorised. The socket file of a dead server is replaced. Raises
+    AddressInUse if another program listens at the address, ConfigError if it cannot be bound for another reason.
     """
 
-    def __init__(self, address: str, *, setting: str = "buffer.address", unsent: int = _HIGH_WATER_MARK) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        setting: str = "buffer.address",
+        unsent: int = _HIGH_WATER_MARK,
+        keys: ServerKeys | None = None,
+    ) -> None:
+        self.keys = keys
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _set_limits(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
         self._socket.setsockopt(zmq.SNDHWM, unsent)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A client that reconnects takes the place of its old connection, which may seem alive for another 12 s.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _HARD_REQUEST_LIMIT)
+        self._doorkeeper = Doorkeeper(self._context, self._socket, keys) if keys else None
         try:
-            with _free_socket_file(address):
+            with free_socket_file(address):
                 self._socket.bind(address)
+                keep_private(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except (OSError, zmq.ZMQError) as error:
             self.close()
             raise _bind_error(setting, address, error) from error
@@ -76,12 +110,9 @@ class ServerChannel:
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
+        for socket in self._doorkeeper.sockets if self._doorkeeper else ():
+            self._poller.register(socket, zmq.POLLIN)
         self._reading = False
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the address can be reached only from this machine."""
-        return self.address.startswith(("ipc://", "tcp://127.", "tcp://[::1]"))
 
     def wake(self) -> None:
         """Make `receive` return immediately. The only method that other threads may call."""
@@ -100,6 +131,8 @@ class ServerChannel:
             self._reading = bool(limit)
             self._poller.register(self._socket, zmq.POLLIN if limit else 0)
         self._poller.poll(max(0, round(timeout_seconds * 1000)))
+        if self._doorkeeper is not None:
+            self._doorkeeper.work()
         # Checked before each receive: catching zmq.Again costs as much as receiving a message.
         while _readable(self._woken):
             self._woken.recv(zmq.NOBLOCK)
@@ -114,20 +147,20 @@ class ServerChannel:
 
         Written out because `recv_multipart` queries the socket after each frame for what the frame itself knows.
         """
-        peer = self._socket.recv(zmq.NOBLOCK)
-        frames: list[memoryview] = []
-        more = True
-        while more:
+        routing_id = self._socket.recv(zmq.NOBLOCK)
+        first = frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        frames = [first.buffer]
+        while frame.more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             if len(frames) <= _MOST_FRAMES:
                 frames.append(frame.buffer)
-            more = frame.more
-        return peer, frames
+        key = str(first.get("User-Id")) if self.keys else ""
+        return Peer(routing_id, str(first.get("Peer-Address")), key), frames
 
     def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
         """Send a reply. Returns False if the peer is gone or does not read: it will repeat its request."""
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([peer.routing_id, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:
             return False
         return True
@@ -135,7 +168,7 @@ class ServerChannel:
     def send_large(self, peer: Peer, frames: Sequence[bytes]) -> Callable[[], bool] | None:
         """Send a reply like `send`. Returns a function that says whether it has left the process, None for False."""
         try:
-            tracker = self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False, track=True)
+            tracker = self._socket.send_multipart([peer.routing_id, *frames], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError:
             return None
         return lambda: tracker is None or bool(tracker.done)
@@ -148,19 +181,38 @@ class ServerChannel:
 class ClientChannel:
     """The dialling side. Connects in the background and reconnects indefinitely.
 
-    `setting` is the configuration key of the address, for error messages. Raises ConfigError for an invalid address.
+    `setting` is the configuration key of the address, for error messages; `secret` is that of `new_secret`, which is
+    only known to the client and the server. `trouble` says why the last handshake failed, empty if it did not. Raises
+    ConfigError for an invalid address.
     """
 
-    def __init__(self, address: str, *, setting: str = "buffer.address") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        setting: str = "buffer.address",
+        secret: bytes = b"",
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self.trouble = ""
+        self._address = address
+        self._keys = keys
+        # When to dial again, monotonic, after a failure that ZeroMQ takes for final.
+        self._dial_at = math.inf
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _set_limits(self._socket)
+        # Unique, since a client may have several connections.
+        routing_id = _ROUTING_ID_PREFIX + (secret or new_secret()) + os.urandom(4)
+        self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         # Queue messages only on a live connection. The client repeats what a dead server did not answer, and knows
         # which of it is still needed.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        if keys is not None:
+            encrypt_client(self._socket, keys)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES)
         self._connections = 0
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -175,8 +227,21 @@ class ClientChannel:
     def connections(self) -> int:
         """Number of connections so far. Requests sent on any but the last one may be lost."""
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            self._connections += 1
+            message = recv_monitor_message(self._monitor)
+            if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connections += 1
+                self.trouble = ""
+            else:
+                self.trouble = explain_failure(message["event"], message["value"], self._keys)
+                if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    self._dial_at = time.monotonic() + _REFUSED_SECONDS
+        # The key may have been authorised meanwhile, or the server have got keys.
+        if time.monotonic() >= self._dial_at:
+            self._dial_at = math.inf
+            # ZeroMQ ignores a second connection to the same address.
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(self._address)
+            self._socket.connect(self._address)
         return self._connections
 
     def send(self, frames: Sequence[bytes]) -> bool:
@@ -215,69 +280,6 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
-
-
-@contextlib.contextmanager
-def _free_socket_file(address: str) -> Iterator[None]:
-    """Ensure that no program listens at the file of an ipc address while the block binds it. Raises OSError.
-
-    ZeroMQ unlinks an existing file and binds the name again: a server that listened there would get no more requests,
-    and no error. The lock on the directory is for two servers that start at the same time.
-    """
-    # An abstract address has no file, and a wildcard always gets a new one.
-    if not address.startswith("ipc://") or address.startswith(("ipc://@", "ipc://*")):
-        yield
-        return
-    path = Path(address.removeprefix("ipc://"))
-    with _locked(path.parent):
-        if path.exists() and not path.is_socket():
-            raise FileExistsError(errno.EEXIST, "the file is no socket")
-        if _listens(path):
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        yield
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock a directory, if the file system supports it. Raises BlockingIOError if another program keeps the lock.
-
-    A directory and not a lock file, as `durable.exclusive_lock` would make: it stays clean. Other OSErrors pass.
-    """
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    # An unreadable directory may still be writable: binding will tell.
-    except PermissionError:
-        yield
-        return
-    deadline = time.monotonic() + _LOCK_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-            # Some network file systems cannot lock directories.
-            except OSError:
-                break
-            time.sleep(_LOCK_RETRY_SECONDS)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _listens(path: Path) -> bool:
-    """Whether a program accepts connections at a socket file. If that cannot be determined, assume that it does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # A blocking connect would wait if the listener's backlog is full.
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except OSError as error:
-            # An error without a number: the path is too long for a socket, and binding will fail with that.
-            return error.errno not in (None, errno.ENOENT, errno.ECONNREFUSED)
-    return True
 
 
 def _bind_error(setting: str, address: str, error: OSError | zmq.ZMQError) -> TbaError:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from tba.common.clock import Clock, SystemClock
 from tba.common.errors import BufferUnavailable, Refused, WireError
 from tba.common.log import get_logger
-from tba.common.wire.channels import ClientChannel
+from tba.common.wire.channels import ClientChannel, new_secret
 from tba.common.wire.codec import (
     MAX_FRAME_BYTES,
     Frames,
@@ -27,6 +27,7 @@ from tba.common.wire.codec import (
     request_id_of,
 )
 from tba.common.wire.fields import Role
+from tba.common.wire.keys import ClientKeys
 from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Message, RunState
 
 log = get_logger(__name__)
@@ -67,21 +68,33 @@ class _Pending:
 class BufferClient:
     """One connection to the buffer.
 
-    `sender` is the wire identity: by default unique for this start of the process, or that of a client to act for.
-    `trouble` is the sentence of the last transient failure, empty once a request succeeds.
+    `sender` is the wire identity: by default unique for this start of the process, or that of a client to act for. The
+    buffer lets only connections with the `secret` of its first one use it. `trouble` is the sentence of the last
+    transient failure, empty once a request succeeds.
     """
 
     def __init__(
-        self, address: str, *, role: Role, name: str, sender: str = "", run: str = "", clock: Clock | None = None
+        self,
+        address: str,
+        *,
+        role: Role,
+        name: str,
+        sender: str = "",
+        secret: bytes = b"",
+        run: str = "",
+        keys: ClientKeys | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.address = address
         self.role: Role = role
         self.sender = sender or f"{name}.{uuid.uuid4().hex[:8]}"
+        self.secret = secret or new_secret()
         self.run = run
+        self.keys = keys
         self.state: RunState | None = None
         self.trouble = ""
         self._clock = clock or SystemClock()
-        self._channel = ClientChannel(address)
+        self._channel = ClientChannel(address, secret=self.secret, keys=keys)
         self._pending: dict[int, _Pending] = {}
         # Requests of `ask_ahead`, with the replies that arrived while another was awaited.
         self._ahead: dict[int, Reply | None] = {}
@@ -181,10 +194,10 @@ class BufferClient:
             late = deadline_seconds is not None and now - started > deadline_seconds
             if reply is None and (late or stop()):
                 self._pending.pop(wanted, None)
-                why = self.trouble or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
+                why = self._obstacle or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
                 raise BufferUnavailable(f"the buffer at {self.address}: {why}")
             if reply is None and deadline_seconds is None and now > warn_at:
-                reason = self.trouble or f"{self.address} does not answer: is `tba buffer serve` running?"
+                reason = self._obstacle or f"{self.address} does not answer: is `tba buffer serve` running?"
                 log.warning("waiting for the buffer", silent_seconds=self.silent_seconds, reason=reason)
                 warn_at = now + _WARN_SECONDS
         if isinstance(reply.message, Failure):
@@ -196,6 +209,11 @@ class BufferClient:
     def close(self) -> None:
         """Close the connection. Unanswered requests are lost unless the caller keeps them."""
         self._channel.close()
+
+    @property
+    def _obstacle(self) -> str:
+        """Why requests are not answered, empty if that is not known."""
+        return self.trouble or self._channel.trouble
 
     def _first_reply(self, timeout_seconds: float) -> list[memoryview] | None:
         """Wait for a reply and send requests as they become due. Without a connection, poll more often."""

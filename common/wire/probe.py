@@ -1,11 +1,20 @@
 """Find out which buffer answers at an address."""
 
 import contextlib
+import os
 
+from tba.common.config import Config
 from tba.common.errors import AddressInUse, BufferUnavailable, Refused
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.status_messages import GetStatus, Status
+
+
+def monitor(config: Config, name: str) -> BufferClient:
+    """Return a client that watches the buffer of a run. Raises ConfigError for its address or its keys."""
+    keys = buffer_client_keys(config.security, config.address)
+    return BufferClient(config.address, role="monitor", name=name, keys=keys)
 
 
 def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | None:
@@ -16,9 +25,13 @@ def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | 
         return None
 
 
-def check_address(address: str) -> None:
+def check_address(config: Config) -> None:
     """Raise AddressInUse if the address is taken, ConfigError if no buffer can be served there."""
-    with contextlib.closing(BufferClient(address, role="monitor", name="probe")) as client:
+    address = config.address
+    # Before the first start of a run there is neither its directory nor a socket file.
+    if address.startswith("ipc://") and not os.path.exists(address.removeprefix("ipc://")):
+        return
+    with contextlib.closing(monitor(config, "probe")) as client:
         status = ask_status(client, deadline_seconds=0.5)
     if status is not None:
         raise AddressInUse(

@@ -64,7 +64,7 @@ class Delivery:
                 directory=directory,
                 host=other,
             )
-        owner = Owner(self._client.run, self._run_name, self._client.sender, host)
+        owner = Owner(self._client.run, self._run_name, self._client.sender, host, self._client.secret.hex())
         self._spool = Spool(self._root, owner, limit_bytes=int(self._limit_mib * (1 << 20)))
         for spool in dead:
             if spool.owner.run == self._client.run:
@@ -141,7 +141,7 @@ class Delivery:
         self.away = self._client.unanswered_seconds > _AWAY_SECONDS
         self._window.post(self._read)
         # One dead spool at a time: each has a window of its own.
-        if self._dead and self._dead[0].step(self._client.address):
+        if self._dead and self._dead[0].step(self._client.address, self._client.keys):
             self._damaged += self._dead.popleft().damaged
         self._log_change()
 

@@ -40,12 +40,20 @@ _CHECKSUM_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose puts a directory holds: uuid and name of the run, sender id of the puts, and host."""
+    """Whose puts a directory holds: uuid and name of the run, sender id of the puts, and host.
+
+    `secret` in hex is the right to use the sender id (`tba.common.wire.channels.Peer.owner`).
+    """
 
     run: str
     run_name: str
     sender: str
     host: str
+    secret: str = ""
+
+    def __post_init__(self) -> None:
+        # Raises ValueError for a file that is damaged.
+        bytes.fromhex(self.secret)
 
 
 class Spool:

@@ -11,6 +11,7 @@ from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Frames, Reply
+from tba.common.wire.keys import ClientKeys
 from tba.searcher.delivery.spool import (
     ASIDE,
     LOCK,
@@ -52,11 +53,11 @@ class DeadSpool:
         self._kept: list[Path] = []
         self._stored = self._duplicates = self._refused = 0
 
-    def step(self, address: str) -> bool:
+    def step(self, address: str, keys: ClientKeys | None) -> bool:
         """Post puts and collect replies. Returns True when the directory is deleted, or has to be left as it is."""
         try:
             if self._client is None or self._window is None:
-                self._client, self._window = self._connect(address)
+                self._client, self._window = self._connect(address, keys)
             for reply in self._client.poll(0.0):
                 if reply.header.id != self._goodbye:
                     self._accept(reply, self._window)
@@ -77,13 +78,16 @@ class DeadSpool:
             self._client.close()
         self._lock.close()
 
-    def _connect(self, address: str) -> tuple[BufferClient, Window]:
+    def _connect(self, address: str, keys: ClientKeys | None) -> tuple[BufferClient, Window]:
         sender = self.owner.sender
         log.info("delivering the spool of a searcher that died", sender=sender)
         with storage_errors(self.directory):
             files = sorted(self.directory.glob(f"*{PUT_SUFFIX}"))
             puts = [Put(int(path.stem), path.stat().st_size) for path in files if path.stem.isdigit()]
-        client = BufferClient(address, role="searcher", name=sender, sender=sender, run=self.owner.run)
+        secret = bytes.fromhex(self.owner.secret)
+        client = BufferClient(
+            address, role="searcher", name=sender, sender=sender, secret=secret, run=self.owner.run, keys=keys
+        )
         return client, Window(client, puts)
 
     def _path(self, put: Put) -> Path:
@@ -112,6 +116,9 @@ class DeadSpool:
             self._stored += reply.message.stored
             self._duplicates += reply.message.duplicates
         elif isinstance(reply.message, messages.Failure):
+            # Not the fault of the put: another searcher, or a later start, may deliver it.
+            if reply.message.code in ("not_allowed", "other_sender"):
+                raise StorageError(f"the buffer does not let this searcher deliver it: {reply.message.message}")
             self._refused += 1
             log.error("a put of a dead searcher was refused", reason=reply.message.message)
             self._quarantine(self._path(put))

@@ -36,6 +36,7 @@ from tba.common.weights.snapshot import (
     read,
 )
 from tba.common.weights.tensor_file import map_tensors
+from tba.common.wire.keys import KeyPair
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.weights.fetch import Nodes
 from tba.searcher.weights.node_cache import NodeCache
@@ -58,7 +59,7 @@ class Source:
 
 
 class SnapshotAssembler:
-    """Complete snapshots in the cache of this node. Used by one thread."""
+    """Complete snapshots in the cache of this node. Used by one thread. `own` is the key pair of the node, if any."""
 
     def __init__(
         self,
@@ -66,7 +67,9 @@ class SnapshotAssembler:
         weights_from: Literal["auto", "path", "trainer"],
         clock: Clock,
         progress: Progress | None = None,
+        own: KeyPair | None = None,
     ) -> None:
+        self._own = own
         self._progress = progress or Progress()
         self._cache = NodeCache(directory, self._progress)
         self._weights_from = weights_from
@@ -84,7 +87,7 @@ class SnapshotAssembler:
         then is kept for the next attempt.
         """
         nodes = () if refresh else nodes
-        with _open_source(ref, self._weights_from, nodes, self._clock, self._progress) as source:
+        with _open_source(ref, self._weights_from, nodes, self._clock, self._progress, self._own) as source:
             try:
                 pinned = self._complete(source, SnapshotKey(ref.version, ref.manifest_sha256), refresh=refresh)
             except OSError as error:
@@ -248,6 +251,7 @@ def _open_source(
     nodes: Sequence[str],
     clock: Clock,
     progress: Progress,
+    own: KeyPair | None,
 ) -> Iterator[Source]:
     """The source of an announced snapshot and of its ancestors. Raises SnapshotError if there is none."""
     path = Path(ref.path)
@@ -266,7 +270,7 @@ def _open_source(
             f'v{ref.version} cannot be fetched: search.weights_from = "trainer", and the trainer serves no snapshots; '
             "set train.serve_snapshots"
         )
-    with contextlib.closing(Nodes(nodes, ref.address, clock, progress)) as fetched:
+    with contextlib.closing(Nodes(nodes, ref.address, clock, progress, own)) as fetched:
         yield Source(fetched.fetch, remote=True)
 
 

@@ -21,6 +21,7 @@ from tba.common.weights import delta
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import FileReply, decode_file_reply, encode_request
 from tba.common.wire.file_messages import Chunk, FetchChunk
+from tba.common.wire.keys import KeyPair, announced
 from tba.common.wire.messages import Failure
 from tba.searcher.weights.progress import Progress
 
@@ -39,19 +40,27 @@ _REPORT_SECONDS = 3.0
 
 
 class Fetcher:
-    """A connection to a snapshot server. Used by one thread.
+    """A connection to a snapshot server. Used by one thread. `own` is the key pair of this node, if it has one.
 
     While the trainer is away a download waits until `progress` says that its snapshot is outdated. For another node it
     waits `patience` seconds without a new chunk, whether that is silent or has not come that far itself.
     """
 
-    def __init__(self, address: str, clock: Clock, progress: Progress, patience: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        clock: Clock,
+        progress: Progress,
+        patience: float | None = None,
+        own: KeyPair | None = None,
+    ) -> None:
+        address, keys = announced(address, own)
         self._address = address
         self._patience = patience
         self._who = f"the trainer at {address}" if patience is None else f"the node at {address}"
         self._progress = progress
         self._clock = clock
-        self._channel = ClientChannel(address, setting="the announced address")
+        self._channel = ClientChannel(address, setting="the announced address", keys=keys)
         self._connections = 0
         self._last_id = 0
 
@@ -163,7 +172,8 @@ class Fetcher:
         """Report a silent server and return the seconds of silence. Raises SnapshotOutdated, or SnapshotError."""
         silent = self._clock.monotonic() - received_at
         if silent > _REPORT_SECONDS:
-            self._progress.report(f"waiting for {self._who} to send {what}: silent for {silent:.0f} s")
+            why = self._channel.trouble or f"silent for {silent:.0f} s"
+            self._progress.report(f"waiting for {self._who} to send {what}: {why}")
         self._progress.check(what)
         if self._patience is not None and silent > self._patience:
             raise SnapshotError(f"{self._who} did not send {what} for {silent:.0f} s")
@@ -177,7 +187,10 @@ class Nodes:
     fetched again, because it had another hash, comes from the trainer.
     """
 
-    def __init__(self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress) -> None:
+    def __init__(
+        self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress, own: KeyPair | None = None
+    ) -> None:
+        self._own = own
         self._nodes = [*nodes]
         self._trainer = trainer
         self._clock = clock
@@ -206,5 +219,5 @@ class Nodes:
 
     def _fetcher(self, address: str, patience: float | None) -> Fetcher:
         if address not in self._fetchers:
-            self._fetchers[address] = Fetcher(address, self._clock, self._progress, patience)
+            self._fetchers[address] = Fetcher(address, self._clock, self._progress, patience, self._own)
         return self._fetchers[address]

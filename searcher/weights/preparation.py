@@ -19,6 +19,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.weights.node_store import PinnedSnapshot, weights_directory
 from tba.common.weights.snapshot import Snapshot
+from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.progress import Progress
@@ -59,7 +60,9 @@ class Preparation:
         self.progress = Progress()
         # Addresses of the nodes to ask for files before the trainer. Set by the other thread.
         self.nodes: Sequence[str] = ()
-        self._assembler = SnapshotAssembler(weights_directory(config), config.search.weights_from, clock, self.progress)
+        self._assembler = SnapshotAssembler(
+            weights_directory(config), config.search.weights_from, clock, self.progress, node_pair(config.security)
+        )
         self._make_ready = make_ready
         # Guards everything below.
         self._changed = threading.Condition()

@@ -6,6 +6,7 @@ from tba.common.errors import AddressInUse
 from tba.common.log import get_logger
 from tba.common.weights.node_store import make_directory, weights_directory
 from tba.common.weights.snapshot_server import NodeServer, address_of
+from tba.common.wire.keys import server_keys, with_key
 
 log = get_logger(__name__)
 
@@ -20,7 +21,10 @@ class Serving:
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._endpoint = config.search.serve_snapshots
-        self.address = address_of(self._endpoint)
+        self._keys = None
+        if self._endpoint:
+            self._keys = server_keys(config.security, self._endpoint, "search.serve_snapshots")
+        self.address = with_key(address_of(self._endpoint), self._keys)
         self._directory = weights_directory(config)
         self._clock = clock
         self._server: NodeServer | None = None
@@ -34,7 +38,7 @@ class Serving:
         elif self._endpoint and self._clock.monotonic() >= self._retry_at:
             try:
                 make_directory(self._directory)
-                self._server = NodeServer(self._endpoint, self._directory)
+                self._server = NodeServer(self._endpoint, self._directory, self._keys)
             except AddressInUse:
                 log.debug("another searcher of this node serves its snapshots", address=self.address)
                 self._retry_at = self._clock.monotonic() + _RETRY_SECONDS

@@ -59,6 +59,7 @@ def prepare(client: BufferClient, prompts: int = 1, versions: int = 1) -> None:
     register = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=keys)
     client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=PATIENCE_SECONDS)
     client.call(register, messages.Registered, deadline_seconds=PATIENCE_SECONDS)
-    for version in range(versions):
-        announced = messages.AnnounceSnapshot(weights=reference(version, version), bytes=1)
-        client.call(announced, messages.Done, deadline_seconds=PATIENCE_SECONDS)
+    with connected(client.address, "publisher") as publisher:
+        for version in range(versions):
+            announced = messages.AnnounceSnapshot(weights=reference(version, version), bytes=1)
+            publisher.call(announced, messages.Done, deadline_seconds=PATIENCE_SECONDS)

@@ -18,6 +18,7 @@ from tba.common.config import Config, ObjectiveSection
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import ServerKeys
 from tba.common.wire.trajectory import Trajectory
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
@@ -103,8 +104,9 @@ def random_batch(seed: int, *, prompts: int = 3, samples: int = 4, step: int = 0
 class BufferThread:
     """A buffer server with a real database and a real socket. It can be stopped and started on the same address."""
 
-    def __init__(self, config: Config, *, address: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(self, config: Config, *, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None) -> None:
         self.config = config
+        self.keys = keys
         self.address = address
         self.start()
 
@@ -125,7 +127,7 @@ class BufferThread:
     def _serve(self) -> None:
         store = Store(self.config.database, durability="process")
         run = store.open_run(self.config.run.name, seed=0, config={}, software={})
-        channel = ServerChannel(self.address)
+        channel = ServerChannel(self.address, keys=self.keys)
         self.address = channel.address
         service = BufferService(store, run, self.config, SystemClock())
         server = BufferServer(channel, service, queue_bytes=1 << 28)

@@ -94,7 +94,7 @@ def test_a_flood_of_status_requests_does_not_delay_puts(server, config, raw):
 def test_a_reader_of_the_same_batch_does_not_stop_ingest(server, config, raw):
     ask = messages.SampleBatch(step=0, prompts=1, samples=4, reference="initial", wait_seconds=0.0)
     put_four(config)
-    again = encode_request(ask, id=1, role="monitor", sender="reader.1", run="")
+    again = encode_request(ask, id=1, role="trainer", sender="reader.1", run="")
     for _ in range(size(1000, 3000)):
         raw.send_multipart(again)
     assert max(put_four(config) for _ in range(5)) < 20

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tba.common.config import Config
 from tba.common.wire import messages
+from tba.tests.helpers.puts import connected
 from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
 from tba.tests.runner import size
 from tba.trainer.loop import train
@@ -49,7 +50,8 @@ class KillableRun:
         self.config, self.buffer = run_with_buffer(root, train={"steps": STEPS}, buffer=buffer, **sections)
         searcher = FakeSearcher(self.buffer.address, prompts=PROMPTS)
         weights = messages.WeightsRef(version=0, step=0, path="/the/first", manifest_sha256="0" * 64)
-        searcher.client.call(messages.AnnounceSnapshot(weights=weights, bytes=1), messages.Done, deadline_seconds=120)
+        with connected(self.buffer.address, "publisher") as publisher:
+            publisher.call(messages.AnnounceSnapshot(weights=weights, bytes=1), messages.Done, deadline_seconds=120)
         searcher.put_groups(SAMPLES)
         searcher.close()
 

@@ -1,12 +1,14 @@
 """A real buffer server process with real sockets: restarts, kills and a second server."""
 
 import signal
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from tba.common.errors import BufferUnavailable
 from tba.common.wire import fields, messages
+from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.helpers.puts import connected, prepare, put_message
 
@@ -43,9 +45,8 @@ def test_a_sender_is_recognised_by_its_name_after_a_reconnection(server, run_con
         prepare(first)
         first.post(*put_of(trajectory, 4, 0))
         assert first.poll(60)[0].message.stored == 4
-        # Another socket has another ZeroMQ address.
-        with connect(run_config, "searcher") as returned:
-            returned.sender = first.sender
+        same = {"sender": first.sender, "secret": first.secret}
+        with closing(BufferClient(run_config.address, role="searcher", name="test", **same)) as returned:
             returned.post(*put_of(trajectory, 4, 0))
             (reply,) = returned.poll(60)
             assert reply.message == messages.PutAck(first_sequence=0, stored=0, duplicates=4)
@@ -110,3 +111,16 @@ def test_the_socket_file_of_a_killed_server_is_replaced(start_tba, ipc_config, t
         server.kill()
         server.wait()
         assert (tmp_path / "socket").is_socket()
+
+
+def test_other_users_have_no_access_to_the_files_and_the_socket_of_a_run(start_tba, make_config, trajectory):
+    config = make_config(buffer={"address": "auto"}, train={"prompts_per_step": 1})
+    start_tba("buffer", "serve", "--config", config.file)
+    with connected(f"ipc://{config.directory}/buffer.socket", "searcher") as client:
+        client.call(GetStatus(), Status, deadline_seconds=120)
+        prepare(client)
+        client.post(*put_of(trajectory, 4, 0))
+        assert client.poll(60)[0].message.stored == 4  # type: ignore[attr-defined]
+        found = {path.name: path.stat().st_mode & 0o777 for path in (config.directory, *config.directory.rglob("*"))}
+    assert found.keys() >= {"run", "buffer.sqlite", "buffer.sqlite-wal", "buffer.sqlite-shm", "buffer.socket"}
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}

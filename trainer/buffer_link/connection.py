@@ -17,7 +17,9 @@ from tba.common.clock import Clock
 from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
+from tba.common.wire.channels import new_secret
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import ClientKeys
 
 log = get_logger(__name__)
 M = TypeVar("M", bound=messages.Message)
@@ -47,14 +49,14 @@ class Client(Protocol):
 Dial = Callable[[fields.Role, str], Client]
 
 
-def network(address: str) -> Dial:
+def network(address: str, keys: ClientKeys | None = None) -> Dial:
     """Return a factory of clients of the server at an address.
 
     All of them are one sender, this start of the trainer. When another trainer takes over the run, the buffer refuses
     all of them, the publisher's client included.
     """
-    sender = f"trainer.{uuid.uuid4().hex[:8]}"
-    return lambda role, name: BufferClient(address, role=role, name=name, sender=sender)
+    sender, secret = f"trainer.{uuid.uuid4().hex[:8]}", new_secret()
+    return lambda role, name: BufferClient(address, role=role, name=name, sender=sender, secret=secret, keys=keys)
 
 
 def hello(client: Client, stop: Callable[[], bool], clock: Clock) -> messages.Welcome:

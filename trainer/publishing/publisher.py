@@ -26,6 +26,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.weights import snapshot
 from tba.common.weights.snapshot_server import SnapshotServer
+from tba.common.wire.keys import server_keys
 from tba.common.wire.messages import Done
 from tba.trainer.buffer_link.connection import Client, Dial
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy
@@ -77,7 +78,9 @@ class Publisher:
         self._gather = gather
         self._server: SnapshotServer | None = None
         if config.train.serve_snapshots:
-            self._server = SnapshotServer(config.train.serve_snapshots, *self._writer.served)
+            endpoint = config.train.serve_snapshots
+            keys = server_keys(config.security, endpoint, "train.serve_snapshots")
+            self._server = SnapshotServer(endpoint, *self._writer.served, keys=keys)
         self._address = self._server.address if self._server else ""
         # Why a snapshot waits, for people. The training thread reads it.
         self.trouble = ""
@@ -299,7 +302,7 @@ def in_memory(config: Config) -> bool:
     """Whether snapshots between kept ones stay in memory: no searcher needs them on a disk, as far as is known."""
     if config.train.snapshots_in != "auto":
         return config.train.snapshots_in == "memory"
-    return bool(config.train.serve_snapshots) or _is_here(config.buffer.address)
+    return bool(config.train.serve_snapshots) or _is_here(config.address)
 
 
 def _is_here(address: str) -> bool:

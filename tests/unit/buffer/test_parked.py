@@ -3,6 +3,7 @@
 from tba.buffer.server.mailbox import Arrival
 from tba.buffer.server.parked import Parked
 from tba.common.wire import messages
+from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 
 LEASE = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=1.0)
@@ -10,7 +11,7 @@ LEASE = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=1
 
 def arrival(sender: str, peer: bytes = b"1", deadline: float = 1.0) -> Arrival:
     header = RequestHeader(v=1, type=LEASE.TYPE, id=1, run="", role="searcher", sender=sender)
-    return Arrival(peer, header, LEASE, bytes=1, at=0.0, deadline=deadline)
+    return Arrival(Peer(peer), header, LEASE, bytes=1, at=0.0, deadline=deadline)
 
 
 def test_a_newer_request_of_a_sender_takes_the_place_of_the_older_one():

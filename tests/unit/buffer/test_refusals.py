@@ -6,6 +6,7 @@ from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.service import training
 from tba.common.errors import Refused
 from tba.common.wire import fields, messages
+from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.status_messages import GetStatus
 
@@ -65,7 +66,7 @@ def test_a_crowd_of_names_is_refused_and_those_at_work_are_not(harness):
 
 def arrival(message, peer=b"p", role="monitor"):
     header = RequestHeader(v=1, type=message.TYPE, id=1, run="", role=role, sender="s.1")
-    return Arrival(peer, header, message, 1, 0.0, 0.0)
+    return Arrival(Peer(peer), header, message, 1, 0.0, 0.0)
 
 
 def test_a_transaction_takes_some_of_each_queue_and_one_batch():

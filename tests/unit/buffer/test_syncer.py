@@ -17,7 +17,7 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.wire import messages
-from tba.common.wire.channels import ServerChannel
+from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.helpers.checks import wait_until
@@ -290,7 +290,7 @@ def test_stop_returns_after_the_syncer_failed_with_a_full_queue():
 
     syncer = Syncer(fail, sent.append)
     syncer.thread.start()
-    adding = threading.Thread(target=lambda: [syncer.add([(b"p", [b"r"])]) for _ in range(30)], daemon=True)
+    adding = threading.Thread(target=lambda: [syncer.add([(Peer(b"p"), [b"r"])]) for _ in range(30)], daemon=True)
     adding.start()
     wait_until(syncer._waiting.full)
     release.set()

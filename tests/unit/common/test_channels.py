@@ -12,6 +12,7 @@ import pytest
 
 from tba.common.errors import AddressInUse, ConfigError
 from tba.common.wire.channels import ServerChannel
+from tba.common.wire.socket_files import make_socket_directory, socket_of
 
 
 def outcome(address: str, all_ready: threading.Barrier, all_tried: threading.Barrier) -> str:
@@ -92,7 +93,7 @@ def held():
 
 
 def test_a_directory_locked_by_another_program_is_an_address_in_use(tmp_path, held, monkeypatch):
-    monkeypatch.setattr("tba.common.wire.channels._LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("tba.common.wire.socket_files._LOCK_SECONDS", 0.05)
     held(tmp_path)
     with pytest.raises(AddressInUse, match=f"ipc://{tmp_path}/socket cannot be bound: another program keeps a lock"):
         ServerChannel(f"ipc://{tmp_path}/socket")
@@ -119,3 +120,21 @@ def test_an_unreadable_directory_can_hold_a_socket_file(closed_folder):
     with pytest.raises(AddressInUse, match="is in use"):
         ServerChannel(f"ipc://{closed_folder}/socket")
     first.close()
+
+
+def test_the_socket_of_a_run_is_in_its_directory_or_in_memory_if_the_path_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.common.wire.socket_files._MEMORY", tmp_path)
+    monkeypatch.setattr("os.getuid", lambda: 7)
+    assert socket_of(Path("/runs/demo")) == Path("/runs/demo/buffer.socket")
+    short = socket_of(Path("/runs", "x" * 100))
+    assert short.parent == tmp_path / "tba-7"
+    assert short != socket_of(Path("/runs", "y" * 100))
+
+
+def test_a_socket_directory_in_memory_that_others_can_use_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.common.wire.socket_files._MEMORY", tmp_path)
+    address = f"ipc://{tmp_path}/tba-7/x.socket"
+    make_socket_directory(address)
+    (tmp_path / "tba-7").chmod(0o755)
+    with pytest.raises(ConfigError, match="other users have access"):
+        make_socket_directory(address)

@@ -5,7 +5,7 @@ import pytest
 from tba.common.errors import BufferUnavailable, Refused
 from tba.common.wire import client as client_module
 from tba.common.wire import messages
-from tba.common.wire.channels import ServerChannel
+from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import decode_request, encode_reply
 from tba.tests.helpers.checks import wait_until
@@ -19,7 +19,7 @@ class Server:
 
     def __init__(self) -> None:
         self.channel = ServerChannel("tcp://127.0.0.1:*")
-        self.peer = b""
+        self.peer = Peer(b"")
 
     def receive(self) -> list[int]:
         """Return the ids of the requests that have arrived."""

@@ -43,6 +43,7 @@ class SlowClient:
         self._posted: dict[int, tuple[int, messages.Message, Sequence[bytes]]] = {}
         self._polls = self._last_id = 0
         self.sender = f"searcher.{uuid.uuid4().hex}"
+        self.secret, self.keys = b"", None
         self.puts: list[tuple[messages.PutTrajectories, Sequence[bytes]]] = []
 
     @property

@@ -1,0 +1,141 @@
+"""CURVE on ZeroMQ sockets: encryption, and the decision which keys get in.
+
+    client's handshake ──► ZeroMQ ──► "may this key come in?" (ZAP) ──► Doorkeeper, in the thread of the server's loop
+
+ZeroMQ asks with https://rfc.zeromq.org/spec/27, over a socket inside the process, only for a client that has proved
+that it holds its key. The answer sets `User-Id` of every message of the connection to that public key.
+"""
+
+import contextlib
+import os
+import socket as sockets
+from collections.abc import Sequence
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from tba.common.errors import ConfigError
+from tba.common.log import RepeatedWarning, get_logger
+from tba.common.wire.keys import ClientKeys, KeyPair, ServerKeys
+
+log = get_logger(__name__)
+
+# Fixed by the protocol.
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_MONITOR_ADDRESS = "inproc://handshakes"
+_DOMAIN = b"tba"
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_REFUSED = 400
+# Connections in a handshake whose addresses are remembered.
+_MOST_OPEN = 1024
+Socket = zmq.Socket[bytes]
+
+
+def check_curve() -> None:
+    """Raise ConfigError if ZeroMQ was built without encryption."""
+    if not zmq.has("curve"):
+        raise ConfigError(
+            "security.keys is set, and ZeroMQ on this machine was built without CURVE: install the wheel of pyzmq "
+            "(pip install --force-reinstall --only-binary :all: pyzmq)"
+        )
+
+
+def new_pair(name: str) -> KeyPair:
+    """Return a new key pair."""
+    check_curve()
+    public, secret = map(z85.decode, zmq.curve_keypair())
+    return KeyPair(name, public.hex(), secret.hex())
+
+
+def encrypt_client(socket: Socket, keys: ClientKeys) -> None:
+    """Encrypt the connections of a socket that will be connected."""
+    check_curve()
+    socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(keys.server))
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(keys.own.public))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(keys.own.secret))
+
+
+def explain_failure(event: int, value: int, keys: ClientKeys | None) -> str:
+    """Return why a client's handshake has failed, as far as its monitor event tells."""
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _REFUSED and keys is not None:
+        return f"it does not admit the key of {keys.own.name}: run there `tba keys authorize NAME {keys.own.public}`"
+    if keys is None:
+        return "the connection is closed before it is set up: does it need keys (security.keys)?"
+    return "the encrypted connection is not set up: does it have keys, and is buffer.pub the key of its node?"
+
+
+class Doorkeeper:
+    """Decides which keys get in to a server, and logs who was refused. Used by the thread that uses the socket."""
+
+    def __init__(self, context: "zmq.Context[Socket]", socket: Socket, keys: ServerKeys) -> None:
+        check_curve()
+        self._keys = keys
+        self._warning = RepeatedWarning(log)
+        self._questions = context.socket(zmq.REP)
+        self._questions.bind(_ZAP_ADDRESS)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(keys.own.secret))
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        # Without an answer no client gets in.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.monitor(_MONITOR_ADDRESS, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
+        self._events = context.socket(zmq.PAIR)
+        # With a limit ZeroMQ's thread would wait for this one.
+        self._events.setsockopt(zmq.RCVHWM, 0)
+        self._events.connect(_MONITOR_ADDRESS)
+        # The addresses of connections by their descriptors, and the failures whose descriptors come next.
+        self._addresses: dict[int, str] = {}
+        self._failed = False
+
+    @property
+    def sockets(self) -> Sequence[Socket]:
+        """The sockets that are readable when there is something to do."""
+        return self._questions, self._events
+
+    def work(self) -> None:
+        """Answer the questions that are there, and log failures."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._answer(self._questions.recv_multipart(zmq.NOBLOCK))
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._note(self._events.recv_multipart(zmq.NOBLOCK))
+
+    def _answer(self, question: list[bytes]) -> None:
+        version, request, _domain, address, _routing_id, _mechanism, *credentials = question
+        public = credentials[0].hex() if len(credentials) == 1 else ""
+        known = self._keys.admitted.find(public)
+        if known is None:
+            by = address.decode(errors="replace")
+            self._warning.warn(by, "connection refused", by=by, key=public, reason="the key is not authorised")
+        status = (b"200", b"") if known else (b"400", b"not authorised")
+        self._questions.send_multipart([version, request, *status, public.encode() if known else b"", b""])
+
+    def _note(self, frames: list[bytes]) -> None:
+        """Follow the events of connections. A failure comes immediately before the end of its connection."""
+        message = parse_monitor_message(frames)
+        event, value = message["event"], message["value"]
+        if event == zmq.EVENT_ACCEPTED:
+            if len(self._addresses) >= _MOST_OPEN:
+                del self._addresses[next(iter(self._addresses))]
+            self._addresses[value] = _address_of(value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            by = self._addresses.pop(value, "an unknown address")
+            if self._failed:
+                self._warning.warn(by, "connection refused", by=by, reason="it did not prove a key")
+            self._failed = False
+        # Refusals of keys are logged with the key.
+        elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._failed = True
+
+
+def _address_of(descriptor: int) -> str:
+    """Return the peer of a connection that ZeroMQ has accepted, and may have closed since."""
+    try:
+        with sockets.socket(fileno=os.dup(descriptor)) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return "an unknown address"

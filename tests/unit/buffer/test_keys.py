@@ -1,0 +1,176 @@
+"""An attacker at the port of a server with keys: without one, with a foreign, a revoked, or another's."""
+
+import random
+import socket
+import time
+from contextlib import closing
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tba.common.clock import SystemClock
+from tba.common.config import Config
+from tba.common.config.security import SecuritySection
+from tba.common.errors import BufferUnavailable, ConfigError, Refused, SnapshotError
+from tba.common.weights.snapshot_server import SnapshotServer
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.common.wire.curve import new_pair
+from tba.common.wire.keys import OWN, own_pair, server_keys
+from tba.common.wire.status_messages import GetStatus, Status
+from tba.searcher.weights.fetch import Fetcher
+from tba.searcher.weights.progress import Progress
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.keyring import Keyring
+from tba.tests.helpers.puts import reference
+from tba.tests.helpers.trainer import BufferThread
+from tba.tests.runner import size
+
+PATIENCE_SECONDS = 90
+HANDSHAKES = size(200, 100_000)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+
+
+@pytest.fixture
+def keyring(tmp_path):
+    return Keyring(tmp_path / "keys")
+
+
+@pytest.fixture
+def buffer(tmp_path, keyring):
+    thread = BufferThread(Config.model_validate({"run": {"dir": str(tmp_path), "name": "test"}}), keys=keyring.server())
+    yield thread
+    thread.stop()
+
+
+def connect(buffer, keys, role="searcher", **names):
+    return closing(BufferClient(buffer.address, role=role, name="n", keys=keys, **names))
+
+
+def status(client, seconds=PATIENCE_SECONDS) -> Status:
+    return client.call(GetStatus(), Status, deadline_seconds=seconds)[0]
+
+
+def lines(caplog, event):
+    return [record.fields for record in caplog.records if record.getMessage() == event]
+
+
+def test_no_client_gets_in_without_a_key(buffer, keyring, caplog):
+    with connect(buffer, None) as client:
+        with pytest.raises(BufferUnavailable, match="does it need keys"):
+            status(client, 3)
+        wait_until(lambda: lines(caplog, "connection refused"), PATIENCE_SECONDS, "a line in the log")
+        assert lines(caplog, "connection refused")[0]["reason"] == "it did not prove a key"
+    with connect(buffer, keyring.client("node1", "monitor"), "monitor") as admitted:
+        assert status(admitted).clients[0].sender == admitted.sender
+
+
+def test_no_client_gets_in_with_a_key_that_is_not_authorised(buffer, keyring, caplog):
+    keys = keyring.client("node1")
+    with connect(buffer, keys) as client:
+        with pytest.raises(BufferUnavailable, match=f"tba keys authorize NAME {keys.own.public}"):
+            status(client, 3)
+        assert lines(caplog, "connection refused")[0] == {
+            "by": "127.0.0.1", "key": keys.own.public, "reason": "the key is not authorised"
+        }  # fmt: skip
+        keyring.authorize("node1", keys.own.public, "searcher")
+        assert status(client).clients[0].sender == client.sender, "without a restart"
+
+
+def test_a_client_does_not_talk_to_a_server_with_another_key(buffer, keyring):
+    keys = keyring.client("node1", "searcher")
+    other = replace(keys, server=new_pair("other").public)
+    with connect(buffer, other) as client, pytest.raises(BufferUnavailable, match="is not set up"):
+        status(client, 3)
+
+
+def test_a_revoked_key_is_refused_on_an_open_connection(buffer, keyring, caplog):
+    with connect(buffer, keyring.client("node1", "searcher")) as client:
+        status(client)
+        keyring.revoke("node1")
+        time.sleep(1.5)
+        with pytest.raises(Refused, match="not authorised any more"):
+            status(client)
+        assert lines(caplog, "request refused")[0]["role"] == "searcher"
+
+
+def test_a_key_is_for_its_roles_only(buffer, keyring, caplog):
+    announcement = messages.AnnounceSnapshot(weights=reference(0, 0), bytes=1)
+    sentence, keys = "the key of node1 is for searcher, importer only", keyring.client("node1", "searcher", "importer")
+    with connect(buffer, keys, "publisher") as client, pytest.raises(Refused, match=sentence):
+        client.call(announcement, messages.Done, deadline_seconds=PATIENCE_SECONDS)
+    assert lines(caplog, "request refused")[0]["by"] == "node1 at 127.0.0.1"
+
+
+def test_a_key_does_not_speak_in_the_name_of_a_client_with_another(buffer, keyring):
+    with connect(buffer, keyring.client("node1", "searcher")) as victim:
+        status(victim)
+        # Also with the secret that would do without keys.
+        names = {"sender": victim.sender, "secret": victim.secret}
+        keys, sentence = keyring.client("node2", "searcher"), f"the sender {victim.sender} is another client"
+        with connect(buffer, keys, **names) as other, pytest.raises(Refused, match=sentence):
+            other.call(messages.Goodbye(), messages.Done, deadline_seconds=PATIENCE_SECONDS)
+        assert status(victim).clients[0].activity == "connected"
+
+
+def test_snapshots_are_for_authorised_searchers(keyring, tmp_path):
+    (tmp_path / "snapshots").mkdir()
+    server = SnapshotServer("tcp://127.0.0.1:*", tmp_path / "snapshots", keys=keyring.server())
+    refused = {
+        "no manifest names it": keyring.client("searching", "searcher").own,
+        "the key of watching is for monitor, not for searcher": keyring.client("watching", "monitor").own,
+    }
+    with closing(server):
+        for sentence, own in refused.items():
+            fetcher = Fetcher(server.address, SystemClock(), Progress(), own=own)
+            with closing(fetcher), pytest.raises(SnapshotError, match=sentence):
+                fetcher.fetch(1, "manifest.json", tmp_path / "fetched")
+        fetcher = Fetcher(server.address, SystemClock(), Progress(), 5.0, keyring.client("foreign").own)
+        with closing(fetcher), pytest.raises(SnapshotError, match="did not send"):
+            fetcher.fetch(1, "manifest.json", tmp_path / "fetched")
+        with pytest.raises(ConfigError, match=r"needs keys: set security\.keys"):
+            Fetcher(server.address, SystemClock(), Progress())
+
+
+def test_a_server_that_others_can_reach_needs_keys_and_a_private_file(keyring):
+    with pytest.raises(ConfigError, match="any program there may read and change the run"):
+        server_keys(SecuritySection(), "tcp://*:5757", "buffer.address")
+    assert server_keys(SecuritySection(insecure=True), "tcp://*:5757", "buffer.address") is None
+    assert server_keys(SecuritySection(), "tcp://127.0.0.1:5757", "buffer.address") is None
+    (keyring.directory / OWN).chmod(0o640)
+    with pytest.raises(ConfigError, match="is open to other users"):
+        own_pair(keyring.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_malformed_handshakes_leave_the_server_well(buffer, keyring):
+    parts, rng = urlsplit(buffer.address), random.Random(0)
+    keys = keyring.client("node1", "monitor")
+    process = psutil.Process()
+    with connect(buffer, keys, "monitor") as client:
+        status(client)
+        before = process.memory_info().rss
+        for _ in range(HANDSHAKES):
+            with socket.create_connection((parts.hostname, parts.port), PATIENCE_SECONDS) as attacker:
+                attacker.sendall(malformed(rng))
+        status(client)
+        assert process.memory_info().rss - before < 256 << 20
+    with connect(buffer, keys, "monitor") as late:
+        status(late)
+
+
+def malformed(rng: random.Random) -> bytes:
+    """Return the bytes of a handshake: noise, a greeting of some mechanism, or a CURVE command with noise in it."""
+    noise = rng.randbytes(rng.choice((1, 10, 64, 500)))
+    mechanism = rng.choice((b"CURVE", b"NULL", b"PLAIN", noise[:20]))
+    greeting = GREETING + mechanism.ljust(20, b"\0") + bytes(32)
+    name = rng.choice((b"HELLO", b"INITIATE", b"READY", b"ERROR", noise[:5]))
+    body = bytes([len(name)]) + name + rng.randbytes(rng.choice((0, 1, 194, 240)))
+    command = b"\x04" + bytes([min(255, len(body) + rng.choice((0, 0, 0, 1)))]) + body
+    long_command = b"\x06" + (1 << rng.choice((20, 40, 62))).to_bytes(8, "big") + body
+    return rng.choice(
+        (noise, greeting[: rng.randrange(64)], greeting + noise, greeting + command, greeting + long_command)
+    )

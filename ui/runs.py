@@ -12,9 +12,12 @@ from typing import Any
 
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.tools.page_rows import PageRows, page_rows
+from tba.common.config import SecuritySection
 from tba.common.errors import TbaError, UsageError
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.probe import ask_status
+from tba.common.wire.socket_files import socket_of
 from tba.common.wire.status_messages import Status
 
 DATABASE_NAME = "buffer.sqlite"
@@ -63,19 +66,23 @@ class Run:
         """
         log = self.database.with_name(self.database.name + "-wal")
         address = config.get("buffer", {}).get("address", "")
+        # The recorded run.dir may be relative to another directory.
+        if address == "auto":
+            address = f"ipc://{socket_of(self.database.parent)}"
         if not address or not log.exists() or not log.stat().st_size:
             return None
         with self._lock:
             if time.monotonic() >= self._ask_at:
-                self._status = _ask(address, self.name)
+                self._status = _ask(address, self.name, config.get("security", {}).get("keys"))
                 self._ask_at = time.monotonic() + (_STATUS_SECONDS if self._status else _ABSENT_SECONDS)
             return self._status
 
 
-def _ask(address: str, name: str) -> Status | None:
+def _ask(address: str, name: str, directory: str | None) -> Status | None:
     """Return the status of the server at an address if it serves the run of this name."""
     try:
-        with contextlib.closing(BufferClient(address, role="monitor", name="ui")) as client:
+        keys = buffer_client_keys(SecuritySection.model_validate({"keys": directory}), address)
+        with contextlib.closing(BufferClient(address, role="monitor", name="ui", keys=keys)) as client:
             status = ask_status(client, deadline_seconds=_STATUS_PATIENCE_SECONDS)
     except TbaError:
         return None

@@ -28,7 +28,7 @@ MAY_SEND: dict[str, tuple[Role, ...]] = {
     messages.RegisterPrompts.TYPE: ("searcher",),
     messages.LeasePrompts.TYPE: ("searcher",),
     messages.PutTrajectories.TYPE: ("searcher", "importer"),
-    PutEvaluation.TYPE: ("searcher", "importer"),
+    PutEvaluation.TYPE: ("evaluator",),
     messages.SampleBatch.TYPE: ("trainer",),
     messages.ReportStep.TYPE: ("trainer",),
     messages.FinishRun.TYPE: ("trainer",),

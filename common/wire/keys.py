@@ -31,7 +31,7 @@ KeyRole = Literal["searcher", "trainer", "importer", "monitor"]
 KEY_ROLES: tuple[KeyRole, ...] = get_args(KeyRole)
 # The roles of messages that a key may use. Every node may ask for the status.
 _ROLES_OF_MESSAGES: dict[KeyRole, tuple[Role, ...]] = {
-    "searcher": ("searcher", "monitor"),
+    "searcher": ("searcher", "evaluator", "monitor"),
     "trainer": ("trainer", "publisher", "monitor"),
     "importer": ("importer", "monitor"),
     "monitor": ("monitor",),

@@ -23,6 +23,7 @@ from tba.common.weights.node_store import make_directory, weights_directory
 from tba.common.weights.snapshot import list_snapshots, read
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject
 from tba.searcher.evaluation.snapshots import ref_of
 from tba.searcher.weights.assembly import SnapshotAssembler
@@ -43,12 +44,13 @@ def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None
 
     `device` and `label` are as those of a searcher. Raises as `tba.searcher.run.search`.
     """
-    log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.buffer.address)
+    log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     subject = read_subject(config)
     make_directory(weights_directory(config))
     name = f"{socket.gethostname()}-eval-{label}"
     with contextlib.ExitStack() as ending:
-        client = BufferClient(config.buffer.address, role="evaluator", name=name)
+        keys = buffer_client_keys(config.security, config.address)
+        client = BufferClient(config.address, role="evaluator", name=name, keys=keys)
         ending.callback(client.close)
         opened = open_evaluator(config, subject, device=device, name=name, stop=stop)
         with stop.exits_immediately():

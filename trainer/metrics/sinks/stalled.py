@@ -8,6 +8,7 @@ from tba.common.clock import Clock, SystemClock
 from tba.common.stall.explain import find_stall
 from tba.common.stall.facts import REASONS, Facts
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import ClientKeys
 from tba.common.wire.probe import ask_status
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ _DEADLINE_SECONDS = 2.0
 class StallGauge:
     """Asks the buffer at each scrape, on a connection of its own: 1 for the reason of a stall, 0 for all others."""
 
-    def __init__(self, address: str, run: str, clock: Clock | None = None) -> None:
+    def __init__(self, address: str, run: str, clock: Clock | None = None, keys: ClientKeys | None = None) -> None:
+        self._keys = keys
         self._address = address
         self._run = run
         self._clock = clock or SystemClock()
@@ -37,7 +39,7 @@ class StallGauge:
         return [family]
 
     def _facts(self) -> Facts:
-        with closing(BufferClient(self._address, role="monitor", name="prometheus")) as client:
+        with closing(BufferClient(self._address, role="monitor", name="prometheus", keys=self._keys)) as client:
             status = ask_status(client, _DEADLINE_SECONDS)
         now = self._clock.monotonic()
         self._silent_since = None if status is not None else self._silent_since or now

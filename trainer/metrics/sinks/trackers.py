@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tba.common.config import Config
 from tba.common.system.durable import write_text
 from tba.common.terminal import need
+from tba.common.wire.keys import ClientKeys, buffer_client_keys
 from tba.trainer.metrics.sinks.background import BackgroundSink
 from tba.trainer.metrics.sinks.stalled import StallGauge
 
@@ -118,13 +119,13 @@ class PrometheusSink:
     `buffer_address` stands still. Raises OSError if the port is taken.
     """
 
-    def __init__(self, address: str, run: str, buffer_address: str) -> None:
+    def __init__(self, address: str, run: str, buffer_address: str, keys: ClientKeys | None = None) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry, self._run = CollectorRegistry(), run
         self._numbers: dict[str, float] = {}
         self._registry.register(self)
-        self._registry.register(StallGauge(buffer_address, run))
+        self._registry.register(StallGauge(buffer_address, run, keys=keys))
         host, _, port = address.rpartition(":")
         self._server, self._thread = start_http_server(int(port), addr=host, registry=self._registry)
         self.port: int = self._server.server_port
@@ -166,6 +167,7 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
         sinks.append(BackgroundSink("trackio", partial(TrackioSink, directory, metrics.trackio, *names)))
     if metrics.prometheus:
         need("prometheus_client", "prometheus")
-        endpoint = partial(PrometheusSink, metrics.prometheus, config.run.name, config.buffer.address)
+        keys = buffer_client_keys(config.security, config.address)
+        endpoint = partial(PrometheusSink, metrics.prometheus, config.run.name, config.address, keys)
         sinks.append(BackgroundSink("prometheus", endpoint))
     return sinks

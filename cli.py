@@ -346,20 +346,22 @@ def config_show(options: ConfigOptions, as_json: Json = False) -> None:
 @config_app.command("check")
 @with_config
 def config_check(options: ConfigOptions) -> None:
-    """Check that the configuration is valid, its files exist and your own task loads. The exit code is 0, or 78 with
-    one sentence."""
+    """Check that the configuration is valid, its files exist, and the task loads with prompts that fit batch and
+    context. The exit code is 0, or 78 with one sentence."""
     config = options.resolve().config
     from tba.common.config.paths import check_paths
 
     for sentence in check_paths(config):
         note(sentence)
-    if config.task.checked_by_loading:
+    from tba.deploy.doctor_storage import unchecked_data
+
+    if config.task.checked_by_loading or not unchecked_data(config):
         from tba.common.system.process import die_with_parent
-        from tba.searcher.checks import check_task
+        from tba.searcher.checks import check_task_and_prompts
 
         # `tba run` starts this command as a child to check the task.
         die_with_parent()
-        check_task(config.task)
+        check_task_and_prompts(config)
     typer.echo(f"ok: run {config.run.name} in {config.run.dir}")
 
 

@@ -1,7 +1,8 @@
 """Checks of `tba doctor` and `tba config check` on what a searcher loads."""
 
-from tba.common.config import Config, RewardModelSection, TaskSection
+from tba.common.config import Config, RewardModelSection
 from tba.common.errors import MissingExtra, TaskError
+from tba.common.quantity import quantity
 from tba.common.rendering import PromptRenderer
 from tba.common.terminal import need
 from tba.common.weights.model_files import model_here
@@ -10,20 +11,22 @@ from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.task import check_prompts, check_rendering
 
 
-def check_task(section: TaskSection) -> None:
-    """Raise TbaError for a task that does not load, or whose prompts cannot be used."""
-    check_prompts(load_task(section))
-
-
 def check_task_and_prompts(config: Config) -> None:
-    """Raise TbaError as `check_task`, or for a prompt that cannot be rendered or that the context has no room for.
+    """Raise TbaError for a task that does not load, whose prompts cannot be used, or that has too few for a batch.
 
-    Only the former is checked where the model or transformers is not installed.
+    Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
+    room for.
     """
     from tba.searcher.run import context_of
 
     task = load_task(config.task)
     check_prompts(task)
+    prompts, needed = len(task.prompts()), config.train.prompts_per_step
+    if prompts < needed:
+        raise TaskError(
+            f"task {task.name} has {quantity(prompts, 'prompt')} and a batch needs {needed} different ones: lower "
+            "train.prompts_per_step"
+        )
     directory = model_here(config.model.path)
     if directory is None:
         return

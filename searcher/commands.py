@@ -33,7 +33,7 @@ ModelOf = Callable[[Any, Path | None, int | None], AbstractContextManager[Path]]
 
 _COLUMNS = ("version", "step", "accuracy", "reward", "prompts", "unfinished", "failed")
 # Shown as columns where they were measured.
-_MORE_COLUMNS = ("pass_at_", "kl", "kl_per_token", "distinct_", "embedding_distance")
+_MORE_COLUMNS = ("accuracy_of_", "reward_of_", "pass_at_", "kl", "kl_per_token", "distinct_", "embedding_distance")
 
 
 def eval_command(store: Store) -> Callable[..., None]:
@@ -155,6 +155,8 @@ def generate_command(model_of: ModelOf) -> Callable[..., None]:
         config = options.resolve({"search.gpus": "cpu" if cpu else None}).config
         start_process("generate", level="WARNING", drains=False)
         need("torch", "train")
+        if prompt is not None and prompt.endswith(".toml") and Path(prompt).is_file():
+            raise UsageError(f"{prompt} is a file: name a configuration with --config, and write the prompt itself")
         if not chat and prompt is None and sys.stdin.isatty():
             raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
         device = _choose_device(config)

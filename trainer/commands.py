@@ -42,7 +42,7 @@ def sft_command(train_together: Together) -> Callable[..., None]:
         epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data; 1 by default.")] = None,
         steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of epochs.")] = None,
         batch_size: Annotated[int, typer.Option(min=1, help="Rows per optimiser step.")] = 64,
-        learning_rate: Annotated[float | None, typer.Option(help="Instead of train.learning_rate.")] = None,
+        learning_rate: Annotated[float | None, typer.Option(help="Instead of sft.learning_rate.")] = None,
         gpu: Annotated[
             str | None,
             typer.Option("--gpu", "--gpus", help="The GPU to train on; several (6,7 or 4-7) train together."),
@@ -54,7 +54,11 @@ def sft_command(train_together: Together) -> Callable[..., None]:
         """Train a model on prompts with given responses: the warm start of a run."""
         not_both(cpu, gpu is not None, "--cpu", "--gpu")
         not_both(epochs is not None, steps is not None, "--epochs", "--steps")
-        overrides = {"train.gpu": "cpu" if cpu else gpu, "model.path": model, "train.learning_rate": learning_rate}
+        overrides = {"train.gpu": "cpu" if cpu else gpu, "model.path": model, "sft.learning_rate": learning_rate}
+        if any(assignment.startswith("train.learning_rate=") for assignment in options.sets):
+            raise UsageError(
+                "train.learning_rate is that of tba train: use --learning-rate, or --set sft.learning_rate"
+            )
         resolved = options.resolve(overrides)
         plan = (data, out, held_out, epochs or 1, steps, batch_size)
         _run(resolved.config, plan, train_together, resume=resume, as_json=as_json)

@@ -49,6 +49,7 @@ from tba.trainer.step.learner import Learner
 log = get_logger(__name__)
 
 _METRICS = "metrics.jsonl"
+_LOCK = "trainer.lock"
 # What rank 0 tells the others before each step.
 _GO, _STOP = "go", "stop"
 
@@ -86,16 +87,21 @@ def sft(
     """Train the model and write it to `plan.out`. Returns False if `stop()` came first, after saving a checkpoint.
 
     Every rank calls this. `on_step` is called with the metrics of each step. Of the configuration, `model`, `run.seed`,
-    the templates of `task` and the optimiser settings of `train` apply. Raises UsageError, ConfigError, TaskError for
+    `sft`, the templates of `task` and the other optimiser settings of `train` apply. Nothing is left behind if it fails
+    before the first step. Raises UsageError, ConfigError, TaskError for
     data, CheckpointError, TrainingBroken, RankLost, MemoryShort.
     """
     if plan.out.exists():
         raise UsageError(f"{plan.out} exists already: name another --out")
+    train = config.train.model_copy(update={"learning_rate": config.sft.learning_rate})
+    config = config.model_copy(update={"train": train})
     prepare(config, device)
     with until_lost(), contextlib.ExitStack() as stack:
         ranks = join(torch.device(device))
         if ranks.rank == 0:
-            lock = plan.work / "trainer.lock"
+            lock = plan.work / _LOCK
+            missing = [directory for directory in (plan.work, *plan.work.parents) if not directory.exists()]
+            stack.callback(_remove_unused, plan.work, missing)
             stack.enter_context(exclusive_lock(lock, f"another process makes {plan.out}: stop it first"))
         report = require_memory(config, torch.device(device), ranks, supervised=True)
         clock = clock or SystemClock()
@@ -108,6 +114,17 @@ def sft(
         if finished and ranks.rank == 0:
             shutil.rmtree(plan.work)
     return finished
+
+
+def _remove_unused(work: Path, created: Sequence[Path]) -> None:
+    """Delete the work directory if no step was recorded in it, and those above it that were created for it."""
+    found = {path.name: path for path in work.glob("*")}
+    if found.keys() - {_LOCK, _METRICS} or (_METRICS in found and found[_METRICS].stat().st_size):
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    for directory in created:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 class Job:
@@ -223,7 +240,7 @@ class Job:
         if made.skipped:
             raise TrainingBroken(
                 f"step {step} was skipped, {made.skipped} (rows are counted from 0): --resume continues from the "
-                "newest checkpoint, a smaller train.learning_rate may help"
+                "newest checkpoint, a smaller --learning-rate may help"
             )
         result = made.metrics
         seconds = self._clock.monotonic() - started

@@ -5,7 +5,7 @@
     task      [task] [reward_model]
     buffer    [buffer]
     search    [search]
-    train     [train] [objective] [lora] [reference] [metrics]
+    train     [train] [sft] [objective] [lora] [reference] [metrics]
     security  [security]
     section   the base class of all sections
     layers    where values come from: flag over environment over file over default
@@ -22,7 +22,14 @@ from tba.common.config.search import Explored, SearchSection
 from tba.common.config.section import Section
 from tba.common.config.security import SecuritySection
 from tba.common.config.task import RewardModelSection, TaskSection, Truncated
-from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
+from tba.common.config.train import (
+    LoraSection,
+    MetricsSection,
+    ObjectiveSection,
+    ReferenceSection,
+    SftSection,
+    TrainSection,
+)
 
 __all__ = [
     "AlarmSection",
@@ -41,6 +48,7 @@ __all__ = [
     "SearchSection",
     "Section",
     "SecuritySection",
+    "SftSection",
     "TaskSection",
     "TrainSection",
     "Truncated",

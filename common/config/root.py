@@ -12,7 +12,14 @@ from tba.common.config.search import SearchSection
 from tba.common.config.section import Section
 from tba.common.config.security import SecuritySection
 from tba.common.config.task import RewardModelSection, TaskSection
-from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
+from tba.common.config.train import (
+    LoraSection,
+    MetricsSection,
+    ObjectiveSection,
+    ReferenceSection,
+    SftSection,
+    TrainSection,
+)
 from tba.common.wire.socket_files import socket_of
 
 # Of a token id, and of a log-probability, in a message.
@@ -29,6 +36,7 @@ class Config(Section):
     buffer: BufferSection = BufferSection()
     search: SearchSection = SearchSection()
     train: TrainSection = TrainSection()
+    sft: SftSection = SftSection()
     objective: ObjectiveSection = ObjectiveSection()
     lora: LoraSection = LoraSection()
     reference: ReferenceSection = ReferenceSection()

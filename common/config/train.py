@@ -239,6 +239,13 @@ class ObjectiveSection(Section):
         return self
 
 
+class SftSection(Section):
+    """Supervised fine-tuning by `tba sft`, which takes everything else from the other sections (docs/sft.md)."""
+
+    learning_rate: PositiveFloat = 1e-4
+    """Peak learning rate of AdamW. That of reinforcement learning, train.learning_rate, would be far too small."""
+
+
 class LoraSection(Section):
     """Low-rank adapters (PEFT). They are trained instead of the model, which stays frozen and is the reference."""
 

@@ -152,19 +152,20 @@ def append_version(runs: list[list[int]], version: int, tokens: int) -> None:
 def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) -> GenerationRequest:
     """Return a request with at most the tokens that the context has room for after the prompt.
 
-    Raises EngineError for a request that no engine of this model can answer.
+    Raises EngineError for a request that no engine of this model can answer. It becomes the error of a row, without
+    numbers of the request, so that `GROUP BY error` counts.
     """
     sampling, prompt = request.sampling, len(request.prompt_ids)
     if prompt >= context:
         raise EngineError(
-            f"request {request.id} has a prompt of {prompt} tokens and needs one more, the engine has a context of "
-            f"{context}: raise search.max_model_len, or drop the prompt"
+            f"the prompt leaves no room for a response in the context of {context} tokens: raise "
+            "search.max_model_len, or drop the prompt"
         )
     if not in_vocabulary(request.prompt_ids.tolist(), vocabulary):
-        raise EngineError(f"request {request.id} is empty, or has token ids outside 0 to {vocabulary - 1}")
+        raise EngineError(f"the prompt is empty, or has token ids outside 0 to {vocabulary - 1}")
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
         raise EngineError(
-            f"request {request.id} has temperature {sampling.temperature}, top_p {sampling.top_p}, max_tokens "
+            f"the request has temperature {sampling.temperature}, top_p {sampling.top_p}, max_tokens "
             f"{sampling.max_tokens}: they must be at least 0, in (0, 1], and at least 1"
         )
     if prompt + sampling.max_tokens <= context:

@@ -31,7 +31,7 @@ from tba.searcher.exploration import Exploration
 from tba.searcher.run import context_of, make_engine, make_rewards
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Prompt, Task, check_answers, check_rendering, fingerprint
+from tba.searcher.tasks.task import Prompt, Task, check_answers, check_rendering, fingerprint, name_of
 from tba.searcher.weights.assembly import SnapshotAssembler
 
 log = get_logger(__name__)
@@ -142,7 +142,8 @@ class Evaluator:
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self._config.eval.samples
         measured = measure.Measured(self._config.run.seed)
-        measure.measure_greedy(measured, answers[:prompts])
+        names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
+        measure.measure_greedy(measured, answers[:prompts], names if len(set(names)) > 1 else ())
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]

@@ -40,11 +40,16 @@ class Measured:
             self.intervals[name] = math.exp(low), math.exp(min(high, math.log(1e300)))
 
 
-def measure_greedy(measured: Measured, answers: Sequence[Answer]) -> None:
-    """Add the metrics of the greedy answers, one per prompt."""
+def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequence[str] = ()) -> None:
+    """Add the metrics of the greedy answers, one per prompt. `tasks` are the tasks of a mixture that they belong to."""
     _measure_rewards(measured, [[answer] for answer in answers], "")
     if _has_correct(answers):
         measured.add("accuracy", [_correct(answer) for answer in answers])
+    for task in sorted(set(tasks)):
+        own = [answer for answer, name in zip(answers, tasks, strict=True) if name == task]
+        measured.add(f"reward_of_{task}", [answer.reward.total for answer in own])
+        if _has_correct(own):
+            measured.add(f"accuracy_of_{task}", [_correct(answer) for answer in own])
 
 
 def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], pass_at: Sequence[int]) -> None:

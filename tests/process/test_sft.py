@@ -27,7 +27,7 @@ def test_sft_writes_a_model_and_reports_steps_as_json_lines(tba, pairs, example_
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert max(row["learning_rate"] for row in rows) == Config().train.learning_rate, "the warm-up fits five steps"
+    assert max(row["learning_rate"] for row in rows) == Config().sft.learning_rate, "the warm-up fits five steps"
     assert "warmup" not in result.stderr + result.stdout
     assert "decay_steps" not in result.stderr
     assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss_before"]
@@ -35,6 +35,8 @@ def test_sft_writes_a_model_and_reports_steps_as_json_lines(tba, pairs, example_
     again = tba(*command)
     assert again.returncode == 2
     assert "exists already" in again.stderr
+    refused = tba(*command, "--set", "train.learning_rate=1e-3")
+    assert "use --learning-rate" in refused.stderr
 
 
 def test_sft_interrupted_by_ctrl_c_exits_with_an_error(start_tba, pairs, example_model, tmp_path):

@@ -202,7 +202,7 @@ class RunningVllm:
         try:
             self._llm.add_request(name, prompt, params, lora_request=self._adapter, priority=priority)
         except Exception as error:
-            raise EngineError(f"request {name} was refused by vLLM: {error}") from error
+            raise EngineError(f"vLLM refused a request: {error}") from error
 
     def _sampling_params(self, sampling: SamplingSettings) -> Any:
         return _params(

@@ -7,7 +7,13 @@ import pytest
 
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.answers import Answer, Question
-from tba.searcher.evaluation.measure import Measured, measure_divergence, measure_diversity, measure_sampled
+from tba.searcher.evaluation.measure import (
+    Measured,
+    measure_divergence,
+    measure_diversity,
+    measure_greedy,
+    measure_sampled,
+)
 from tba.searcher.evaluation.statistics import bootstrap, cosine_distance, distinct, pass_at_k
 from tba.searcher.tasks.task import Reward
 
@@ -79,6 +85,13 @@ def test_the_metrics_of_sampled_answers_by_hand():
     assert found["distinct_1"] == pytest.approx(0.75)
     assert found["distinct_2"] == pytest.approx(0.75)
     assert "distinct_4" not in found
+
+
+def test_each_task_of_a_mixture_has_its_own_accuracy():
+    measured = Measured(seed=0)
+    measure_greedy(measured, [answered([1], correct=1.0), answered([1]), answered([1])], ["a", "b", "b"])
+    found = measured.metrics
+    assert (found["accuracy_of_a"], found["accuracy_of_b"], found["accuracy"]) == (1.0, 0.0, pytest.approx(1 / 3))
 
 
 def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_reference_could_score():

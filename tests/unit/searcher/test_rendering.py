@@ -175,6 +175,12 @@ def test_the_doctor_finds_a_prompt_that_the_context_has_no_room_for(search, word
         check_task_and_prompts(config)
 
 
+def test_fewer_prompts_than_a_batch_needs_are_found_before_a_run():
+    config = Config.model_validate({"train": {"prompts_per_step": 10}, "task": {"limit": 9}})
+    with pytest.raises(TaskError, match="has 9 prompts and a batch needs 10 different ones: lower"):
+        check_task_and_prompts(config)
+
+
 def test_messages_may_be_maps_as_in_data_sets():
     maps: Any = [{"role": "user", "content": QUESTION}]
     assert Prompt("p", messages=maps) == Prompt("p", messages=[("user", QUESTION)])

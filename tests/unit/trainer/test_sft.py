@@ -22,7 +22,7 @@ from tba.trainer.sft import Job, Plan, sft
 from tba.trainer.step.learner import Learner
 
 CHAT = "{% for m in messages %}{{ m.content }}={% endfor %}{% if not add_generation_prompt %}<eos>{% endif %}"
-SETTINGS = {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0, "checkpoint_every": 2}
+SETTINGS = {"schedule": "constant", "warmup_steps": 0, "checkpoint_every": 2}
 
 
 @pytest.fixture
@@ -60,7 +60,11 @@ def write(path: Path, *lines: str) -> Path:
 def make(base, plan, *, resume=False, stop_after=None, **train) -> list[dict[str, float]]:
     """Run the training. Returns the metrics of each step."""
     config = Config.model_validate(
-        {"model": {"path": str(base), "dtype": "float32"}, "train": {"gpu": "cpu", **SETTINGS, **train}}
+        {
+            "model": {"path": str(base), "dtype": "float32"},
+            "train": {"gpu": "cpu", **SETTINGS, **train},
+            "sft": {"learning_rate": 0.02},
+        }
     )
     steps: list[dict[str, float]] = []
     finished = sft(
@@ -138,6 +142,15 @@ def test_a_step_that_runs_out_of_memory_gives_advice(base, pairs, tmp_path, monk
     monkeypatch.setattr(Learner, "accumulate", run_out)
     with pytest.raises(MemoryShort, match=r"lower train\.micro_batch_tokens.*--resume"):
         make(base, Plan([pairs], tmp_path / "sft", steps=1, batch_size=4))
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "1+1="}', ""])
+def test_a_training_that_is_refused_leaves_nothing_behind(base, tmp_path, line):
+    data = write(tmp_path / "bad.jsonl", line)
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(TaskError):
+        make(base, Plan([data], tmp_path / "models/new/out"))
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_resuming_with_other_data_is_rejected(base, pairs, tmp_path):

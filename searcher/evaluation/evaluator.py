@@ -16,6 +16,7 @@ from tba.common.errors import TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import PinnedSnapshot, weights_directory
 from tba.common.weights.snapshot import Manifest, Snapshot
@@ -122,22 +123,38 @@ class Evaluator:
 
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
-        before = self._serving.pop_all()
-        self._serving.callback(pinned.release)
-        with before:
-            self._engine.load_weights(snapshot)
         manifest, started = snapshot.manifest, time.monotonic()
         doing, total = f"v{manifest.version}", len(self._questions)
-        answers = answer(
-            self._engine,
-            self._rewards,
-            self.subject.stopping.scored_text,
-            self.subject.prompts,
-            self._questions,
-            lambda finished: report(doing, finished, total),
-        )
+
+        def step(finished: int) -> bool:
+            watchdog.beat(warm=finished > 0)
+            return report(doing, finished, total)
+
+        with self._watched() as watchdog:
+            before = self._serving.pop_all()
+            self._serving.callback(pinned.release)
+            with before:
+                self._engine.load_weights(snapshot)
+            answers = answer(
+                self._engine,
+                self._rewards,
+                self.subject.stopping.scored_text,
+                self.subject.prompts,
+                self._questions,
+                step,
+            )
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         return None if measured is None else self._row(manifest, measured, time.monotonic() - started)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[Watchdog]:
+        """End the process if the engine hangs, as a searcher does."""
+        watchdog = Watchdog(limit_seconds=self._config.search.step_seconds, setting="search.step_seconds")
+        watchdog.start()
+        try:
+            yield watchdog
+        finally:
+            watchdog.stop()
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self._config.eval.samples

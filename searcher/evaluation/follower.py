@@ -69,7 +69,8 @@ class Follower:
         self._assembler = assembler
         self._client = client
         self._clock = clock
-        self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
+        # It only reports to systemd: the evaluator watches its engine.
+        self._watchdog = Watchdog()
         self._queue: dict[int, messages.WeightsRef] = {}
         # Versions that are evaluated, or given up.
         self._done: set[int] = set()
@@ -85,7 +86,6 @@ class Follower:
         # Raised only after `stop()`.
         except BufferUnavailable:
             return
-        self._watchdog.start()
         while not stop():
             self._watchdog.beat()
             self._find()
@@ -96,7 +96,6 @@ class Follower:
                 break
             else:
                 self._heartbeat("waiting", "no snapshot is to be evaluated", _IDLE_SECONDS)
-        self._watchdog.stop()
         self._leave()
 
     def _join(self, stop: Callable[[], bool]) -> None:

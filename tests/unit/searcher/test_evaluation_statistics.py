@@ -43,8 +43,7 @@ def test_intervals_cover_the_true_mean_as_often_as_they_say():
 
 
 def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
-    sums, counts = np.array([2.0, 8.0]), np.array([1.0, 4.0])
-    assert bootstrap(sums, counts, seed=1) == (2.0, 2.0)
+    assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
     values = np.arange(20.0)
     assert bootstrap(values, seed=1) == bootstrap(values, seed=1) != bootstrap(values, seed=2)
 
@@ -91,7 +90,8 @@ def test_each_task_of_a_mixture_has_its_own_accuracy():
     measured = Measured(seed=0)
     measure_greedy(measured, [answered([1], correct=1.0), answered([1]), answered([1])], ["a", "b", "b"])
     found = measured.metrics
-    assert (found["accuracy_of_a"], found["accuracy_of_b"], found["accuracy"]) == (1.0, 0.0, pytest.approx(1 / 3))
+    assert (found["accuracy_of_a"], found["accuracy_of_b"]) == (1.0, 0.0)
+    assert found["accuracy"] == pytest.approx(1 / 3)
 
 
 def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_reference_could_score():

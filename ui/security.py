@@ -46,7 +46,8 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers[name] = value
-                headers.setdefault("Cache-Control", "no-store")
+                # The files of the interface are asked for again, and answered with 304 if they are the same.
+                headers["Cache-Control"] = "no-cache" if scope["path"].startswith("/static/") else "no-store"
             await send(message)
 
         answer = self._refuse(scope, Headers(scope=scope)) or self._app

@@ -16,7 +16,7 @@ from tba.ui.svg import points_chart, sparkline
 # A prompt of a run whose prompts have many responses each is read up to this number of its newest ones.
 _MOST_RESPONSES = 2000
 _PAGE_ROWS = 50
-_BUDGET_SECONDS = 0.3
+_BUDGET_SECONDS = 0.2
 KINDS = {
     "": "with responses",
     "all": "all prompts",
@@ -28,6 +28,8 @@ KINDS = {
 _PASSED = "COALESCE(json_extract(t.reward_parts, '$.correct') >= 1, t.reward > 0)"
 _RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_tokens, t.stop_reason, t.error,
     {_PASSED} AS passed FROM trajectory_rows t WHERE t.prompt = ? ORDER BY t.policy_version DESC, t.id DESC LIMIT ?"""  # noqa: S608
+# A list needs no texts, and they are on pages of their own.
+_WITH_TEXT = _RESPONSES.replace("t.error,", "t.error, substr(t.text, 1, 200) AS text,")
 # The plus keeps SQLite from sorting by an index on the run: ids are in the order of registration.
 _PROMPTS = """SELECT id, key, position, substr(text, 1, 500) AS text FROM prompts
     WHERE +run = ? AND id > ? %s ORDER BY id LIMIT ?"""
@@ -124,7 +126,7 @@ def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
     )
     if prompt is None:
         raise missing(f"prompt {number} of run {run.name}")
-    responses = rows.all(_RESPONSES, number, _MOST_RESPONSES)
+    responses = rows.all(_WITH_TEXT, number, _MOST_RESPONSES)
     visits = "SELECT id, epoch, leased_at, done_at FROM visits WHERE id = ?"
     numbers = dict.fromkeys(response["visit"] for response in responses)
     groups = [

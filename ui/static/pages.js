@@ -119,6 +119,11 @@ document.addEventListener("keydown", (event) => {
   if (action) { event.preventDefault(); action(); }
 });
 
+// Empty fields of a filter are no part of its address.
+document.addEventListener("formdata", (event) => {
+  [...event.formData].forEach(([name, value]) => { if (!value) event.formData.delete(name); });
+});
+
 document.addEventListener("DOMContentLoaded", () => {
   const place = document.getElementById("charts");
   if (!place) return;

@@ -1,0 +1,81 @@
+"""The web interface on a large buffer: the time of each page at the server.
+
+    python -m benchmarks.pages [--rows 1000000] [--keep FOLDER]
+
+The database is that of `benchmarks.scale`, with the batches that it samples. Each page is rendered five times in this
+process, without a network, with a warm file cache. *No row matches* is the most expensive filter: the whole budget of
+time passes, and the page links to the rest of the search.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from benchmarks import scale, serving
+from benchmarks.table import print_table
+from tba.ui.app import make_app
+
+_REPEATS = 5
+_PAGES = {
+    "run": "/r/run",
+    "changes, polled": "/r/run/live",
+    "charts": "/r/run/charts.json",
+    "steps": "/r/run/steps",
+    "step of 512 slots": "/r/run/steps/50",
+    "prompts": "/r/run/prompts",
+    "prompts: never solved": "/r/run/prompts?kind=never",
+    "prompt": "/r/run/prompts/1000",
+    "trajectory": "/r/run/trajectories/{middle}",
+    "compare": "/r/run/compare?a={middle}&b=7",
+    "trajectories": "/r/run/trajectories",
+    "by reward": "/r/run/trajectories?reward_min=0.4&reward_max=0.6&sort=best",
+    "by step": "/r/run/trajectories?step=50",
+    "by version": "/r/run/trajectories?version=0",
+    "by prompt": "/r/run/trajectories?prompt=1000",
+    "by searcher": "/r/run/trajectories?searcher=1",
+    "deep page": "/r/run/trajectories?sort=best&after=0.5%3A{middle}",
+    "no row matches: error": "/r/run/trajectories?error=yes",
+    "no row matches: length": "/r/run/trajectories?length_min=100000",
+    "no row matches: part": "/r/run/trajectories?part=none&sort=worst",
+}
+
+
+def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as scratch:
+        directory = scale.made((options.keep or Path(scratch)) / f"rows{options.rows}", options.rows)
+        browser = TestClient(make_app([directory]), base_url="http://127.0.0.1")
+        if browser.get("/r/run/steps/50").status_code != 200:
+            with serving.serving(directory) as (_, address):
+                scale.batch_ms(address)
+        rows = []
+        for name, address in _PAGES.items():
+            times, size = _measure(browser, address.format(middle=options.rows // 2))
+            rows.append([name, f"{statistics.median(times):.0f}", f"{max(times):.0f}", f"{size / 1024:.0f}"])
+    print_table(f"pages over {options.rows:,} rows", ["page", "median ms", "max ms", "KiB"], rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="the pages of the web interface on a large buffer")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the buffer")
+    parser.add_argument("--keep", type=Path, help="folder for the database, kept")
+    return parser.parse_args()
+
+
+def _measure(browser: TestClient, address: str) -> tuple[list[float], int]:
+    """Return the milliseconds of each request, and the bytes of the page."""
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        reply = browser.get(address)
+        times.append(1000 * (time.perf_counter() - started))
+        assert reply.status_code == 200, f"{address}: {reply.status_code}"
+    return times, len(reply.content)
+
+
+if __name__ == "__main__":
+    main()

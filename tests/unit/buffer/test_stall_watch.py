@@ -5,6 +5,7 @@ import json
 import threading
 
 import pytest
+from pydantic import SecretStr
 
 from tba.buffer.server.alarm import Alarm
 from tba.buffer.server.stall_watch import StallWatch
@@ -74,7 +75,7 @@ def test_the_webhook_of_an_alarm_gets_json():
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.handle_request)
     thread.start()
-    alarm = Alarm(AlarmSection(webhook=f"http://127.0.0.1:{server.server_port}/hook"), "r7")
+    alarm = Alarm(AlarmSection(webhook=SecretStr(f"http://127.0.0.1:{server.server_port}/hook")), "r7")
     alarm.send(_SLOW, 601.4)
     thread.join(60)
     alarm.close()
@@ -91,7 +92,7 @@ def test_the_webhook_of_an_alarm_gets_json():
 
 
 def test_a_webhook_is_not_stored_and_must_be_http():
-    section = AlarmSection(webhook="https://hooks.example/secret")
+    section = AlarmSection(webhook=SecretStr("https://hooks.example/secret"))
     assert "secret" not in str(section.model_dump(mode="json"))
     with pytest.raises(ValueError, match="http://"):
-        AlarmSection(webhook="file:///etc/passwd")
+        AlarmSection(webhook=SecretStr("file:///etc/passwd"))

@@ -18,7 +18,7 @@ _MOST_PEERS = 256
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
 
 
-# Within this time an equal warning is counted; of so many different ones at most.
+# Within this time an equal warning is counted. The number of different ones that are remembered is limited.
 _EQUAL_SECONDS = 60.0
 _EQUAL_KEPT = 1000
 

@@ -1,4 +1,4 @@
-"""Tell somebody that a run stands still: a command, or a POST to a webhook."""
+"""Send an alarm when a run stands still: a command, or a POST to a webhook."""
 
 import contextlib
 import json

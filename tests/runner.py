@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -33,6 +33,11 @@ sys.dont_write_bytecode = False
 def size(small: T, full: T) -> T:
     """`full` under `make test-all`, else `small`."""
     return full if FULL_SIZE else small
+
+
+def slow(*values: object) -> list[Any]:
+    """Return values of a parameter that `make quick` leaves out."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

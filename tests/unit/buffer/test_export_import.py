@@ -297,6 +297,7 @@ def test_an_invalid_line_gives_one_sentence_and_nothing_is_imported(line, words,
     assert ask("SELECT COUNT(*) FROM trajectories") == [(0,)]
 
 
+@pytest.mark.slow
 def test_rows_with_long_texts_are_split_into_messages_below_the_limit(tba_buffer, target, tmp_path, ask):
     rows = [GOOD | {"text": "x" * (1 << 20), "reward": n} for n in range(20)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

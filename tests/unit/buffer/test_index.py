@@ -17,6 +17,7 @@ from tba.buffer.sampling.remover import keyed_hash
 from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
 from tba.buffer.sampling.sampler import Sampler
 from tba.tests.helpers.index import add, block_of
+from tba.tests.runner import slow
 
 
 def index_of(rows: list[tuple[int, float]], **limits: Any) -> SamplingIndex:
@@ -242,7 +243,7 @@ def test_a_trajectory_takes_at_most_100_bytes(limits, rule):
     assert used / len(index) <= 100
 
 
-@pytest.mark.parametrize("keep", ["newest", "best", "reservoir"])
+@pytest.mark.parametrize("keep", ["best", *slow("newest", "reservoir")])
 def test_the_cost_of_a_long_block_is_linear_in_its_rows(keep):
     """100 of 8,192 responses to one prompt stay. The entry to remove is never searched for among all of them."""
     entries = [Entry(id_, 0, 0, id_ % 7, id_) for id_ in range(8192)]
@@ -273,7 +274,14 @@ def lines_run(sampler: Sampler, step: int) -> int:
     return lines
 
 
-@pytest.mark.parametrize("rule", ["uniform", "recency", "softmax", "rank"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "recency",
+        "rank",
+        *slow("uniform", "softmax"),
+    ],
+)
 def test_a_batch_has_no_python_loop_over_all_prompts_or_trajectories(rule):
     """With 16 times the data and the same number of changed prompts, it executes less than twice the lines."""
     rules = dataclasses.replace(RULES, prompt_priority=rule)

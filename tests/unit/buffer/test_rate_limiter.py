@@ -14,6 +14,7 @@ from tba.common.wire.status_messages import GetStatus
 from tba.tests.runner import size
 
 
+@pytest.mark.slow
 @given(
     ratio=st.floats(0.01, 50),
     prompts=st.integers(1, 20),

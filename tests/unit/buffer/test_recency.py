@@ -15,6 +15,7 @@ from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
 from tba.buffer.sampling.sampler import Draw, Sampler
 from tba.buffer.service import counters
 from tba.common.config import Config
+from tba.tests.runner import slow
 
 NODE = Path(tba.__file__).parent / "examples/gsm8k/node.toml"
 # The training set of GSM8K; the trainer consumes 7 groups a step, and the searchers deliver more.
@@ -68,7 +69,13 @@ def mean_staleness(config: Config, lag: int, **arguments: int) -> float:
     return float(np.mean(ages))
 
 
-@pytest.mark.parametrize("lag", [0, 1, 4, 16])
+@pytest.mark.parametrize(
+    "lag",
+    [
+        4,
+        *slow(0, 1, 16),
+    ],
+)
 def test_staleness_grows_with_the_lag_by_no_cliff(lag):
     """The settings of node.toml: after 300 steps, the twentieth that is drawn from all history adds 7 to the mean."""
     assert node().buffer.recency_window == "auto"
@@ -108,7 +115,13 @@ def test_what_is_drawn_from_all_history_ages_by_half_a_step_per_step():
         assert ages[0.95] == pytest.approx(0.05 * ages[0.0], abs=0.02 * steps)
 
 
-@pytest.mark.parametrize("lag", [0, 3, 4, 5, 16])
+@pytest.mark.parametrize(
+    "lag",
+    [
+        4,
+        *slow(0, 3, 5, 16),
+    ],
+)
 def test_a_window_that_is_too_short_for_the_lag_makes_no_cliff_either(lag):
     assert mean_staleness(node(recency_window=3), lag) <= lag + 8
 

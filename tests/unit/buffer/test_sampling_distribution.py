@@ -16,6 +16,7 @@ from tba.buffer.sampling.index import Entry, SamplingIndex
 from tba.buffer.sampling.rules import Limits, SamplingRules
 from tba.buffer.sampling.sampler import Draw, Sampler
 from tba.tests.helpers.index import add
+from tba.tests.runner import slow
 
 # Enough to reject, nine times in ten, chances of 30 outcomes that are off by 17 % each (chi-square, p = 1e-4): an error
 # in a rule changes them by far more.
@@ -121,7 +122,7 @@ def in_order(groups: int, chances: Callable[[list[int]], Mapping[Hashable, float
     return declared
 
 
-@pytest.mark.parametrize("flat_weight", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("flat_weight", [0.4, *slow(1.0, 0.0)])
 @pytest.mark.parametrize(("rule", "groups"), [("uniform", 2), ("recency", 6), ("softmax", 2), ("rank", 2)])
 def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
     """Compares the first prompts of a batch in their order, so it also tests draws without replacement."""
@@ -173,7 +174,10 @@ def within(rule: str) -> dict[int, float]:
     return dict.fromkeys(range(len(rewards)), 1.0)
 
 
-@pytest.mark.parametrize("replacement", ["if_needed", "never", "always"])
+@pytest.mark.parametrize(
+    "replacement",
+    ["if_needed", *slow("never", "always")],
+)
 @pytest.mark.parametrize("rule", ["uniform", "recency", "softmax", "rank"])
 def test_trajectories_are_drawn_as_declared(rule, replacement):
     """Two of a prompt, in the order in which they are drawn."""

@@ -105,6 +105,7 @@ def test_published_differences_of_mixtures_are_refused_by_the_limits_of_dense_mo
     assert not accepted(acceptance(0.5), routed(np.random.default_rng(0)))
 
 
+@pytest.mark.slow
 def test_mixtures_are_accepted_once_calibrated_and_wrong_weights_of_them_are_not():
     """Wrong weights: log-probabilities that have nothing to do with the trainer's, several nats apart."""
     generator = np.random.default_rng(0)

@@ -178,6 +178,7 @@ def test_a_searcher_gives_up_when_its_engine_refuses_five_snapshots_in_a_row(lab
         follower.settle(with_wrong_canary(lab, lab.publish(5)))
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_accepted_in_between_starts_the_count_again(lab, follower):
     for step in range(8):
         ref = lab.publish(step)

@@ -227,6 +227,7 @@ def test_every_row_of_the_engine_is_busy_whatever_the_lengths_also_with_a_slow_b
     assert max(engine.in_flight_at_steps) < 3 * ROWS
 
 
+@pytest.mark.slow
 def test_a_group_is_put_as_soon_as_it_is_complete_although_older_ones_are_not(search):
     _, client = search(steps=400)
     leases = [message.rows.lease[0] for message, _ in client.puts]
@@ -243,6 +244,7 @@ def test_generation_pauses_when_the_spool_is_full(search):
     assert 5 <= len(client.puts) <= 5 + ROWS // SAMPLES
 
 
+@pytest.mark.slow
 def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
     """The log-probabilities are those of the sampling distribution, so they show which settings were used."""
     import torch

@@ -110,6 +110,7 @@ def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
     assert scoring.errors == sum(error != "" for error in errors)
 
 
+@pytest.mark.slow
 def test_a_thousand_failures_in_a_row_end_the_searcher(make):
     pipeline, _, _ = make(FakeEngine(refuse_every=1), FakeTokenizer())
     pipeline.submit(visits(500))

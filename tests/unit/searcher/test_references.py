@@ -53,6 +53,7 @@ def summed(rows, logprobs):
     ]
 
 
+@pytest.mark.slow
 def test_matrices_in_bfloat16_change_nothing_under_autocast_for_weights_that_bfloat16_represents(example_model, rows):
     exact, trainers, searchers = (load_model(example_model, torch.device("cpu")) for _ in range(3))
     for model in (exact, trainers, searchers):

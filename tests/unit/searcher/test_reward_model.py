@@ -13,6 +13,7 @@ from tba.common.errors import ConfigError
 from tba.deploy.doctor import examine
 from tba.searcher.scoring.classifier import RewardModel, check_files
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL, make_classifier, without_head
+from tba.tests.runner import slow
 
 PAIRS = [("1+2=", "3"), ("12+34=", "46"), ("1+1=", "2" * 90), ("9+8=", ""), ("7+70=", "77+1")]
 # Uses only characters in the vocabulary of the example's tokenizer.
@@ -50,7 +51,13 @@ def test_the_score_is_the_logit_of_the_last_token(tmp_path):
     assert score(model, [("1+2=", "3")]) == pytest.approx((hidden[0, -1] @ head.T).tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("pad", [None, -1, 1, 0])
+@pytest.mark.parametrize(
+    "pad",
+    [
+        0,
+        *slow(None, -1, 1),
+    ],
+)
 def test_a_pair_that_ends_with_eos_is_read_at_the_same_position_as_by_transformers_alone(tmp_path, pad):
     """1 is EOS. A model is read at EOS, or at the token before it if EOS is its padding token."""
     directory = make_classifier(tmp_path / "model", pad_token_id=pad, chat_template=TEMPLATE + "<eos>")

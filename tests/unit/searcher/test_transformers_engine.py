@@ -13,6 +13,7 @@ from tba.common.errors import ConfigError  # noqa: E402
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings  # noqa: E402
 from tba.searcher.engines.token_sampling import sample  # noqa: E402
 from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
+from tba.tests.runner import slow  # noqa: E402
 
 VOCABULARY = 150
 SHAPE = {
@@ -70,7 +71,6 @@ def expected_logprobs(model: Any, request: GenerationRequest, response: Any, tem
     return logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(request.prompt_ids) :]].numpy()
 
 
-slow = pytest.mark.slow
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": WINDOW},
@@ -79,10 +79,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "max_in_flight"),
-    [("llama", 5), *(pytest.param(kind, 16 if kind == "llama" else 5, marks=slow) for kind in KINDS)],
-)
+@pytest.mark.parametrize("kind", ["llama", *slow("mistral", "gemma3_text", "gpt2")])
+@pytest.mark.parametrize("max_in_flight", [5, *slow(16)])
 def test_a_row_of_the_continuous_batch_gets_the_log_probabilities_of_the_model_alone(kind, max_in_flight, tmp_path):
     model = save_model(kind, tmp_path, **KINDS[kind])
     asked = requests(30)
@@ -105,6 +103,7 @@ def test_greedy_decoding_takes_the_most_likely_token_in_a_batch_with_rows_that_s
         assert best.tolist() == found[request.id].response_ids.tolist()
 
 
+@pytest.mark.slow
 def test_a_response_depends_on_its_seed_and_not_on_the_other_rows(tmp_path):
     save_model("llama", tmp_path)
     asked = requests(10, top_p=0.9)
@@ -144,7 +143,7 @@ def by_float64(logits: Any, temperature: float, top_p: float, uniform: float) ->
     return int(np.searchsorted(cdf, uniform * cdf[-1], side="right"))
 
 
-@pytest.mark.parametrize("vocabulary", [3, 64, 1000])
+@pytest.mark.parametrize("vocabulary", [3, 64, *slow(1000)])
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
 def test_tokens_are_the_inverse_cdf_at_evenly_spaced_numbers(vocabulary, top_p):
     logits = np.random.default_rng(0).normal(0, 3, vocabulary).astype(np.float32)

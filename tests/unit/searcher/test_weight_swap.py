@@ -154,6 +154,7 @@ class Large(torch.nn.Module):
         self.converted.data.copy_(weights["converted"])
 
 
+@pytest.mark.slow
 def test_a_swap_takes_no_device_memory_before_the_pause_and_one_staging_block_in_it(tmp_path, monkeypatch):
     shapes = {"gate": (8192, 4096), "up": (8192, 4096), "columns": (4096, 8192), "converted": (8192, 1024)}
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}

@@ -20,6 +20,7 @@ from tba.common.weights.tensor_file import map_tensors
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, flip_a_byte
+from tba.tests.runner import slow
 from tba.trainer.publishing.adapter_writer import _check_names
 
 LORA = {"rank": 3, "alpha": 4.0, "publish": "adapter"}
@@ -66,7 +67,7 @@ def kinds(lab) -> list[tuple[int, int, int | None]]:
     return [(manifest.version, manifest.step, manifest.base) for manifest in manifests]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16")])
 @pytest.mark.parametrize("tie", [True, False])
 def test_base_and_adapter_on_a_node_are_the_trainers_policy_and_its_canary(publisher_harness, copies, dtype, tie):
     lab = publisher_harness(dtype=dtype, tie=tie, lora=LORA, steps=99)

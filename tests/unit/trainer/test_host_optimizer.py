@@ -8,11 +8,11 @@ import torch
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import random_batch
+from tba.tests.runner import slow
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.step.learner import Learner
 
-slow = pytest.mark.slow
 # Several micro-batches in a step, and a norm that clips.
 KEYS: dict[str, Any] = {"double": False, "micro_batch_tokens": 30, "max_grad_norm": 0.5}
 OFFLOAD: dict[str, Any] = {"offload": "optimizer", **KEYS}
@@ -36,7 +36,7 @@ def make_plain(**keys: Any) -> Learner:
     return learner
 
 
-@pytest.mark.parametrize("name", ["tb", pytest.param("tb_learned_z", marks=slow)])
+@pytest.mark.parametrize("name", ["tb", *slow("tb_learned_z")])
 def test_in_float32_five_steps_have_the_same_losses_and_weights_bit_for_bit(name):
     offloaded, plain = make_learner(name=name, **OFFLOAD), make_plain(name=name)
     assert losses(offloaded, 5) == losses(plain, 5)
@@ -44,7 +44,7 @@ def test_in_float32_five_steps_have_the_same_losses_and_weights_bit_for_bit(name
         assert torch.equal(weight, offloaded.masters()[name_])
 
 
-@slow
+@pytest.mark.slow
 def test_in_bfloat16_losses_agree_up_to_the_rounding_of_the_weights():
     """Without offload autocast rounds matrices alone; with it embeddings and norms are bfloat16 too."""
     keys: dict[str, Any] = {"autocast": True, "learning_rate": 1e-3}
@@ -75,8 +75,8 @@ def test_small_updates_add_up_in_the_masters_where_bfloat16_would_lose_them():
     assert (dict(gathered(learner.policy, MERGED))[name] == rounded[name]).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("saved_with", ["optimizer", pytest.param("none", marks=slow)])
+@pytest.mark.parametrize("autocast", [False, *slow(True)])
+@pytest.mark.parametrize("saved_with", ["optimizer", *slow("none")])
 def test_a_resumed_learner_makes_the_same_steps_bit_for_bit(tmp_path, autocast, saved_with):
     keys = KEYS | {"autocast": autocast}
     first = make_learner(offload=saved_with, **keys)

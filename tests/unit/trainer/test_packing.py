@@ -28,6 +28,7 @@ from tba.common.errors import ConfigError
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
+from tba.tests.runner import slow
 from tba.trainer.model.packing import _has_kernel, _head_sizes, _kernel, attend, obstacle, pack, packs
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.canary import make_canary, skeleton
@@ -143,13 +144,15 @@ def steps(count: int = 2, **keys):
     "keys",
     [
         {},
-        {"micro_batch_tokens": 1},
-        {"micro_batch_tokens": 60},
-        {"gradient_checkpointing": True},
-        {"lora": LoraSection(rank=2)},
         {"lora": LoraSection(rank=2), "gradient_checkpointing": True, "micro_batch_tokens": 60},
-        {"name": "tb_learned_z"},
-        {"name": "grpo"},
+        *slow(
+            {"micro_batch_tokens": 1},
+            {"micro_batch_tokens": 60},
+            {"gradient_checkpointing": True},
+            {"lora": LoraSection(rank=2)},
+            {"name": "tb_learned_z"},
+            {"name": "grpo"},
+        ),
     ],
     ids=lambda keys: " ".join(keys) or "default",
 )

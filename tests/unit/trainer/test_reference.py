@@ -9,6 +9,7 @@ from tba.common.config import Config, ReferenceSection, TrainSection
 from tba.common.errors import EXIT_CONFIG, CheckpointMismatch
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import make_batch, make_row, objective, random_batch, tiny_model
+from tba.tests.runner import slow
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import Scorer, weights_of
@@ -78,7 +79,7 @@ def test_log_probabilities_are_computed_once_per_reference():
 
 
 @pytest.mark.parametrize("section", [{"kind": "reset", "every": 2}, {"kind": "ema", "every": 2, "decay": 0.5}])
-@pytest.mark.parametrize("saved_at", [1, 3])
+@pytest.mark.parametrize("saved_at", [3, *slow(1)])
 def test_a_resumed_run_has_the_same_reference_bit_for_bit(tmp_path, section, saved_at):
     straight, first, second = learner(**section), learner(**section), learner(**section)
     expected = [straight.step(random_batch(step)).metrics for step in range(6)]

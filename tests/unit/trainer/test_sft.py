@@ -17,6 +17,7 @@ from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import eos_ids
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.trainer import tiny_model
+from tba.tests.runner import slow
 from tba.trainer.batch.sft_data import Encoder, read_rows
 from tba.trainer.sft import Job, Plan, sft
 from tba.trainer.step.learner import Learner
@@ -114,7 +115,7 @@ def test_a_model_that_cannot_be_written_leaves_its_checkpoint_and_nothing_else(b
     assert {path.name for path in tmp_path.glob("*out*")} == {"out.work"}
 
 
-@pytest.mark.parametrize("stops", [(1,), (3,), (2, 3)])
+@pytest.mark.parametrize("stops", [(2, 3), *slow((1,), (3,))])
 def test_a_resumed_training_writes_the_same_weights_bit_for_bit(base, pairs, tmp_path, stops):
     whole = Plan([pairs], tmp_path / "whole", held_out=pairs, epochs=2, batch_size=3)
     broken = Plan([pairs], tmp_path / "broken", held_out=pairs, epochs=2, batch_size=3)

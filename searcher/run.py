@@ -43,10 +43,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     for a reason that may be transient, and Refused if the buffer rejects this searcher.
     """
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
-    task = load_task(config.task)
-    check_prompts(task)
-    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
-    check_rendering(task, task.prompts(), renderer, context_of(config))
+    task, renderer = _load_prompts(config)
     stopping = read_stopping(config, renderer.tokenizer)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
@@ -86,6 +83,15 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         )
         ending.callback(searcher.close)
         searcher.run(stop)
+
+
+def _load_prompts(config: Config) -> tuple[Task, PromptRenderer]:
+    """Load the task and what renders its prompts, and check that every prompt can be used."""
+    task = load_task(config.task)
+    check_prompts(task)
+    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
+    check_rendering(task, task.prompts(), renderer, context_of(config))
+    return task, renderer
 
 
 def context_of(config: Config) -> int | None:

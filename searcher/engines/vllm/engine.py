@@ -9,6 +9,7 @@ docs/vllm.md lists what was run, and what was not (CUDA).
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
@@ -50,14 +51,11 @@ class VllmEngine:
         """`lora_rank` 0 is an engine without adapters; `prompt_tokens` is the length of a typical prompt.
 
         Without `stopping`, the end tokens of the model end a response.
-
         `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
         """
         import_vllm()
         directory = model_directory(model.path)
         files = weight_files(directory)
-        config = read_json(directory / "config.json")
-        tied = bool(config.get("tie_word_embeddings", False))
         rows = most_in_flight(search) + SCORING_ROWS
         strings = stopping.strings if stopping is not None else ()
         llm = start_vllm(
@@ -80,14 +78,8 @@ class VllmEngine:
             keep_prefix_cache=search.keep_prefix_cache,
             adapter=adapter_of_all() if lora_rank else None,
         )
-        acceptance = Acceptance(
-            tensor_shapes(files, tied=tied),
-            tied=tied,
-            vocabulary=self._running.vocabulary,
-            tolerance=canary_tolerance,
-            routed=routes_or_quantizes(config) or self._running.quantized,
-        )
         try:
+            acceptance = _acceptance(self._running, directory, canary_tolerance)
             self._hot_reload = HotReload(self._running, files, acceptance)
         except BaseException:
             self._running.close()
@@ -159,3 +151,16 @@ class VllmEngine:
         self._hot_reload.wait()
         if self._running.close():
             leave_process_groups()
+
+
+def _acceptance(running: RunningVllm, directory: Path, tolerance: float) -> Acceptance:
+    """Return the checks of snapshots for the model in a directory, which vLLM serves."""
+    config = read_json(directory / "config.json")
+    tied = bool(config.get("tie_word_embeddings", False))
+    return Acceptance(
+        tensor_shapes(weight_files(directory), tied=tied),
+        tied=tied,
+        vocabulary=running.vocabulary,
+        tolerance=tolerance,
+        routed=routes_or_quantizes(config) or running.quantized,
+    )

@@ -66,9 +66,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             engine = make_engine(config, stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
             # After the engine, which claims a fraction of the GPU's free memory.
-            references = _make_references(config, device)
-            if references is not None:
-                ending.callback(references.close)
+            references = _make_references(config, device, ending)
         searcher = Searcher(
             config,
             engine=engine,
@@ -117,13 +115,16 @@ def _connect(config: Config, name: str, clock: Clock) -> BufferClient:
     return BufferClient(config.address, role="searcher", name=name, clock=clock, keys=keys)
 
 
-def _make_references(config: Config, device: str) -> ReferenceScorer | None:
-    """Load the frozen reference if the searcher is to compute its log-probabilities."""
+def _make_references(config: Config, device: str, ending: contextlib.ExitStack) -> ReferenceScorer | None:
+    """Load the frozen reference if the searcher is to compute its log-probabilities. `ending` closes it."""
     if not config.search.reference_logprobs:
         return None
     from tba.searcher.scoring.reference_model import ReferenceModel
 
-    return ReferenceScorer(ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs)
+    model = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype)
+    references = ReferenceScorer(model.logprobs)
+    ending.callback(references.close)
+    return references
 
 
 def _clear_weights(config: Config, client: BufferClient) -> None:

@@ -30,8 +30,10 @@ def test_the_command_line_loads_no_role_before_a_command_runs():
     roles = [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer", "tba.ui"))]
     # These declare commands and import nothing else of their roles.
     buffer = ["command_options", "commands", "maintenance_commands"]
+    searcher = ["commands", "task_commands"]
     assert sorted(roles) == [
         *("tba.buffer", *(f"tba.buffer.{name}" for name in buffer)),
-        *(f"tba.{role}{module}" for role in ("searcher", "trainer", "ui") for module in ("", ".commands")),
+        *("tba.searcher", *(f"tba.searcher.{name}" for name in searcher)),
+        *(f"tba.{role}{module}" for role in ("trainer", "ui") for module in ("", ".commands")),
     ]
     assert not {"sqlite3", "pydantic", "numpy", "zmq"} & set(loaded)

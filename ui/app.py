@@ -1,6 +1,6 @@
 """The application: addresses, errors, and the files that pages load."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -13,18 +13,19 @@ from starlette.staticfiles import StaticFiles
 
 from tba.buffer.tools.limited_query import limit_memory
 from tba.common.errors import TbaError, UsageError
+from tba.common.terminal import note
 from tba.ui.pages import compare, prompts, run, sql, steps, trajectories
 from tba.ui.runs import find_runs
 from tba.ui.security import Guard
 from tba.ui.site import FOLDER, Site, make_environment, site_of
 
 
-def make_app(paths: Sequence[Path], *, token: str | None = None) -> Starlette:
-    """Return the application over the runs of directories and database files.
+def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callable[[str], None] = note) -> Starlette:
+    """Return the application over the runs of directories and database files. `report` receives what is left out.
 
     Raises UsageError or StorageError if a path leads to no run.
     """
-    site = Site(runs={run.key: run for run in find_runs(paths)}, environment=make_environment())
+    site = Site(runs={run.key: run for run in find_runs(paths, report)}, environment=make_environment())
     limit_memory(next(iter(site.runs.values())).database)
     routes = [
         Route("/", home),

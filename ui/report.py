@@ -8,6 +8,7 @@ from tba.buffer.tools.page_rows import PageRows
 from tba.common.clock import SystemClock
 from tba.common.errors import UsageError
 from tba.common.system.durable import write_text
+from tba.common.terminal import note
 from tba.ui.charts import Metrics
 from tba.ui.pages.run import describe, settings
 from tba.ui.runs import Run, find_runs
@@ -32,7 +33,7 @@ def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
 
     Raises UsageError if there is no such run, or several and no `name`; OSError if the file cannot be written.
     """
-    run = _chosen(find_runs([path]), path, name)
+    run = _chosen(find_runs([path], note), path, name)
     with run.rows() as rows:
         html = render(run, rows)
     target = output or run.directory / _FILE

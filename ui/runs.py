@@ -1,11 +1,12 @@
 """The runs that the interface shows: one for each run in each of the given directories and database files."""
 
 import contextlib
+import itertools
 import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.tools.page_rows import PageRows, page_rows
 from tba.common.config import SecuritySection
-from tba.common.errors import TbaError, UsageError
+from tba.common.errors import StorageError, TbaError, UsageError
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.probe import ask_status
@@ -89,26 +90,36 @@ def _ask(address: str, name: str, directory: str | None) -> Status | None:
     return status if status is not None and status.run_name == name else None
 
 
-def find_runs(paths: Sequence[Path]) -> list[Run]:
+def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]:
     """Return the runs of directories and database files; without any, those of every directory in runs/.
 
-    Raises UsageError if a path leads to no run, StorageError if a file is not a buffer of this release.
+    Of several files, those that cannot be read are left out, and `report` receives a sentence. Raises UsageError if a
+    path leads to no run, StorageError if the only file is not a buffer of this release.
     """
-    databases = [database for path in paths or [DEFAULT_DIRECTORY] for database in _databases(path)]
+    databases = dict.fromkeys(database for path in paths or [DEFAULT_DIRECTORY] for database in _databases(path))
     runs: dict[str, Run] = {}
-    for database in dict.fromkeys(databases):
-        with page_rows(database, seconds=_PAGE_SECONDS) as rows:
-            for row in rows.all("SELECT id, name FROM runs ORDER BY id"):
-                # The name in a file of other origin may hold any character.
-                name = re.sub(r"[^A-Za-z0-9._-]", "_", row["name"]).strip(".") or "run"
-                number = 2
-                key = name
-                while key in runs:
-                    key, number = f"{name}~{number}", number + 1
-                runs[key] = Run(key=key, name=row["name"], id=row["id"], database=database)
+    for database in databases:
+        try:
+            with page_rows(database, seconds=_PAGE_SECONDS) as rows:
+                found = rows.all("SELECT id, name FROM runs ORDER BY id")
+        except StorageError as error:
+            if len(databases) == 1:
+                raise
+            report(f"left out: {error}")
+            continue
+        for row in found:
+            key = _free_key(row["name"], runs)
+            runs[key] = Run(key=key, name=row["name"], id=row["id"], database=database)
     if not runs:
         raise UsageError("the databases hold no run yet: start one with `tba run`")
     return list(runs.values())
+
+
+def _free_key(name: str, taken: Container[str]) -> str:
+    """Return the part of an address for a run. Its name, in a file of other origin, may hold any character."""
+    first = re.sub(r"[^A-Za-z0-9._-]", "_", name).strip(".") or "run"
+    numbered = (f"{first}~{number}" for number in itertools.count(2))
+    return next(key for key in itertools.chain([first], numbered) if key not in taken)
 
 
 def _databases(path: Path) -> list[Path]:

@@ -26,7 +26,7 @@ def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, rep
         raise UsageError(f"--host {host} can be reached from other machines: give --token with a secret, too")
     if token is not None and len(token) < _TOKEN_CHARACTERS:
         raise UsageError(f"--token needs at least {_TOKEN_CHARACTERS} characters: `openssl rand -hex 16` makes one")
-    app = make_app(paths, token=token)
+    app = make_app(paths, token=token, report=report)
     listener = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     report(f"http://{shown}:{listener.getsockname()[1]}/{'?token=TOKEN' if token else ''} (Ctrl-C ends it)")

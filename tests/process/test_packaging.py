@@ -38,6 +38,7 @@ def test_the_wheel_contains_only_the_package(wheel):
     top_levels = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top_levels == {"tba"}
     assert {"tba/py.typed", "tba/cli.py", "tba/deploy/systemd/tba-buffer.service"} <= set(names)
+    assert {"tba/ui/templates/base.html", "tba/ui/static/pages.js", "tba/ui/static/vendor/uPlot.LICENSE"} <= set(names)
     assert not [name for name in names if {"tests", "benchmarks"} & set(name.split("/"))]
 
 

@@ -130,7 +130,7 @@ def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch, 
     ids=str,
 )
 def test_every_window_of_a_list_follows_an_index(filled, given):
-    (run,) = find_runs([filled])
+    (run,) = find_runs([filled], print)
     with run.rows() as rows:
         plan = _plan(rows, run, given)
         assert plan is not None
@@ -181,6 +181,18 @@ def test_the_changing_part_is_sent_only_after_a_change(filled):
     with closing(sqlite3.connect(filled)) as connection, connection:
         connection.execute("UPDATE trajectory_rows SET id = id + 1 WHERE id = 7")
     assert browser.get(address).status_code == 200
+
+
+def test_runs_of_one_name_have_addresses_of_their_own_and_foreign_files_are_left_out(filled, tmp_path):
+    for folder in ("a", "b", "c"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        copy = tmp_path / "runs" / folder / "buffer.sqlite"
+        copy.write_bytes(b"no database" * 100 if folder == "b" else filled.read_bytes())
+    said: list[str] = []
+    browser = client(tmp_path / "runs", report=said.append)
+    assert [f"/r/{key}" in browser.get("/").text for key in ("test", "test~2", "test~3")] == [True, True, False]
+    assert browser.get("/r/test~2/trajectories/1").status_code == 200
+    assert len(said) == 1
 
 
 def test_a_report_is_one_file_without_scripts(filled, tmp_path):

@@ -133,9 +133,10 @@ class ObjectiveSection(Section):
     responses of the group - reward_floor), for tb, tb_stale, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto
     is 0.25 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["task", "group"] = "group"
-    """imitation: the reward from which it counts. group: the least reward of the other responses of the group. task:
-    the `least_reward` that the task declares, 0 if it declares none, or task.truncated if that is lower; a trainer then
-    loads a task of your own when it starts. A number stands for it. A reward below that of a task is logged once."""
+    """imitation: the reward from which it counts. group: the least reward of the other responses of the group, or at
+    most 0 if theirs are equal. task: the `least_reward` that the task declares, 0 if it declares none, or
+    task.truncated if that is lower; a trainer then loads a task of your own when it starts. A number stands for it. A
+    reward below that of a task is logged once."""
     taper: Literal["off", "response", "mean"] = "off"
     """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
     advantage. response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for

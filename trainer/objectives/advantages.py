@@ -53,8 +53,8 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
 
     Added to `centred`, it lowers the baseline from the mean of the group towards `floor`, lambda = `weight` of the way
     (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). `floor` is the least reward of the task, or with
-    "group" the least reward of the other responses, min_{k != j} r_ik: where all responses are far above the least
-    reward of the task, imitation would outweigh the differences within the group.
+    "group" that of the other responses (`least_of_others`): where all responses are far above the least reward of the
+    task, imitation would outweigh the differences within the group.
 
     Where the policy has left its sampler, the group's mean under the sampler is no baseline that keeps the probability
     of the sampled answers: a common fall of all of them changes no centred residual. This term pulls the policy to the
@@ -69,9 +69,16 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
 
 
 def least_of_others(reward_bK: Tensor) -> Tensor:
-    """Return the least reward of the other responses of the group: [b, K]."""
-    least_b1, second_b1 = reward_bK.topk(2, dim=1, largest=False).values.split(1, dim=1)
-    return torch.where(reward_bK == least_b1, second_b1, least_b1)
+    """Return the least reward of the other responses of the group, or at most 0 if theirs are all equal: [b, K].
+
+    A group of right answers only has no spread, and is worth keeping.
+    """
+    ordered_bK = reward_bK.sort(dim=1).values
+    first_b1, second_b1 = ordered_bK[:, :1], ordered_bK[:, 1:2]
+    second_last_b1, last_b1 = ordered_bK[:, -2:-1], ordered_bK[:, -1:]
+    least_bK = torch.where(reward_bK == first_b1, second_b1, first_b1)
+    largest_bK = torch.where(reward_bK == last_b1, second_last_b1, last_b1)
+    return torch.where(least_bK == largest_bK, least_bK.clamp(max=0), least_bK)
 
 
 @torch.no_grad()

@@ -73,12 +73,13 @@ def group_advantages(reward: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def raised(reward: torch.Tensor, weight: float, floor: float | None) -> torch.Tensor:
-    """Compute what imitation adds, with loops. `floor` None is the least reward of the other responses."""
+    """Compute what imitation adds, with loops. `floor` None is the least reward of the others, 0 if all are equal."""
     result = torch.zeros_like(reward)
     for i, group in enumerate(reward.tolist()):
         for j in range(len(group)):
             others = group[:j] + group[j + 1 :]
-            result[i, j] = weight * (sum(others) / len(others) - (min(others) if floor is None else floor))
+            least = min(others) if max(others) > min(others) else 0.0
+            result[i, j] = weight * (sum(others) / len(others) - (least if floor is None else floor))
     return result
 
 
@@ -244,11 +245,9 @@ BY_HAND = {
     # Weights 2, 1/2 and 1.
     "cispo": -(A * 2 * HALF - A * (0.5 * 2 * HALF + HALF)) / 3,
     # The reference is 0 = log 1, so KL = log pi, of mean 2 log(1/2), for the sampler too: the advantages are
-    # +-(1/2 + beta log(1/2)). With two responses the mean and the least of the others are the same.
-    **dict.fromkeys(
-        ("tba_prime", "tb_stale"),
-        -((0.5 + BETA * HALF) * (2 * HALF) - (0.5 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
-    ),
+    # +-(1/2 + beta log(1/2)). Imitation adds 1/4 of the other response's reward.
+    "tba_prime": -((0.5 + BETA * HALF) * (2 * HALF) - (0.5 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
+    "tb_stale": -((0.5 + BETA * HALF) * (2 * HALF) - (0.25 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
     # log Z is the mean of r / beta - log pi, 1 / (2 beta) - 2 log(1/2); the residuals are -+(log(1/2) + 1 / (2 beta)).
     "tb": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2,
     # Best minus worst: log(1/2) - 3 log(1/2) = 2 log 2.

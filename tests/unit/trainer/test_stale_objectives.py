@@ -69,9 +69,13 @@ def test_on_stale_data_imitation_pushes_down_only_what_is_likelier_than_the_trun
 
 
 def mean_imitation(sampler: torch.Tensor) -> float:
-    """Return the mean over two other answers of 0.25 (mean - least reward)."""
-    pairs = itertools.product(range(3), repeat=2)
-    return sum(float(sampler[[a, b]].prod()) * 0.25 * abs(float(REWARDS[a] - REWARDS[b])) / 2 for a, b in pairs)
+    """Return the mean over two other answers of 0.25 (mean - floor), the floor 0 if their rewards are equal."""
+    total = 0.0
+    for a, b in itertools.product(range(3), repeat=2):
+        pair = [float(REWARDS[a]), float(REWARDS[b])]
+        floor = min(pair) if pair[0] != pair[1] else 0.0
+        total += float(sampler[[a, b]].prod()) * 0.25 * (sum(pair) / 2 - floor)
+    return total
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -171,9 +175,9 @@ def test_the_second_moment_leaves_out_tokens_and_changes_no_others(name, kl):
     assert expected.abs().max() > 1e-3
 
 
-def test_the_floor_of_a_group_is_the_least_reward_of_the_other_responses():
-    reward_bK = torch.tensor([[3.0, 1.0, 1.0], [0.0, 4.0, 2.0], [1.0, 1.0, 1.0]])
-    expected = [[0.0, 0.5, 0.5], [0.5, 0.5, 1.0], [0.0, 0.0, 0.0]]
+def test_the_floor_of_a_group_is_the_least_reward_of_the_other_responses_or_0_if_they_are_equal():
+    reward_bK = torch.tensor([[3.0, 1.0, 1.0], [0.0, 4.0, 2.0], [1.0, 1.0, 1.0], [-1.0, -1.0, 2.0]])
+    expected = [[0.5, 0.5, 0.5], [0.5, 0.5, 1.0], [0.5, 0.5, 0.5], [0.75, 0.75, 0.0]]
     assert imitation(reward_bK, 0.5, "group").tolist() == expected
 
 

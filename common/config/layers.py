@@ -229,4 +229,7 @@ def _sentence(error: ValidationError, values: Mapping[str, _Value]) -> str:
     if key not in values:
         return message
     item = values[key]
+    # A field of a table in a list, such as the second of task.mixture.
+    if len(field) > 3 and field[2].isdigit():
+        return f"{key}[{field[2]}].{'.'.join(field[3:])} ({item.origin}): {message[0].lower()}{message[1:]}"
     return f"{key} = {item.value!r} ({item.origin}): {message[0].lower()}{message[1:]}"

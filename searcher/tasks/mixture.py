@@ -59,9 +59,7 @@ class MixtureTask:
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
         """Score with the task that the prompt's key names."""
-        label, reward = self._begin(prompt, response, finished)
-        assert isinstance(reward, Reward), f"task {label}: score returned {type(reward).__name__} and no Reward"
-        return _with_label(label, reward)
+        return _with_label(*self._begin(prompt, response, finished))
 
     def label_of(self, prompt: Prompt) -> str:
         """Return the label of the task that a prompt belongs to."""
@@ -117,7 +115,9 @@ def _interleaved(lists: Sequence[Sequence[Prompt]]) -> list[Prompt]:
     return [prompt for *_, prompt in sorted(placed, key=lambda one: one[:2])]
 
 
-def _with_label(label: str, reward: Reward) -> Reward:
+def _with_label(label: str, reward: object) -> Reward:
+    if not isinstance(reward, Reward):
+        raise TypeError(f"score returned {type(reward).__name__}, not a Reward")
     parts = {f"{label}.{name}": value for name, value in reward.parts.items()}
     common = {CORRECT: reward.parts[CORRECT]} if CORRECT in reward.parts else {}
     return Reward(reward.total, {**common, f"{label}.{_REWARD}": reward.total, **parts})

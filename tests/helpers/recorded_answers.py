@@ -83,9 +83,10 @@ def math_responses(prompts: Sequence[Prompt], seed: int) -> Iterator[Recorded]:
     for n, prompt in enumerate(prompts):
         gold = prompt.answer
         value = number(gold)
-        whole = value is not None and value.denominator == 1
-        other = str(value + rng.randint(1, 9)) if whole else rf"{gold} + 1"
-        grouped = f"{int(value):,}" if whole else gold
+        whole = None if value is None or value.denominator > 1 else int(value)
+        other = rf"{gold} + 1" if whole is None else str(whole + rng.randint(1, 9))
+        grouped = gold if whole is None else f"{whole:,}"
+        tenth = r"1e3" if whole is None else f"{whole / 10!r}e1"
         kinds = [
             ("boxed", rf"so $\boxed{{{gold}}}$.", gold),
             ("two boxed", rf"\boxed{{{other}}} or rather \boxed{{{gold}}}", gold),
@@ -100,7 +101,7 @@ def math_responses(prompts: Sequence[Prompt], seed: int) -> Iterator[Recorded]:
             ("unicode minus", f"\\boxed{{{gold.replace('-', chr(0x2212))}}}", gold),
             ("negative", f"\\boxed{{\N{MINUS SIGN}{gold}}}", f"-{gold}"),
             ("bare point", r"\boxed{.5}", "0.5"),
-            ("exponent", rf"\boxed{{{float(value / 10)!r}e1}}" if whole else r"\boxed{1e3}", gold if whole else "1000"),
+            ("exponent", rf"\boxed{{{tenth}}}", "1000" if whole is None else gold),
             ("no box", f"The answer is ${gold}$.", gold),
             ("refusal", "I cannot help with that.", None),
             ("empty", "", None),

@@ -1,15 +1,17 @@
 """Tasks of the user: where they come from, their options, and mixtures of tasks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from tba.common.config import Config, TaskSection
-from tba.common.errors import TaskError
+from tba.common.config.layers import resolve
+from tba.common.errors import ConfigError, TaskError
 from tba.searcher.checks import with_reward_floor
 from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.task import Prompt, Reward, check_prompts, name_of, scores_concurrently
+from tba.searcher.tasks.task import Prompt, Reward, check_prompts, least_reward, name_of, scores_concurrently
 
 FILE = '''
 from dataclasses import dataclass
@@ -102,8 +104,8 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
 
 
 def mixture(file, *weights):
-    spell = {"name": str(file), "options": {"times": 2}, "label": "letters"}
-    sums = {"name": "arithmetic", "limit": 6, "held_out_limit": 3}
+    spell: dict[str, Any] = {"name": str(file), "options": {"times": 2}, "label": "letters"}
+    sums: dict[str, Any] = {"name": "arithmetic", "limit": 6, "held_out_limit": 3}
     parts = [part | ({"weight": weight} if weight else {}) for part, weight in zip((spell, sums), weights, strict=True)]
     return TaskSection.model_validate({"name": "mixture", "mixture": parts})
 
@@ -129,7 +131,7 @@ def test_weights_are_shares_of_an_epoch_and_leave_no_prompt_out(file):
 
 def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
     task = load_task(mixture(file, 2, 1))
-    assert task.least_reward == -1.0
+    assert least_reward(task) == -1.0
     for prompt in task.prompts():
         reward = task.score(prompt, prompt.answer, True)
         label = name_of(task, prompt)
@@ -160,6 +162,12 @@ def test_a_mixture_that_cannot_be_is_refused_by_the_configuration(task, sentence
         Config.model_validate({"task": task})
 
 
+def test_the_error_names_the_field_of_a_task_of_a_mixture():
+    mixture = ["task.name=mixture", 'task.mixture=[{name="arithmetic"}, {name="gsm8k", wieght=2}]']
+    with pytest.raises(ConfigError, match=r"^task\.mixture\[1\]\.wieght \(--set\): extra inputs"):
+        resolve(None, environment={}, assignments=mixture)
+
+
 def test_two_tasks_of_a_mixture_have_different_labels():
     config = TaskSection.model_validate({"name": "mixture", "mixture": [{}, {}]})
     with pytest.raises(TaskError, match="two tasks with the label arithmetic"):
@@ -184,4 +192,4 @@ def test_the_prompt_of_a_mixture_keeps_its_messages(file):
     task = make_mixture([(None, Chat(), None)])
     (prompt,) = task.prompts()
     assert prompt.messages == (("user", "hello"),)
-    assert task.score(prompt, "", True).total == 1.0
+    assert task.score(prompt, "", True) == Reward(1.0, {"chat.reward": 1.0})

@@ -7,7 +7,7 @@ from pathlib import Path
 from tba.common.config import Config, TaskSection
 from tba.common.config.engine_arguments import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
-from tba.common.system.devices import Gpu, searcher_gpus, shared_gpus
+from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_model
 
 _SHARED_UTILIZATION = 0.5
@@ -22,6 +22,8 @@ def check_paths(config: Config) -> list[str]:
     models = {"model.path": config.model.path}
     if config.reward_model.path:
         models["reward_model.path"] = config.reward_model.path
+    if config.eval.embedder:
+        models["eval.embedder"] = config.eval.embedder
     elsewhere = [key for key, path in models.items() if not check_model(path, setting=key)]
     check_data(config.task)
     check_directories(config)
@@ -30,16 +32,21 @@ def check_paths(config: Config) -> list[str]:
 
 
 def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
-    """Raise ConfigError if searchers and trainer use the same GPU and the searchers' share is more than a half of it.
+    """Raise ConfigError if engines and trainer use the same GPU and an engine's share is more than a half of it.
 
     `present` are the GPUs of this machine, of which `all` leaves out the trainer's if there are others. If the buffer's
     address is on a network, the roles may be on different nodes: then this returns a sentence.
     """
     search, train = config.search, config.train
-    shared = shared_gpus(searcher_gpus(search.gpus, train.gpu, present), train.gpu, present)
-    if not shared or search.engine != "vllm" or search.gpu_memory_utilization <= _SHARED_UTILIZATION:
+    if search.engine != "vllm" or search.gpu_memory_utilization <= _SHARED_UTILIZATION:
         return []
-    sentence = f"search.gpus = {search.gpus} and train.gpu = {train.gpu} both name GPU {', '.join(shared)}"
+    engines = {"search.gpus": searcher_gpus(search.gpus, train.gpu, present), "eval.gpu": config.eval.gpu or CPU}
+    shared = {key: both for key, gpus in engines.items() if (both := shared_gpus(gpus, train.gpu, present))}
+    if not shared:
+        return []
+    key, both = next(iter(shared.items()))
+    named = search.gpus if key == "search.gpus" else config.eval.gpu
+    sentence = f"{key} = {named} and train.gpu = {train.gpu} both name GPU {', '.join(both)}"
     if not present and not config.address.startswith(_THIS_MACHINE):
         return [f"{sentence}: they must be on different nodes"]
     raise ConfigError(

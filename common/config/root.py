@@ -137,6 +137,7 @@ def _check(config: Config) -> None:
     _check_batches(config)
     _check_offload(config)
     _check_rates(config)
+    _check_eval(config)
 
 
 def _check_task(config: Config) -> None:
@@ -219,6 +220,12 @@ def _check_group(search: SearchSection) -> None:
             f"search.samples_per_prompt = {search.samples_per_prompt} responses of search.max_tokens = "
             f"{search.max_tokens} are {tokens} tokens, and a message has room for {most}: lower one of them"
         )
+
+
+def _check_eval(config: Config) -> None:
+    for key in ("kl", "embedder"):
+        if getattr(config.eval, key) and not config.eval.samples:
+            raise ValueError(f"eval.{key} measures sampled answers, and eval.samples is 0: set it, such as to 16")
 
 
 def _check_offload(config: Config) -> None:

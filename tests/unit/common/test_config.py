@@ -198,12 +198,18 @@ def test_names_of_engine_arguments_are_checked_where_vllm_is_installed(tmp_path,
         check_arguments({"block_size": 1, "blok_size": 2}, installed_arguments())
 
 
+def test_what_an_evaluation_measures_of_sampled_answers_needs_some():
+    with pytest.raises(ValueError, match=r"eval\.kl measures sampled answers, and eval\.samples is 0"):
+        Config.model_validate({"eval": {"kl": True}})
+
+
 def test_a_gpu_of_both_roles_is_refused_on_one_machine_and_noted_on_a_network(monkeypatch):
-    def checked(search: str, train: str, *, address: str = "tcp://127.0.0.1:5757", share: float = 0.9, here: int = 0):
+    def checked(
+        search: str, train: str, *, address: str = "tcp://127.0.0.1:5757", share: float = 0.9, here: int = 0, other=""
+    ):
         search_section = {"gpus": search, "gpu_memory_utilization": share}
-        config = Config.model_validate(
-            {"task": {"train": "t"}, "buffer": {"address": address}, "search": search_section, "train": {"gpu": train}}
-        )
+        settings = {"search": search_section, "train": {"gpu": train}, "eval": {"gpu": other}}
+        config = Config.model_validate({"task": {"train": "t"}, "buffer": {"address": address}, **settings})
         return check_gpus_apart(config, [Gpu(str(index)) for index in range(here)])
 
     assert checked("0-6", "7") == checked("cpu", "0") == checked("0-7", "7", share=0.4) == checked("all", "0") == []
@@ -212,6 +218,9 @@ def test_a_gpu_of_both_roles_is_refused_on_one_machine_and_noted_on_a_network(mo
     ]
     with pytest.raises(ConfigError, match="both name GPU 7: name different ones"):
         checked("0-7", "7")
+    with pytest.raises(ConfigError, match="eval.gpu = 7 and train.gpu = 7 both name GPU 7"):
+        checked("0-5", "7", other="7")
+    assert checked("0-5", "7", other="6") == checked("0-5", "7", other="cpu") == []
     # One GPU: there is no other for the searcher. With more, `all` leaves out the trainer's.
     with pytest.raises(ConfigError, match="both name GPU 0"):
         checked("all", "0", address="tcp://node0:5757", here=1)

@@ -267,7 +267,8 @@ class FinishRun(Request, frozen=True):
 class Heartbeat(Request, frozen=True):
     """Any role -> buffer, every second or two. Reply: Done or Sources. Keeps the sender's leases alive.
 
-    `activity` is one word; `reason` is a warning, or what the sender waits for, if it waits. `serves` is the address at
+    `activity` is one word; `reason` is a warning, or what the sender waits for, if it waits. A supervisor is a monitor,
+    and says "failing" while a child of it does not work: `reason` quotes that child's error. `serves` is the address at
     which the sender's node serves snapshots to others, or empty: if it is set, the reply is Sources.
     """
 

@@ -33,6 +33,8 @@ _FIRST_STEP_SECONDS = 1800.0
 _PUBLISH_SECONDS = 60.0
 _SAVE_SECONDS = 600.0
 _SENTENCE_CHARACTERS = 2000
+# A supervisor that has been silent for longer is gone, and its report with it.
+_REPORT_SECONDS = 60.0
 
 
 def find_stall(facts: Facts) -> Stall | None:
@@ -83,8 +85,10 @@ def _refused_puts(_: Facts, status: Status) -> Stall | None:
 
 def _failing(facts: Facts, status: Status) -> Stall | None:
     """A supervisor says that processes fail, and what they do is not done by others."""
-    reports = [client.reason for client in status.clients if client.role == "monitor" and client.activity == "failing"]
-    failing = list(dict.fromkeys([*facts.failing, *reports]))
+    supervisors = [client for client in status.clients if client.role == "monitor" and client.activity == "failing"]
+    reports = [client.reason for client in supervisors if client.silent_seconds < _REPORT_SECONDS]
+    # A supervisor's own sentences are newer than those it has reported.
+    failing = list(facts.failing or dict.fromkeys(reports))
     others = live_trainer(status) is not None and any(map(at_work, living(status)))
     if not failing or (others and not waits(status)):
         return None
@@ -97,7 +101,8 @@ def _no_trainer(facts: Facts, status: Status) -> Stall | None:
     last = min(trainers, key=lambda client: client.silent_seconds, default=None)
     if last is None or last.activity == "gone":
         since = min(status.uptime_seconds, last.activity_seconds if last else status.uptime_seconds)
-        patience = LOADING_SECONDS if "trainer" in facts.loading or not status.step else RESTART_SECONDS
+        # Without one since the server's start it may still load its model.
+        patience = LOADING_SECONDS if "trainer" in facts.loading or last is None else RESTART_SECONDS
         if since < patience:
             return None
         how = "`tba train --resume`" if status.step else "`tba train`"

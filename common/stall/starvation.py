@@ -81,10 +81,11 @@ def starving(facts: Facts, status: Status) -> Stall | None:
 def _without_searchers(facts: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
     if searchers:
         return None
-    is_loading = "searcher" in facts.loading or not status.trajectories
+    left = [client for client in status.clients if client.role == "searcher"]
+    # Without one since the server's start they may still load their model.
+    is_loading = "searcher" in facts.loading or not left
     if status.trainer_waits_seconds < (LOADING_SECONDS if is_loading else WAIT_SECONDS):
         return None
-    left = [client for client in status.clients if client.role == "searcher"]
     who = f"all {quantity(len(left), 'searcher')} left" if left else "no searcher is connected"
     return Stall("no_searcher", f"{who}: start them with `tba search`, or read their logs")
 

@@ -108,9 +108,9 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
     ),
     "no trainer was ever started": (new_run(searcher(), seconds=700), "no_trainer", ("no trainer", "`tba train`")),
     "no trainer since the buffer's restart": (
-        run(searcher(), uptime_seconds=90.0),
+        run(searcher(), uptime_seconds=700.0),
         "no_trainer",
-        ("90 s", "tba train --resume"),
+        ("12 min", "tba train --resume"),
     ),
     "trainer left": (
         run(trainer(activity="gone", activity_seconds=200.0, host="n8"), searcher()),
@@ -280,6 +280,11 @@ HEALTHY: dict[str, Facts] = {
     "finished": run(finished=True, uptime_seconds=9000.0),
     "starting": new_run(seconds=30),
     "loading": Facts(new_run(seconds=400).status, loading={"trainer", "searcher"}),
+    "a resumed run loads its models": run(uptime_seconds=90.0),
+    "only the searchers still load": starved(uptime_seconds=90.0),
+    "a supervisor failed and is gone": new_run(
+        make_client("monitor", activity="failing", reason="x failed", silent_seconds=300.0), seconds=30
+    ),
     "the buffer restarts": Facts(None, "tcp://a:1", 3.0),
     "searchers ahead": run(trainer(), waiting(reason=_UNDER_WAY)),
     "a short wait for a batch": starved(waiting(reason=_UNDER_WAY), trainer_waits_seconds=2.0),

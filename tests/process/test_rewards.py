@@ -125,9 +125,9 @@ def test_a_coroutine_scores_several_responses_and_each_fails_alone(hostile, capl
 
 
 def test_a_coroutine_that_blocks_its_worker_is_an_error_and_the_others_are_scored(hostile):
-    scorer = make_scorer("Judge", reward_workers=1, reward_seconds=1.0, reward_concurrency=1)
+    scorer = make_scorer("Judge", reward_workers=1, reward_seconds=3.0, reward_concurrency=1)
     found = score_all(scorer, ["good", "hangs", "good"])
-    assert [scored.error for scored in found] == [None, "reward of hostile: timed out after 6 s", None]
+    assert [scored.error for scored in found] == [None, "reward of hostile: timed out after 8 s", None]
     scorer.close()
 
 

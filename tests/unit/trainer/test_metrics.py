@@ -5,8 +5,6 @@ import os
 import threading
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 
 from tba.common.config import Config
 from tba.trainer.metrics.metrics_log import AppendFile, MetricsLog
@@ -43,7 +41,11 @@ def test_a_line_that_was_cut_off_by_a_crash_is_dropped(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 3]
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_repeated_steps_once(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
     # Files of the same second are read in the order of this number as text: 10 comes before 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     record(tmp_path, 0, 5, 0.0)

@@ -4,6 +4,7 @@ TRL pads rows to a rectangle, computes full logits and has its own losses. Both 
 rewards.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.objectives import advantages
 from tba.trainer.step.learner import Learner
 
-trl = pytest.importorskip("trl", reason="TRL is not installed")
-datasets = pytest.importorskip("datasets")
-
-pytestmark = pytest.mark.slow
+# Imported by the tests that run: `make quick`, which leaves them out, would import both for seconds.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (find_spec("trl") and find_spec("datasets")), reason="TRL is not installed"),
+]
 
 BETA = 0.3
 SETTINGS: dict[str, Any] = {"vocabulary": 8, "seed": 3}
@@ -87,6 +89,9 @@ def padded(batch: TrainBatch) -> dict[str, torch.Tensor]:
 
 def make_trainer(kind: str, directory: Path, **settings):
     """Return one of TRL's trainers, on the CPU and with the same weights."""
+    import datasets
+    import trl
+
     common = {
         "output_dir": str(directory), "use_cpu": True, "report_to": [], "bf16": False, "num_generations": 4,
         "per_device_train_batch_size": 12, "max_completion_length": LONGEST_RESPONSE, "beta": 0.0,
@@ -145,6 +150,9 @@ def test_proximal_rloo_equals_the_rloo_of_trl(tmp_path, temperature):
 
 
 def test_online_dpo_equals_the_dpo_of_trl_on_best_and_worst(tmp_path):
+    import datasets
+    import trl
+
     batch = stale_batch(samples=2)
     trainer = trl.DPOTrainer(
         model=tiny_model(**SETTINGS),

@@ -82,28 +82,30 @@ def find(rows: PageRows, run: Run, given: Mapping[str, str], *, budget_seconds: 
         return Page([], None, 0, "newest")
     deadline = time.monotonic() + budget_seconds
     ids: list[int] = []
-    examined, cursor = 0, _cursor(given.get("after", ""))
+    examined, cursor, size = 0, _cursor(given.get("after", "")), PAGE_ROWS
     while True:
-        window = _window(rows, plan, cursor)
+        window = _window(rows, plan, cursor, size)
         for row in window:
             examined += 1
             if row["wanted"]:
                 ids.append(row["id"])
             if len(ids) == PAGE_ROWS:
                 return Page(ids, _text((row["key"], row["id"])), examined, plan.sort)
-        if len(window) < _WINDOW_ROWS:
+        if len(window) < size:
             return Page(ids, None, examined, plan.sort)
+        # A page of common rows reads few, a search for rare ones makes few statements.
+        size = min(2 * size, _WINDOW_ROWS)
         cursor = (window[-1]["key"], window[-1]["id"])
         if time.monotonic() > deadline:
             return Page(ids, _text(cursor), examined, plan.sort)
 
 
-def _window(rows: PageRows, plan: _Plan, cursor: tuple[float, int] | None) -> list[dict[str, Any]]:
-    """Return the next rows of an order, whether they are wanted or not."""
+def _window(rows: PageRows, plan: _Plan, cursor: tuple[float, int] | None, size: int) -> list[dict[str, Any]]:
+    """Return the next `size` rows of an order, whether they are wanted or not."""
     window: list[dict[str, Any]] = []
     for sql, values in statements(plan, cursor):
-        window += rows.all(sql, *values, _WINDOW_ROWS - len(window))
-        if len(window) == _WINDOW_ROWS:
+        window += rows.all(sql, *values, size - len(window))
+        if len(window) == size:
             break
     return window
 

@@ -11,7 +11,7 @@ from tba.buffer.tools.page_rows import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import fields, value_of
 from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts
+from tba.common.stall.facts import Facts, live_trainer
 from tba.common.wire.status_messages import Status
 from tba.ui.runs import Run
 from tba.ui.site import run_of, site_of
@@ -81,6 +81,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "trained_at": batch["trained_at"] if batch else None,
         "steps": sections.get("train", {}).get("steps"),
         "newest": newest,
+        "doing": _doing(status) if status else "",
         "totals": _totals(clients),
         "clients": _with_status(clients, status),
         "state": _state(about, status),
@@ -114,6 +115,17 @@ def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[d
         for client in clients
         if client["role"] in ("searcher", "trainer", "importer")
     ]
+
+
+def _doing(status: Status) -> str:
+    """Return what the trainer does or waits for, as its last heartbeat says."""
+    trainer = live_trainer(status)
+    if trainer is None:
+        return "no trainer is connected"
+    if status.trainer_waits_for:
+        return f"the trainer waits for data: {status.trainer_waits_for}"
+    doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
+    return "; ".join(filter(None, [doing, status.no_recent_data]))
 
 
 def _state(about: dict[str, Any] | None, status: Status | None) -> str:

@@ -48,6 +48,12 @@ class Run:
         """The directory with the metrics of the run, next to its database."""
         return self.database.parent
 
+    @property
+    def may_be_served(self) -> bool:
+        """Whether a server has the database open, or was killed."""
+        log = self.database.with_name(self.database.name + "-wal")
+        return log.exists() and log.stat().st_size > 0
+
     @contextlib.contextmanager
     def rows(self) -> Iterator[PageRows]:
         """Open the database for one page."""

@@ -84,7 +84,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "doing": _doing(status) if status else "",
         "totals": _totals(clients),
         "clients": _with_status(clients, status),
-        "state": _state(about, status),
+        "state": _state(run, about, status),
         "seen": _version(run, rows, status),
     }
 
@@ -128,10 +128,12 @@ def _doing(status: Status) -> str:
     return "; ".join(filter(None, [doing, status.no_recent_data]))
 
 
-def _state(about: dict[str, Any] | None, status: Status | None) -> str:
+def _state(run: Run, about: dict[str, Any] | None, status: Status | None) -> str:
     if about and about["finished_step"] is not None:
         return "finished"
-    return "running" if status is not None else "not running"
+    if status is not None:
+        return "running"
+    return "no answer" if run.may_be_served else "not running"
 
 
 def settings(sections: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -56,10 +56,11 @@ class Admission:
                 peer.address,
                 "request refused",
                 by=self._name(peer),
-                sender=header.sender,
+                # A line break in a name must not forge a line of the log.
+                sender=header.sender.encode("unicode_escape").decode(),
                 role=header.role,
                 message=header.type,
-                reason=str(refusal),
+                reason=str(refusal).encode("unicode_escape").decode(),
             )
             raise
 

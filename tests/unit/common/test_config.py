@@ -14,7 +14,7 @@ from tba.common.errors import ConfigError
 from tba.common.system.devices import Gpu
 
 # Keys whose value None means that it is derived from other keys.
-OPTIONAL = {"buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
+OPTIONAL = {"security.keys", "buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
 ROOT = Path(__file__).parents[3]
 
 

@@ -16,6 +16,7 @@ from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Reward
 from tba.tests.helpers.classifiers import make_classifier
 
 WEIGHT = 0.25
@@ -100,6 +101,7 @@ def test_a_reward_is_the_sum_of_the_task_and_the_weighted_logit(rewards, classif
         (logit,) = model.score([model.encode(prompt.text, text)], lambda *_: None)
         assert isinstance(logit, float)
         own = task.score(prompt, text, True)
+        assert isinstance(own, Reward)
         assert scored.error is None
         assert scored.reward.total == pytest.approx(own.total + WEIGHT * logit, abs=1e-5)
         assert scored.reward.parts == pytest.approx({**own.parts, "reward_model": logit}, abs=1e-5)

@@ -44,7 +44,7 @@ def test_intervals_cover_the_true_mean_as_often_as_they_say():
 
 def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
     assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
-    values = np.arange(20.0)
+    values = np.arange(20, dtype=np.float64)
     assert bootstrap(values, seed=1) == bootstrap(values, seed=1) != bootstrap(values, seed=2)
 
 

@@ -151,15 +151,16 @@ def test_proximal_rloo_equals_the_rloo_of_trl(tmp_path, temperature):
 
 def test_online_dpo_equals_the_dpo_of_trl_on_best_and_worst(tmp_path):
     import datasets
-    import trl
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
 
     batch = stale_batch(samples=2)
-    trainer = trl.DPOTrainer(
+    trainer = DPOTrainer(
         model=tiny_model(**SETTINGS),
         ref_model=tiny_model(vocabulary=8, seed=9),
-        args=trl.DPOConfig(
+        args=DPOConfig(
             output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=False, beta=BETA, gradient_checkpointing=False,
-            loss_type="sigmoid",
+            loss_type=["sigmoid"],
         ),
         train_dataset=datasets.Dataset.from_list([{"prompt": "w1", "chosen": "w3", "rejected": "w4"}] * 3),
         processing_class=tokenizer(),

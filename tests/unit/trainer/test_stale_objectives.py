@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -98,12 +99,13 @@ def test_policy_gradients_at_a_temperature_follow_the_expected_reward_of_that_po
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_on_fresh_data_imitation_adds_a_gradient_of_mean_zero_at_every_temperature(temperature):
     balance = expected_gradient("tb", temperature)
-    for name, keys in [
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("tb_stale", {}),
         ("tba_prime", {}),
         ("tba_prime", {"imitation": 0.5, "reward_floor": 0.0}),
         ("tb", {"imitation": 1.0}),
-    ]:
+    ]
+    for name, keys in cases:
         assert torch.allclose(expected_gradient(name, temperature, **keys), balance, atol=1e-14), name
     assert balance.abs().max() > 1e-3
 
@@ -216,6 +218,6 @@ def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search
             Config.model_validate({"search": search, "objective": keys})
     with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
         Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
-    without_ratios = {"name": "tba_prime", "truncation": "off", "kl": "none"}
+    without_ratios: dict[str, object] = {"name": "tba_prime", "truncation": "off", "kl": "none"}
     for keys in ({"name": "tb"}, {"name": "tb", "imitation": 0.5}, {"name": "rloo"}, without_ratios):
         Config.model_validate({"search": search, "objective": keys})

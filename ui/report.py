@@ -20,12 +20,13 @@ _NEWEST = 2000
 _SAMPLES = 10
 # Of a text; a report stays small enough for a mail.
 _CHARACTERS = 2000
-_SAMPLE = f"""SELECT t.id, t.reward, t.policy_version, t.stop_reason, t.response_tokens, p.key,
+# One response per prompt: with MAX() or MIN(), SQLite takes the other columns from its row.
+_SAMPLE = f"""SELECT t.id, %s(t.reward) AS reward, t.policy_version, t.stop_reason, t.response_tokens, p.key,
     substr(p.text, 1, {_CHARACTERS}) AS prompt, substr(t.text, 1, {_CHARACTERS}) AS text,
     length(t.text) > {_CHARACTERS} AS is_cut
     FROM (SELECT id FROM trajectory_rows WHERE run = ? ORDER BY received_at DESC, id DESC LIMIT {_NEWEST}) w
     CROSS JOIN trajectory_rows t ON t.id = w.id LEFT JOIN prompts p ON p.id = t.prompt
-    WHERE t.error IS NULL ORDER BY t.reward %s, t.id DESC LIMIT {_SAMPLES}"""  # noqa: S608
+    WHERE t.error IS NULL GROUP BY t.prompt ORDER BY reward %s, t.id DESC LIMIT {_SAMPLES}"""  # noqa: S608
 
 
 def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
@@ -51,8 +52,8 @@ def render(run: Run, rows: PageRows) -> str:
             run=run,
             written_at=SystemClock().wall(),
             charts=charts,
-            best=rows.all(_SAMPLE % "DESC", run.id),
-            worst=rows.all(_SAMPLE % "ASC", run.id),
+            best=rows.all(_SAMPLE % ("MAX", "DESC"), run.id),
+            worst=rows.all(_SAMPLE % ("MIN", "ASC"), run.id),
             newest_count=_NEWEST,
             settings=[key for key in settings(run.config(rows)) if key["is_set"]],
             # The project's own file.

@@ -109,11 +109,16 @@ def _axes(scale: _Scale, names: Sequence[float]) -> list[str]:
     base, left = HEIGHT - _BOTTOM, _LEFT
     lines = [f'<line class="axis" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>']
     for value, y in ((scale.y0, base), (scale.y1, _TOP + 8)):
-        lines.append(f'<text class="tick" x="{left - 5}" y="{y}" text-anchor="end">{number(value)}</text>')
+        lines.append(f'<text class="tick" x="{left - 5}" y="{y}" text-anchor="end">{_short(value)}</text>')
     for value in dict.fromkeys(names):
         x = min(max(scale.x(value), left + 8), WIDTH - _RIGHT - 12)
-        lines.append(f'<text class="tick" x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{number(value)}</text>')
+        lines.append(f'<text class="tick" x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{_short(value)}</text>')
     return lines
+
+
+def _short(value: float) -> str:
+    """Format the value at a tick: three digits, or all of an integer."""
+    return number(value if float(value).is_integer() else float(f"{value:.3g}"))
 
 
 def _figure(title: str, parts: Sequence[str]) -> Markup:

@@ -218,6 +218,6 @@ def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search
             Config.model_validate({"search": search, "objective": keys})
     with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
         Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
-    without_ratios: dict[str, object] = {"name": "tba_prime", "truncation": "off", "kl": "none"}
-    for keys in ({"name": "tb"}, {"name": "tb", "imitation": 0.5}, {"name": "rloo"}, without_ratios):
-        Config.model_validate({"search": search, "objective": keys})
+    without_ratios = {"name": "tba_prime", "truncation": "off", "kl": "none"}
+    for allowed in ({"name": "tb"}, {"name": "tb", "imitation": 0.5}, {"name": "rloo"}, without_ratios):
+        Config.model_validate({"search": search, "objective": allowed})

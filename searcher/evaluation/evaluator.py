@@ -131,6 +131,8 @@ class Evaluator:
             return report(doing, finished, total)
 
         with self._watched() as watchdog:
+            # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
+            watchdog.beat(warm=False)
             before = self._serving.pop_all()
             self._serving.callback(pinned.release)
             with before:
@@ -160,19 +162,20 @@ class Evaluator:
         prompts, samples = len(self.subject.prompts), self._config.eval.samples
         measured = measure.Measured(self._config.run.seed)
         names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
-        measure.measure_greedy(measured, answers[:prompts], names if len(set(names)) > 1 else ())
+        tasks = names if len(set(names)) > 1 else ()
+        measure.measure_greedy(measured, answers[:prompts], tasks)
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
-        measure.measure_sampled(measured, groups, self._config.eval.pass_at)
+        measure.measure_sampled(measured, groups, self._config.eval.pass_at, tasks)
         if self._references is not None:
             found = self._reference_logprobs(answers[prompts:], go_on)
             if found is None:
                 return None
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
-        if self._embed is not None and go_on():
-            measure.measure_diversity(measured, groups, self._embed)
+        if self._embed is not None:
+            measure.measure_diversity(measured, groups, self._embed, go_on)
         return measured if go_on() else None
 
     def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:

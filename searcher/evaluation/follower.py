@@ -20,7 +20,7 @@ from tba.common.log import get_logger
 from tba.common.system.process import StopSignal, notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import make_directory, weights_directory
-from tba.common.weights.snapshot import list_snapshots, read
+from tba.common.weights.snapshot import directory_name, list_snapshots, read
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
@@ -131,7 +131,11 @@ class Follower:
             self._queue = {}
         if newest is not None and (not every or self._is_kept(newest.step)):
             self._add(newest)
+        # This runs twice a second: manifests of a long run that are done with are not read again.
+        done = {directory_name(version) for version in self._done}
         for path in list_snapshots(self._config.snapshots) if every else ():
+            if path.name in done:
+                continue
             # The trainer may delete it meanwhile; one that cannot be read is reported by `tba eval`.
             with contextlib.suppress(SnapshotError, OSError):
                 manifest = read(path).manifest

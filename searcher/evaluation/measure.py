@@ -42,9 +42,10 @@ class Measured:
 
 def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequence[str] = ()) -> None:
     """Add the metrics of the greedy answers, one per prompt. `tasks` are the tasks of a mixture that they belong to."""
-    _measure_rewards(measured, [[answer] for answer in answers], "")
-    if _has_correct(answers):
-        measured.add("accuracy", [_correct(answer) for answer in answers])
+    groups = [[answer] for answer in answers]
+    graded = _graded(groups, tasks)
+    _measure_rewards(measured, groups, graded, "")
+    measured.add("accuracy", [_correct(answer) for answer in answers], graded)
     for task in sorted(set(tasks)):
         own = [answer for answer, name in zip(answers, tasks, strict=True) if name == task]
         measured.add(f"reward_of_{task}", [answer.reward.total for answer in own])
@@ -52,15 +53,17 @@ def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequenc
             measured.add(f"accuracy_of_{task}", [_correct(answer) for answer in own])
 
 
-def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], pass_at: Sequence[int]) -> None:
-    """Add the metrics of the sampled answers, n per prompt."""
-    _measure_rewards(measured, groups, "sampled_")
-    if _has_correct([answer for group in groups for answer in group]):
-        # A part between 0 and 1 counts as correct at 1.
-        right = [sum(_correct(answer) >= 1 for answer in group) for group in groups]
-        for k in sorted({k for k in pass_at if k <= len(groups[0])}):
-            name = f"pass_at_{k}"
-            measured.add(name, [pass_at_k(len(group), c, k) for group, c in zip(groups, right, strict=True)])
+def measure_sampled(
+    measured: Measured, groups: Sequence[Sequence[Answer]], pass_at: Sequence[int], tasks: Sequence[str] = ()
+) -> None:
+    """Add the metrics of the sampled answers, n per prompt. `tasks` are the tasks of a mixture, one per prompt."""
+    graded = _graded(groups, tasks)
+    _measure_rewards(measured, groups, graded, "sampled_")
+    # A part between 0 and 1 counts as correct at 1. Without the part there is no correct answer, and no count.
+    right = [sum(_correct(answer) >= 1 for answer in group) for group in groups]
+    for k in sorted({k for k in pass_at if k <= len(groups[0])}):
+        estimates = [pass_at_k(len(group), c, k) for group, c in zip(groups, right, strict=True)]
+        measured.add(f"pass_at_{k}", estimates, graded)
     if len(groups[0]) > 1:
         for n in _GRAMS:
             _add_known(measured, f"distinct_{n}", [distinct([a.response_ids.tolist() for a in g], n) for g in groups])
@@ -86,16 +89,25 @@ def measure_divergence(
     measured.exponentiate("reference_nll", "reference_perplexity")
 
 
-def measure_diversity(measured: Measured, groups: Sequence[Sequence[Answer]], embed: Embed) -> None:
-    """Add the mean cosine distance between the embeddings of the answers to a prompt."""
+def measure_diversity(
+    measured: Measured,
+    groups: Sequence[Sequence[Answer]],
+    embed: Embed,
+    go_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Add the mean cosine distance between the embeddings of the answers to a prompt; nothing if `go_on` is False."""
     distances: list[float | None] = []
     for group in groups:
+        if not go_on():
+            return
         texts = [answer.text for answer in group if answer.text.strip()]
         distances.append(cosine_distance(embed(texts)) if len(texts) > 1 else None)
     _add_known(measured, "embedding_distance", distances)
 
 
-def _measure_rewards(measured: Measured, groups: Sequence[Sequence[Answer]], prefix: str) -> None:
+def _measure_rewards(
+    measured: Measured, groups: Sequence[Sequence[Answer]], graded: Sequence[bool], prefix: str
+) -> None:
     size = [len(group) for group in groups]
     measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
     for part in sorted({part for group in groups for answer in group for part in answer.reward.parts}):
@@ -103,13 +115,25 @@ def _measure_rewards(measured: Measured, groups: Sequence[Sequence[Answer]], pre
         measured.add(f"{prefix}reward_part_{part}", [sum(h) for h in have], [len(h) for h in have])
     measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
     measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
-    demands = _has_correct([answer for group in groups for answer in group])
-    bad = [sum(a.error is not None or (demands and CORRECT not in a.reward.parts) for a in g) for g in groups]
+    bad = [
+        sum(a.error is not None or (demanded and CORRECT not in a.reward.parts) for a in group)
+        for group, demanded in zip(groups, graded, strict=True)
+    ]
     measured.add(f"{prefix}failed", bad, size)
 
 
 def _add_known(measured: Measured, name: str, values: Sequence[float | None]) -> None:
     measured.add(name, [value or 0.0 for value in values], [value is not None for value in values])
+
+
+def _graded(groups: Sequence[Sequence[Answer]], tasks: Sequence[str]) -> list[bool]:
+    """Return for each prompt whether its task says what is correct."""
+    names = tasks or [""] * len(groups)
+    by_task: dict[str, list[Answer]] = {name: [] for name in names}
+    for group, name in zip(groups, names, strict=True):
+        by_task[name] += group
+    graded = {name: _has_correct(answers) for name, answers in by_task.items()}
+    return [graded[name] for name in names]
 
 
 def _has_correct(answers: Sequence[Answer]) -> bool:

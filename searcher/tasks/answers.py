@@ -24,20 +24,25 @@ def last_boxed(text: str) -> str | None:
 
     A box that contains boxes counts as a whole, without the inner commands: `\\boxed{x = \\boxed{5}}` is `x = 5`.
     """
-    last, end = None, 0
-    for box in _BOX.finditer(text):
-        # Inside the last one.
-        if box.start() < end:
-            continue
-        closing = _closing_brace(text, box.end())
-        if closing is not None:
-            last, end = text[box.end() : closing], closing
-    while last is not None and (inner := _BOX.search(last)):
-        closing = _closing_brace(last, inner.end())
-        if closing is None:
-            break
-        last = last[: inner.start()] + last[inner.end() : closing] + last[closing + 1 :]
-    return last
+    # One pass: a model may repeat an unclosed box thousands of times.
+    opening = {box.end(): box.start() for box in _BOX.finditer(text)}
+    unclosed: list[int] = []
+    # (start of the command, start of the content, closing brace), in the order of the closing braces.
+    boxes: list[tuple[int, int, int]] = []
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            unclosed.append(brace.end())
+        elif brace.group() == "}" and unclosed:
+            content = unclosed.pop()
+            if content in opening:
+                boxes.append((opening[content], content, brace.start()))
+    if not boxes:
+        return None
+    _, start, end = boxes.pop()
+    inner = [box for box in boxes if box[0] >= start]
+    commands = sorted([(begin, content) for begin, content, _ in inner] + [(close, close + 1) for *_, close in inner])
+    kept = zip([start, *(after for _, after in commands)], [*(before for before, _ in commands), end], strict=True)
+    return "".join(text[begin:stop] for begin, stop in kept)
 
 
 def normalised(answer: str) -> str:
@@ -61,13 +66,3 @@ def _canonical_number(text: str) -> str:
     digits = f"{number:f}"
     digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
     return "0" if digits in ("-0", "") else digits
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    """Return the position of the brace that closes the one before `start`, None if there is none."""
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return brace.start()
-    return None

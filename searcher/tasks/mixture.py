@@ -16,6 +16,8 @@ from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, check_answers
 _REWARD = "reward"
 # Without the characters that separate it from the key of a prompt and from the name of a part.
 _LABEL = re.compile(r"[A-Za-z_][\w-]*")
+# All copies are in memory in each searcher, and in the database.
+_MAX_PROMPTS = 10_000_000
 
 
 def make_mixture(parts: Sequence[tuple[str | None, Task, float | None]]) -> "MixtureTask":
@@ -82,7 +84,14 @@ class MixtureTask:
         if empty := [label for label, found in prompts.items() if not found]:
             raise TaskError(f"task.mixture: task {empty[0]} has no prompts, so it cannot have a weight: remove it")
         scale = max(len(found) / self._weights[label] for label, found in prompts.items())
-        return {label: max(len(found), round(scale * self._weights[label])) for label, found in prompts.items()}
+        counts = {label: max(len(found), round(scale * self._weights[label])) for label, found in prompts.items()}
+        if (total := sum(counts.values())) > _MAX_PROMPTS:
+            label = max(counts, key=lambda label: len(prompts[label]) / self._weights[label])
+            raise TaskError(
+                f"task.mixture: with these weights an epoch has {total:,} prompts, and at most {_MAX_PROMPTS:,} are "
+                f"possible: raise the weight of {label}, or set its limit"
+            )
+        return counts
 
 
 class ConcurrentMixtureTask(MixtureTask):

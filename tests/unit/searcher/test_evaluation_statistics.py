@@ -94,6 +94,19 @@ def test_each_task_of_a_mixture_has_its_own_accuracy():
     assert found["accuracy"] == pytest.approx(1 / 3)
 
 
+def test_answers_of_a_task_that_says_nothing_of_correct_are_not_wrong():
+    ungraded = answered([1])
+    ungraded.reward = Reward(0.5, {})
+    groups = [[answered([1], correct=1.0)], [ungraded]]
+    measured = Measured(seed=0)
+    measure_greedy(measured, [answer for group in groups for answer in group], ["a", "b"])
+    measure_sampled(measured, groups, (1,), ["a", "b"])
+    found = measured.metrics
+    assert (found["accuracy"], found["pass_at_1"]) == (1.0, 1.0)
+    assert (found["failed"], found["sampled_failed"]) == (0.0, 0.0)
+    assert "accuracy_of_b" not in found
+
+
 def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_reference_could_score():
     groups = [[answered([1, 2], logprob=-1.0), answered([1], logprob=-1.0)]]
     measured = Measured(seed=0)

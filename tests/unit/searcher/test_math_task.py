@@ -158,8 +158,11 @@ def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
         (r"\boxed{\{1\}}", r"\{1\}"),
         (r"\boxed{1} \boxed{2", "1"),
         (r"\boxed{1 + \boxed{2} + \boxed{3}}", "1 + 2 + 3"),
+        (r"\boxed{1 + \fbox {\boxed{2}}}", "1 + 2"),
+        (r"\boxed{" * 20_000 + "3}", "3"),
         ("none", None),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_the_last_box_has_balanced_braces(text, content):
     assert last_boxed(text) == content

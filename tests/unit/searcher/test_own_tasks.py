@@ -129,6 +129,11 @@ def test_weights_are_shares_of_an_epoch_and_leave_no_prompt_out(file):
     assert {key.partition(":")[2] for key in keys if key.startswith("letters")} == {"stone0", "stone1"}
 
 
+def test_weights_that_need_too_many_copies_are_refused(file):
+    with pytest.raises(TaskError, match=r"an epoch has 20,000,000,002 prompts, .* raise the weight of letters"):
+        load_task(mixture(file, 1e-10, 1)).prompts()
+
+
 def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
     task = load_task(mixture(file, 2, 1))
     assert least_reward(task) == -1.0

@@ -14,7 +14,7 @@ from rich.text import Text
 from tba.common.clock import Clock, SystemClock
 from tba.common.quantity import lasting, quantity
 from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts, living
+from tba.common.stall.facts import Facts, living, total
 from tba.common.terminal import printable
 from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.child import Child
@@ -187,14 +187,12 @@ def fleet_line(children: Sequence[Child], facts: Facts) -> str:
 
 
 def _fleet_figures(clients: Sequence[ClientStatus]) -> str:
-    def total(key: str) -> float:
-        return sum(client.metrics.get(key, 0.0) for client in clients)
-
     versions = sorted({client.weights_version for client in clients if client.weights_version is not None})
     newest = "none" if not versions else f"v{versions[0]}" + (f" to v{versions[-1]}" if len(versions) > 1 else "")
     return (
-        f"{total('tokens_per_second'):,.0f} tokens/s, {total('trajectories_per_second'):.1f} trajectories/s, "
-        f"{total('in_flight'):.0f} in flight, weights {newest}, {quantity(int(total('errors')), 'error')}"
+        f"{total(clients, 'tokens_per_second'):,.0f} tokens/s, "
+        f"{total(clients, 'trajectories_per_second'):.1f} trajectories/s, {total(clients, 'in_flight'):.0f} in flight, "
+        f"weights {newest}, {quantity(round(total(clients, 'errors')), 'error')}"
     )
 
 

@@ -1,6 +1,7 @@
 """Send an alarm when a run stands still: a command, or a POST to a webhook."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -97,7 +98,7 @@ class Alarm:
                     log.info("alarm.webhook was called", stall=stall.reason, status=response.status)
                 return
             # URLError, a timeout, or a broken reply of the server.
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 log.warning("alarm.webhook failed", attempt=attempt, reason=str(error))
             if attempt < _ATTEMPTS and self._thread_stopping(_PAUSE_SECONDS):
                 return

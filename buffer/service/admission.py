@@ -88,7 +88,8 @@ class Admission:
         """An importer may go on where another one stopped: its sender is named after the file."""
         # With keys a name is not free when its client falls silent: it may be cut off.
         client = self._clients.at_work(header.sender) if self._keys is None else self._clients.get(header.sender)
-        if client is None:
+        # A monitor holds nothing: it must not reserve the names that others come back with after a restart.
+        if client is None or (client.role == "monitor" and header.role != "monitor"):
             return
         if client.owner != owner_of(peer, header) or _family(client.role) != _family(header.role):
             raise Refused(

@@ -141,9 +141,9 @@ class Clients:
 
         If one is alive after all, two processes share a name, and both keep their leases.
         """
-        name = sender.rpartition(".")[0]
+        name, role = sender.rpartition(".")[0], self._by_sender[sender].role
         for earlier, client in self._by_sender.items():
-            if earlier != sender and earlier.rpartition(".")[0] == name:
+            if earlier != sender and client.role == role and earlier.rpartition(".")[0] == name:
                 client.replaced = True
 
     def other_trainer(self, sender: str) -> Client | None:

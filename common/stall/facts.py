@@ -39,6 +39,7 @@ _NAMED = 3
 # Loading a large model, and restarting a process, may take so long.
 LOADING_SECONDS = 600.0
 RESTART_SECONDS = 60.0
+_MOST = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,11 @@ def at_work(client: ClientStatus) -> bool:
 def all_idle(searchers: Sequence[ClientStatus]) -> bool:
     """Whether there are searchers, and every one waits."""
     return bool(searchers) and all(map(idle, searchers))
+
+
+def total(clients: Sequence[ClientStatus], metric: str) -> float:
+    """Return the sum of a metric, limited: each value from the network is finite, but their sum need not be."""
+    return max(-_MOST, min(_MOST, sum(client.metrics.get(metric, 0.0) for client in clients)))
 
 
 def who(clients: Sequence[ClientStatus], status: Status) -> str:

@@ -14,6 +14,7 @@ from tba.common.stall.facts import (
     is_silent,
     live_trainer,
     living,
+    total,
     waits,
     who,
 )
@@ -150,25 +151,22 @@ def _scoring(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Sta
     """All searchers wait for the same stage after generation."""
     if not all_idle(searchers):
         return None
-
-    def total(metric: str) -> int:
-        return round(sum(client.metrics.get(metric, 0.0) for client in searchers))
-
-    if waiting := total("rewards_waiting"):
+    if waiting := round(total(searchers, "rewards_waiting")):
         slowest = max(client.metrics.get("reward_seconds", 0.0) for client in searchers)
+        timeouts = quantity(round(total(searchers, "reward_timeouts")), "timeout")
         return Stall(
             "rewards",
             f"{are(searchers, status)} waiting for {quantity(waiting, 'reward')}, which take {lasting(slowest)} each, "
-            f"with {quantity(total('reward_timeouts'), 'timeout')}: the reward function is slow or hangs; raise "
-            "task.reward_workers or lower task.reward_seconds",
+            f"with {timeouts}: the reward function is slow or hangs; raise task.reward_workers or lower "
+            "task.reward_seconds",
         )
-    if waiting := total("references_waiting"):
+    if waiting := round(total(searchers, "references_waiting")):
         return Stall(
             "references",
             f"{are(searchers, status)} waiting for the reference log-probabilities of {quantity(waiting, 'response')}: "
             "set search.reference_logprobs = false, so that the trainer computes them",
         )
-    if waiting := total("unacknowledged_groups"):
+    if waiting := round(total(searchers, "unacknowledged_groups")):
         return Stall(
             "unacknowledged",
             f"the buffer has not acknowledged {quantity(waiting, 'group')} of {who(searchers, status)}"
@@ -191,7 +189,7 @@ def _limited(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Sta
 def _nothing_arrives(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
     if min(status.last_put_seconds, status.trainer_waits_seconds) < _NO_DATA_SECONDS:
         return None
-    in_flight = round(sum(client.metrics.get("in_flight", 0.0) for client in searchers))
+    in_flight = round(total(searchers, "in_flight"))
     return Stall(
         "no_data",
         f"{are(searchers, status)} generating {quantity(in_flight, 'response')}, and none has arrived for "

@@ -94,13 +94,19 @@ class AuthorizedKeys:
 
     def _reload(self) -> None:
         seen = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.directory) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    state = entry.stat()
-                    seen[entry.name] = state.st_mtime_ns, state.st_ino
-        if seen != self._seen:
-            self._seen, self._by_key = seen, {public: known for known, public in read_authorized(self.directory)}
+        try:
+            with contextlib.suppress(FileNotFoundError), os.scandir(self.directory) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        state = entry.stat()
+                        seen[entry.name] = state.st_mtime_ns, state.st_ino
+            if seen != self._seen:
+                self._by_key = {public: known for known, public in read_authorized(self.directory)}
+                self._seen = seen
+        # Many connections may have used up the descriptors of the process. The next look is a second later.
+        except OSError as error:
+            reason = f"{self.directory} cannot be read: {error.strerror}"
+            log.warning("the keys that were read last are used", reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ def read_authorized(directory: Path) -> list[tuple[Authorized, str]]:
         try:
             values = _read(path, writable_only=True)
             roles = values.get("roles")
-            if not isinstance(roles, list) or not set(roles) <= set(KEY_ROLES):
+            if not isinstance(roles, list) or not all(role in KEY_ROLES for role in roles):
                 raise ConfigError(f"{path}: roles must be a list of {', '.join(KEY_ROLES)}")
             found.append((Authorized(path.stem, tuple(roles)), _hex(values, "public", path)))
         except ConfigError as error:

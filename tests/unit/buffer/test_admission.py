@@ -80,6 +80,15 @@ def test_no_other_client_puts_or_says_goodbye_in_the_name_of_a_sender_at_work(bu
             ask(heir, BEAT)
 
 
+def test_a_monitor_does_not_keep_a_searcher_from_its_name(buffer):
+    with connected(buffer.address, "monitor") as monitor, connected(buffer.address, "searcher") as searcher:
+        searcher.sender = monitor.sender
+        ask(monitor, BEAT)
+        prepare(searcher)
+        with pytest.raises(Refused, match="is another client, a searcher"):
+            ask(monitor, BEAT)
+
+
 def test_only_the_trainer_that_said_hello_works_on_a_run(buffer):
     with connected(buffer.address, "trainer", "real") as real, connected(buffer.address, "publisher") as thief:
         ask(real, messages.Hello(host="node0", pid=1, software="t"))

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import socket
 import threading
 
 import pytest
@@ -89,6 +90,18 @@ def test_the_webhook_of_an_alarm_gets_json():
             "text": "tba run r7 stands still: 96 rewards",
         }
     ]
+
+
+def test_a_webhook_whose_server_sends_no_http_is_a_warning(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        alarm = Alarm(AlarmSection(webhook=SecretStr(f"http://127.0.0.1:{server.getsockname()[1]}/hook")), "r7")
+        alarm.send(_SLOW, 601.4)
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"220 mail.example ESMTP\r\n")
+        wait_until(lambda: "alarm.webhook failed" in caplog.messages, 60, "a warning")
+        alarm.close()
 
 
 def test_a_webhook_is_not_stored_and_must_be_http():

@@ -1,5 +1,6 @@
 """The stall explainer: facts in, the culprit and the remedy out."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -306,6 +307,13 @@ def test_the_sentence_of_a_stall_names_the_culprit(facts: Facts, reason: str, wo
 @pytest.mark.parametrize("facts", HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_run_has_no_stall(facts: Facts):
     assert find_stall(facts) is None
+
+
+def test_metrics_whose_sum_is_not_finite_are_explained_too():
+    metrics = {"rewards_waiting": sys.float_info.max, "reward_timeouts": -sys.float_info.max}
+    stall = find_stall(starved(waiting("gpu0", metrics=metrics), waiting("gpu1", metrics=metrics)))
+    assert stall is not None
+    assert stall.reason == "rewards"
 
 
 def test_every_reason_has_a_stall_in_the_table():

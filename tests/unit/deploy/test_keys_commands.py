@@ -10,6 +10,7 @@ from tba.common.errors import ConfigError, TbaError, UsageError
 from tba.common.wire.keys import AUTHORIZED, BUFFER, OWN, AuthorizedKeys, buffer_key, own_pair
 from tba.deploy.doctor_keys import check_keys
 from tba.deploy.keys_commands import app
+from tba.tests.helpers.checks import wait_until
 
 
 @pytest.fixture
@@ -58,11 +59,28 @@ def test_mistakes_with_keys_are_refused(keys, tmp_path):
             keys(*arguments)
 
 
-def test_a_file_in_authorized_that_others_can_write_admits_no_key(keys, tmp_path):
+def test_a_file_in_authorized_that_others_can_write_or_that_is_not_valid_admits_no_key(keys, tmp_path):
     keys("new", "node0", "--role", "searcher")
     public = own_pair(tmp_path / "keys").public
-    (tmp_path / "keys" / AUTHORIZED / "node0.pub").chmod(0o622)
-    assert AuthorizedKeys(tmp_path / "keys" / AUTHORIZED).find(public) is None
+    path = tmp_path / "keys" / AUTHORIZED / "node0.pub"
+    path.chmod(0o622)
+    assert AuthorizedKeys(path.parent).find(public) is None
+    path.chmod(0o600)
+    path.write_text(path.read_text().replace('"searcher"', '["searcher"]'))
+    assert AuthorizedKeys(path.parent).find(public) is None
+
+
+def test_the_last_keys_hold_while_the_directory_cannot_be_read(keys, tmp_path, caplog):
+    keys("new", "node0", "--role", "trainer")
+    directory, public = tmp_path / "keys" / AUTHORIZED, own_pair(tmp_path / "keys").public
+    admitted = AuthorizedKeys(directory)
+    assert admitted.find(public) is not None
+    directory.rename(tmp_path / "moved")
+    directory.touch()
+    wait_until(lambda: admitted.find(public) is None or caplog.messages, 60, "a warning")
+    assert admitted.find(public) is not None
+    directory.unlink()
+    wait_until(lambda: admitted.find(public) is None, 60, "the end of the key")
 
 
 def test_the_doctor_tells_who_may_connect(keys, tmp_path):

@@ -22,6 +22,7 @@ from tba.common.weights.node_store import PinnedSnapshot, weights_directory
 from tba.common.weights.snapshot import Manifest, Snapshot
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.fields import NO_VISIT
+from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_EOS, Trajectory
 from tba.searcher.engines.engine import Engine, SamplingSettings
@@ -34,6 +35,7 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt, Task, check_answers, check_rendering, fingerprint, name_of
 from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.searcher.weights.progress import Progress
 
 log = get_logger(__name__)
 
@@ -219,14 +221,22 @@ def questions(config: Config, subject: Subject) -> list[Question]:
 
 @contextlib.contextmanager
 def open_evaluator(
-    config: Config, subject: Subject, *, device: str, name: str, stop: Callable[[], bool] = lambda: False
+    config: Config,
+    subject: Subject,
+    *,
+    device: str,
+    name: str,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[Evaluator, SnapshotAssembler]]:
     """Start everything that evaluations need, and the assembler of their snapshots. Frees it at the end of the block.
 
+    `progress` is that of snapshots that are fetched.
     Raises ConfigError for a model or task that cannot be loaded.
     """
     with contextlib.ExitStack() as ending:
-        assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock())
+        own = node_pair(config.security)
+        assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock(), progress, own)
         ending.callback(assembler.remove_created)
         # Before the engine, as `WorkerPool` says.
         rewards = make_rewards(config, subject.task, device, stop)

@@ -27,6 +27,7 @@ from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject
 from tba.searcher.evaluation.snapshots import ref_of
 from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.searcher.weights.progress import Progress
 
 log = get_logger(__name__)
 
@@ -52,21 +53,43 @@ def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         keys = buffer_client_keys(config.security, config.address)
         client = BufferClient(config.address, role="evaluator", name=name, keys=keys)
         ending.callback(client.close)
-        opened = open_evaluator(config, subject, device=device, name=name, stop=stop)
+        fetching = Fetching()
+        opened = open_evaluator(config, subject, device=device, name=name, stop=stop, progress=fetching)
         with stop.exits_immediately():
             evaluator, assembler = ending.enter_context(opened)
-        Follower(config, evaluator, assembler, client, SystemClock()).run(stop)
+        Follower(config, evaluator, assembler, fetching, client, SystemClock()).run(stop)
+
+
+class Fetching(Progress):
+    """Calls `go_on` while the server of a snapshot is silent; False ends the wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on: Callable[[], bool] = lambda: True
+
+    def check(self, what: str) -> None:
+        """Raise SnapshotOutdated if `what` is not waited for any more."""
+        self.outdated = not self.go_on()
+        super().check(what)
 
 
 class Follower:
     """Evaluates one snapshot at a time, the oldest first. Used by one thread."""
 
     def __init__(
-        self, config: Config, evaluator: Evaluator, assembler: SnapshotAssembler, client: BufferClient, clock: Clock
+        self,
+        config: Config,
+        evaluator: Evaluator,
+        assembler: SnapshotAssembler,
+        fetching: Fetching,
+        client: BufferClient,
+        clock: Clock,
     ) -> None:
+        """`fetching` is the progress of the assembler."""
         self._config = config
         self._evaluator = evaluator
         self._assembler = assembler
+        self._fetching = fetching
         self._client = client
         self._clock = clock
         # It only reports to systemd: the evaluator watches its engine.
@@ -162,7 +185,16 @@ class Follower:
             self._heartbeat("evaluating", f"{doing}: {done} of {total} answers", 0.0)
             return not stop()
 
+        def wait() -> bool:
+            self._watchdog.beat()
+            silence = self._fetching.waits_for
+            self._heartbeat("evaluating", f"v{ref.version}: {silence or 'loading'}", 0.0)
+            # The trainer of a finished run does not come back.
+            over = self._client.state is not None and self._client.state.finished
+            return not (stop() or (over and silence))
+
         self._heartbeat("evaluating", f"v{ref.version}: loading", 0.0)
+        self._fetching.go_on = wait
         try:
             snapshot, pinned = self._assembler.assemble(ref)
             row = self._evaluator.evaluate(snapshot, pinned, report)

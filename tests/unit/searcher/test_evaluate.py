@@ -1,6 +1,9 @@
 """The choice of snapshots to evaluate while a trainer publishes and deletes snapshots."""
 
 import shutil
+from contextlib import closing
+from itertools import count
+from typing import Any, cast
 
 import pytest
 
@@ -8,6 +11,9 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
+from tba.common.wire.client import BufferClient
+from tba.common.wire.messages import WeightsRef
+from tba.searcher.evaluation.follower import Fetching, Follower
 from tba.searcher.evaluation.snapshots import _prepared
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
@@ -95,3 +101,16 @@ def test_a_delta_is_deleted_before_its_base(trainer, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", watched)
     collect(trainer.directory, keep_last=1, keep_every=0)
     assert seen == ["v00000003", "v00000002", "v00000001"]
+
+
+def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path):
+    address = "tcp://127.0.0.1:1"
+    fetching = Fetching()
+    assembler = SnapshotAssembler(tmp_path / "node", "auto", SystemClock(), fetching)
+    with closing(BufferClient(address, role="evaluator", name="eval")) as client:
+        follower = Follower(Config(), cast("Any", None), assembler, fetching, client, SystemClock())
+        ref = WeightsRef(version=1, step=1, path="/none/v00000001", manifest_sha256="0" * 64, address=address)
+        asked = count()
+        follower._evaluate(ref, lambda: next(asked) == 2)
+        assert next(asked) == 3
+        assert client.is_pending(follower._heartbeat_request)

@@ -42,6 +42,8 @@ class PublisherHarness:
             "train": {"prompts_per_step": 1, "snapshots_in": "disk"} | train,
             "search": {"weights_dir": str(root / "weights")},
             "lora": lora or {},
+            # A server on all addresses has no keys here.
+            "security": {"insecure": True},
         }
         self.buffer = BufferThread(Config.model_validate(sections))
         self.config = Config.model_validate(sections | {"buffer": {"address": self.buffer.address}})

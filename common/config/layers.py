@@ -194,7 +194,8 @@ def _check_key(key: str, origin: str) -> None:
     table, _, name = rest.partition(".")
     if name and f"{section}.{table}" == "search.vllm":
         raise ConfigError(f"unknown key {key} ({origin}): write the table, search.vllm={{ {name} = VALUE }}")
-    near = _nearest(key, known)
+    # Without a section it may be meant in each that has it.
+    near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
     raise ConfigError(f"unknown key {key} ({origin}): {hint}")
 

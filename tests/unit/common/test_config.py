@@ -62,7 +62,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
         ("train.warmup_step", "did you mean train.warmup_steps?"),
         ("train.objective", "`tba config show` lists all keys"),
         ("buffer.port", "`tba config show` lists all keys"),
-        ("learning_rate", "did you mean train.learning_rate?"),
+        ("learning_rate", "did you mean train.learning_rate or sft.learning_rate?"),
         ("rtain.samples_per_prompt", "did you mean train.samples_per_prompt?"),
         ("bojective.name", "did you mean objective.name?"),
         ("erward_model.path", "did you mean reward_model.path?"),

@@ -127,8 +127,8 @@ $(VENV)/installed-torch: constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-transformers: $(VENV)/installed-torch pyproject.toml
-	@echo 'installing tba with the trainer and the Transformers engine'
-	@$(PIP) -c constraints.txt -e '.[train]'
+	@echo 'installing tba with the trainer, the Transformers engine and the web interface'
+	@$(PIP) -c constraints.txt -e '.[train,ui]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed-transformers

@@ -111,6 +111,10 @@ def _checked(roles: list[str] | None) -> list[str]:
 
 
 def _authorize(directory: Path, name: str, public: str, roles: list[str]) -> None:
-    from tba.common.wire.keys import AUTHORIZED, write_public
+    from tba.common.wire.keys import AUTHORIZED, read_authorized, write_public
 
+    # Otherwise `revoke` of one name would leave the key admitted under the other.
+    for known, other in read_authorized(directory / AUTHORIZED):
+        if other == public and known.name != name:
+            raise UsageError(f"the key is that of {known.name}: `tba keys revoke {known.name}` first")
     write_public(directory / AUTHORIZED / f"{name}.pub", public=public, roles=roles)

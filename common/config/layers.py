@@ -26,6 +26,7 @@ _OTHER_VARIABLES = {
     *("TBA_STALL", "TBA_STALL_REASON", "TBA_STALL_RUN", "TBA_STALL_SECONDS"),
 }
 DEFAULT_ORIGIN = "default"
+_SECRET = frozenset({"alarm.webhook"})
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -233,4 +234,6 @@ def _sentence(error: ValidationError, values: Mapping[str, _Value]) -> str:
     # A field of a table in a list, such as the second of task.mixture.
     if len(field) > 3 and field[2].isdigit():
         return f"{key}[{field[2]}].{'.'.join(field[3:])} ({item.origin}): {message[0].lower()}{message[1:]}"
-    return f"{key} = {item.value!r} ({item.origin}): {message[0].lower()}{message[1:]}"
+    # Errors end in logs.
+    shown = "(not shown)" if key in _SECRET else repr(item.value)
+    return f"{key} = {shown} ({item.origin}): {message[0].lower()}{message[1:]}"

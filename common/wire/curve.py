@@ -31,6 +31,8 @@ HANDSHAKE_FAILURES = (
 _REFUSED = 400
 # Connections in a handshake whose addresses are remembered.
 _MOST_OPEN = 1024
+# Questions and events between two reads of the server's socket.
+_MOST_AT_A_TIME = 100
 Socket = zmq.Socket[bytes]
 
 
@@ -96,13 +98,11 @@ class Doorkeeper:
         return self._questions, self._events
 
     def work(self) -> None:
-        """Answer the questions that are there, and log failures."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._answer(self._questions.recv_multipart(zmq.NOBLOCK))
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._note(self._events.recv_multipart(zmq.NOBLOCK))
+        """Answer some of the questions that are there, and log some failures: a flood must not keep the server busy."""
+        for socket, handle in ((self._questions, self._answer), (self._events, self._note)):
+            with contextlib.suppress(zmq.Again):
+                for _ in range(_MOST_AT_A_TIME):
+                    handle(socket.recv_multipart(zmq.NOBLOCK))
 
     def _answer(self, question: list[bytes]) -> None:
         version, request, _domain, address, _routing_id, _mechanism, *credentials = question

@@ -11,7 +11,6 @@ from tba.buffer.tools.limited_query import query_limited
 from tba.buffer.tools.printing import csv_value
 from tba.common.errors import StorageError, UsageError
 from tba.common.wire.query_messages import MAX_QUERY_ROWS, QueryResult
-from tba.ui.runs import Run
 from tba.ui.site import run_of, site_of
 
 SECONDS = 5.0
@@ -35,7 +34,7 @@ def page(request: Request) -> Response:
     result, sentence = None, ""
     if sql:
         try:
-            result = _run(run, sql, _TABLE_ROWS)
+            result = _run(request, sql, _TABLE_ROWS)
         except (UsageError, StorageError, MemoryError) as error:
             sentence = str(error) or "the query needs too much memory"
     # A quote in the name of a run is doubled in SQL.
@@ -57,7 +56,7 @@ def csv_file(request: Request) -> Response:
     """Return the result of a statement as CSV."""
     run = run_of(request)
     try:
-        result = _run(run, request.query_params.get("sql", ""), MAX_QUERY_ROWS)
+        result = _run(request, request.query_params.get("sql", ""), MAX_QUERY_ROWS)
     except MemoryError as error:
         raise UsageError("the query needs too much memory") from error
     text = io.StringIO()
@@ -68,10 +67,13 @@ def csv_file(request: Request) -> Response:
     return Response(text.getvalue().encode(errors="replace"), media_type="text/csv; charset=utf-8", headers=headers)
 
 
-def _run(run: Run, sql: str, rows: int) -> QueryResult:
+def _run(request: Request, sql: str, rows: int) -> QueryResult:
+    # A page of another site must not have the browser of a reader run expensive statements.
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise UsageError("the statement comes from another site: read it, and run it here")
     if not _turn.acquire(timeout=SECONDS):
         raise UsageError("another query is running: try again in a few seconds")
     try:
-        return query_limited(run.database, sql, rows=rows, seconds=SECONDS)
+        return query_limited(run_of(request).database, sql, rows=rows, seconds=SECONDS)
     finally:
         _turn.release()

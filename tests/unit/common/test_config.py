@@ -106,6 +106,10 @@ def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):
     assert words in refusal(assignments=assignments)
 
 
+def test_the_error_of_a_secret_does_not_show_it():
+    assert "SECRET" not in refusal(environment={"TBA_ALARM__WEBHOOK": "hooks.example/SECRET"})
+
+
 def test_an_unknown_key_in_the_environment_is_an_error():
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 

@@ -43,6 +43,7 @@ def test_keys_are_created_authorised_listed_and_revoked(keys, tmp_path):
 
 def test_mistakes_with_keys_are_refused(keys, tmp_path):
     keys("new", "node0")
+    keys("authorize", "laptop", "1f" * 32, "--role", "monitor")
     secret = (tmp_path / "keys" / OWN).read_text()
     with pytest.raises(ConfigError, match="this node has a key"):
         keys("new", "node0")
@@ -50,6 +51,7 @@ def test_mistakes_with_keys_are_refused(keys, tmp_path):
     for arguments, error in {
         ("new", "../x"): "cannot be the name of a key",
         ("authorize", "x", "0f", "--role", "monitor"): "64 hexadecimal digits",
+        ("authorize", "x", "1f" * 32, "--role", "trainer"): "the key is that of laptop",
         ("authorize", "x", "0f" * 32): "name what x may do",
         ("authorize", "x", "0f" * 32, "--role", "king"): "a key is for searcher, trainer, importer, monitor",
         ("new", "node1", "--folder", "there"): "with --role",

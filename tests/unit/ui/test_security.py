@@ -20,6 +20,14 @@ def test_requests_with_another_host_are_refused(filled, host):
     assert reply.status_code == 403
 
 
+@pytest.mark.parametrize(("site", "status"), [("cross-site", 400), ("same-origin", 200)])
+@pytest.mark.parametrize("page", ["sql", "sql.csv"])
+def test_a_link_of_another_site_runs_no_statement(filled, page, site, status):
+    browser = TestClient(make_app([filled]), base_url="http://localhost")
+    reply = browser.get(f"/r/test/{page}?sql=SELECT 1", headers={"sec-fetch-site": site})
+    assert reply.status_code == status
+
+
 def test_a_token_is_needed_if_there_is_one(filled):
     browser = TestClient(make_app([filled], token=TOKEN), follow_redirects=False)
     assert browser.get("/r/test").status_code == 401

@@ -79,14 +79,14 @@ class MixtureTask:
 
     def _counts(self, prompts: dict[str, Sequence[Prompt]]) -> dict[str, int]:
         """Return how many prompts of each task an epoch has: at least all of them, in proportion to the weights."""
-        if self._weights is None:
+        if (weights := self._weights) is None:
             return {label: len(found) for label, found in prompts.items()}
         if empty := [label for label, found in prompts.items() if not found]:
             raise TaskError(f"task.mixture: task {empty[0]} has no prompts, so it cannot have a weight: remove it")
-        scale = max(len(found) / self._weights[label] for label, found in prompts.items())
-        counts = {label: max(len(found), round(scale * self._weights[label])) for label, found in prompts.items()}
+        scale = max(len(found) / weights[label] for label, found in prompts.items())
+        counts = {label: max(len(found), round(scale * weights[label])) for label, found in prompts.items()}
         if (total := sum(counts.values())) > _MAX_PROMPTS:
-            label = max(counts, key=lambda label: len(prompts[label]) / self._weights[label])
+            label = max(counts, key=lambda label: len(prompts[label]) / weights[label])
             raise TaskError(
                 f"task.mixture: with these weights an epoch has {total:,} prompts, and at most {_MAX_PROMPTS:,} are "
                 f"possible: raise the weight of {label}, or set its limit"

@@ -7,6 +7,7 @@ completes one of them. All tokens are trained on; the text of the token or strin
 from collections.abc import Collection, Iterable, Sequence
 
 from tba.common.config import Config
+from tba.common.errors import ConfigError
 from tba.common.rendering import Tokenizer
 from tba.common.weights.model_files import eos_ids, model_directory
 
@@ -16,7 +17,10 @@ _MORE_TOKENS = 8
 
 
 class Stopping:
-    """The end tokens of a model, and `search.stop`. A string that is a special token of the tokenizer means its id."""
+    """The end tokens of a model, and `search.stop`. A string that is a special token of the tokenizer means its id.
+
+    Raises ConfigError for a string that contains one among other characters.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Collection[str | int], end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
@@ -27,6 +31,11 @@ class Stopping:
                 ids.add(one)
             elif one in special:
                 ids.add(special[one])
+            elif inside := [token for token in special if token in one]:
+                raise ConfigError(
+                    f"search.stop: {one!r} contains the special token {inside[0]!r}, which is not part of the text of "
+                    "a response: name the token alone"
+                )
             else:
                 strings.append(one)
         self.ids = frozenset(ids)

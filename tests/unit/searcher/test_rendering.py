@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from tba.buffer.tools.tokenizer import Tokenizer as ImportTokenizer
 from tba.common.config import Config, TaskSection
-from tba.common.errors import TaskError
+from tba.common.errors import ConfigError, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
 from tba.searcher.checks import check_task_and_prompts
@@ -229,4 +229,7 @@ def test_stop_strings_that_are_special_tokens_mean_their_ids_and_end_tokens_have
     assert stopping.strings == ()
     assert stopping.scored_text([*tokenizer.encode("5", add_special_tokens=False), a]) == "5"
     assert stopping.scored_text([]) == ""
+    # It would never end a response: the text has no special tokens.
+    with pytest.raises(ConfigError, match="contains the special token"):
+        Stopping(tokenizer, ("<|start_header_id|>\n",), ())
     assert Stopping(SimpleNamespace(decode=tokenizer.decode), (), ()).scored_text([begin]) == ""

@@ -1,10 +1,12 @@
 """Score a response with a task, whatever its scorer does short of ending the process."""
 
 import asyncio
+import atexit
 import math
 import traceback
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tba.common.log import get_logger
@@ -63,7 +65,7 @@ def score(
     """
     try:
         reward = task.score(prompt, response, finished)
-        return _checked(asyncio.run(_awaited(reward)) if isinstance(reward, Awaitable) else reward), None
+        return _checked(_runner().run(_awaited(reward)) if isinstance(reward, Awaitable) else reward), None
     # A verifier may call sys.exit or raise KeyboardInterrupt.
     except BaseException as error:  # noqa: BLE001
         return _raised(error, task, prompt, memory_mib)
@@ -97,6 +99,14 @@ def timed_out(seconds: float) -> str:
 def storable(text: str) -> str:
     """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    """Return the event loop of this process: a task may keep connections, which belong to a loop."""
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
 
 
 async def _awaited(reward: Awaitable[Reward]) -> Reward:

@@ -1,5 +1,6 @@
 """Tasks of the user: where they come from, their options, and mixtures of tasks."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tba.common.config import Config, TaskSection
 from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError, TaskError
 from tba.searcher.checks import with_reward_floor
+from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.task import Prompt, Reward, check_prompts, least_reward, name_of, scores_concurrently
 
@@ -151,6 +153,19 @@ def test_a_mixture_with_a_coroutine_scores_concurrently(file):
     file.write_text(FILE.replace("def score", "async def score"))
     task = load_task(mixture(file, None, None))
     assert scores_concurrently(task)
+
+
+def test_coroutines_that_are_scored_in_this_process_share_an_event_loop():
+    loops = []
+
+    class Connected:
+        async def score(self, prompt, response, finished):
+            loops.append(asyncio.get_running_loop())
+            return Reward(1.0, {})
+
+    task: Any = Connected()
+    assert [score(task, Prompt("a", "1+1="), "2", finished=True)[1] for _ in range(2)] == [None, None]
+    assert loops[0] is loops[1]
 
 
 @pytest.mark.parametrize(

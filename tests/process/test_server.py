@@ -83,7 +83,7 @@ def test_a_second_server_on_the_same_address_exits_with_code_1_and_one_sentence(
     assert "is in use: a buffer serves run test there" in result.stderr
     assert "Traceback" not in result.stderr
     everywhere = run_config.address.replace("127.0.0.1", "*")
-    result = tba("buffer", "serve", "--config", run_config.file, "--set", f"buffer.address={everywhere}")
+    result = tba("buffer", "serve", "--config", run_config.file, "--insecure", "--set", f"buffer.address={everywhere}")
     assert (result.returncode, f"{everywhere} is in use: another program" in result.stderr) == (1, True)
 
 

@@ -1,6 +1,7 @@
 """Run one SELECT of another process or a browser: its time, rows, bytes and memory are limited."""
 
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,36 @@ _LIMITS = {
 _VALUE_HEADER_BYTES = 9
 
 
+def _replace(text: str, old: str, new: str) -> str:
+    if old and len(text) + text.count(old) * (len(new) - len(old)) > _VALUE_BYTES:
+        raise ValueError("the result is too long")
+    # Python would insert between all characters.
+    return text.replace(old, new) if old else text
+
+
+# SQLite's own take time proportional to the product of the lengths, without a chance to interrupt them.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "trim": str.strip,
+    "ltrim": str.lstrip,
+    "rtrim": str.rstrip,
+    "instr": lambda text, part: text.find(part) + 1,
+    "replace": _replace,
+}
+
+
+def _of_texts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the SQL function for a function of texts: NULL for NULL, and numbers and blobs count as their text."""
+
+    def call(*values: Any) -> Any:
+        if None in values:
+            return None
+        return function(
+            *(value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values)
+        )
+
+    return call
+
+
 def limit_memory(path: Path) -> None:
     """Limit the memory of SQLite in this process. Raises UsageError or StorageError if the file is no buffer."""
     with open_reader(path) as connection:
@@ -38,6 +69,8 @@ def query_limited(path: Path, sql: str, *, rows: int, seconds: float) -> QueryRe
     with open_reader(path) as connection:
         for limit, value in _LIMITS.items():
             connection.setlimit(limit, value)
+        for name, function in _FUNCTIONS.items():
+            connection.create_function(name, 3 if name == "replace" else 2, _of_texts(function), deterministic=True)
         # A sort counts as memory: on the disk it would take space from the buffer.
         connection.execute("PRAGMA temp_store = MEMORY")
         with reading_only(connection, seconds=seconds):

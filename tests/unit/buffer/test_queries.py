@@ -54,6 +54,18 @@ def test_a_reply_can_be_read_whatever_its_values_are(row, filled):
     assert "at most 8 MiB" in result.cut
 
 
+def test_functions_of_texts_are_those_of_sqlite_and_take_linear_time(filled):
+    calls = """trim('xaxbx', 'x'), ltrim('xyxa', 'yx'), rtrim('a12', 21), trim('  a '), instr('abcabc', 'ca'),
+        instr('a', 'b'), replace('aXbX', 'X', 'yy'), replace('a', '', 'b'), trim(NULL, 'x'), instr('a', NULL), replace(12, 1, 3)"""
+    (expected,) = sqlite3.connect(":memory:").execute(f"SELECT {calls}").fetchall()
+    assert ask(filled, f"SELECT {calls}").rows == [list(expected)]
+    # SQLite's own take minutes.
+    long = "trim(hex(zeroblob(400000)), hex(zeroblob(400000)) || '1')"
+    assert ask(filled, f"SELECT {long}, instr(hex(zeroblob(999999)), hex(zeroblob(499999)) || '1')").rows == [["", 0]]
+    failure = ask(filled, "SELECT length(replace(hex(zeroblob(1000000)), '0', hex(zeroblob(1000000))))")
+    assert isinstance(failure, Failure)
+
+
 def test_a_query_of_few_long_rows_has_its_limit_of_time(filled):
     failure = ask(filled, f"{MANY.replace('10000', '2000')} SELECT MAX(hex(randomblob(100000))) FROM n", seconds=0.05)
     assert "takes longer than 0.05 s" in failure.message

@@ -50,7 +50,7 @@ def eval_command(store: Store) -> Callable[..., None]:
         cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
         as_json: Json = False,
     ) -> None:
-        """Evaluate snapshots on the held-out prompts: accuracy, reward, and what [eval] adds."""
+        """Evaluate snapshots on the held-out prompts: accuracy, reward, and what the section eval adds."""
         resolved = options.resolve({"search.gpus": "cpu" if cpu else None})
         start_process("eval", level="WARNING", drains=False)
         need("torch", "train")

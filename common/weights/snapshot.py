@@ -238,7 +238,9 @@ def choose_snapshots(directory: Path, memory: Path, named: Path | None, *, every
         return [named]
     found = [path for path in list_snapshots(directory) if not _is_only_base(path)]
     if not found:
-        raise UsageError(f"{directory} has no snapshots: train first, or name a snapshot or the configuration of a run (-c FILE)")
+        raise UsageError(
+            f"{directory} has no snapshots: train first, or name a snapshot or the configuration of a run (-c FILE)"
+        )
     found += _newer(memory, found)[-1:]
     return found if every else found[-1:]
 

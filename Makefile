@@ -11,6 +11,8 @@ SEED ?= 0
 TORCH_OPTIONS ?=
 # Workers of the test run. Many tests start several processes of their own.
 WORKERS ?= 2
+# Quick tests wait for disks and sockets more than they compute.
+QUICK_WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,16 +23,25 @@ PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-ch
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILD := build/typecheck
 DEMO := runs/demo
+WORDS := runs/demo-words
 
-.PHONY: demo quick test test-failed test-all test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication bench-peers clean
+.PHONY: demo demo-words quick test test-failed test-all test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication bench-peers clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
 	@$(BIN)/tba run examples/arithmetic/demo.toml --set run.dir=$(DEMO) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
+# Word problems with longer answers: an untrained model, its warm start by `tba sft`, and the run.
+demo-words: $(VENV)/installed-$(ENGINE)
+	@rm -rf $(WORDS) $(WORDS)-start
+	@$(BIN)/python examples/words/prepare.py --out $(WORDS)-start
+	@$(BIN)/tba sft $(WORDS)-start/pairs.jsonl --config examples/words/demo.toml --model $(WORDS)-start/untrained \
+		--out $(WORDS)-start/model
+	@$(BIN)/tba run examples/words/demo.toml --set run.dir=$(WORDS) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
+
 # Under a minute: unit tests without the slow ones, and the rules on the source.
 quick: $(VENV)/installed-dev
-	$(PYTEST) -m "not slow" tests/unit tests/source
+	$(PYTEST) -n $(QUICK_WORKERS) -m "not slow" tests/unit tests/source
 
 # Everything but GPUs; what takes minutes in full runs at a smaller size.
 test: $(VENV)/installed-vllm

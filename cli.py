@@ -34,7 +34,8 @@ from tba.common.terminal import (
     start_process,
     with_config,
 )
-from tba.deploy.commands import plot, runs_command, status
+from tba.deploy.commands import doctor_command, plot, runs_command, status_command
+from tba.deploy.init_command import init_command
 from tba.deploy.keys_commands import app as keys_app
 from tba.searcher.commands import eval_command, generate_command
 from tba.searcher.task_commands import app as task_app
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from tba.common.config import Config
     from tba.common.config.layers import Resolved
     from tba.common.system.process import StopSignal
+    from tba.deploy.doctor import Checks
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -115,7 +117,7 @@ def search(
     """Generate and score responses until the run is finished."""
     not_both(cpu is not None, gpus is not None, "--cpu", "--gpus")
     flags = {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu}
-    resolved = options.resolve({**flags, "search.tensor_parallel": tensor_parallel})
+    resolved = options.resolve_start({**flags, "search.tensor_parallel": tensor_parallel})
     from tba.common.system.devices import CPU, label, pin
     from tba.deploy.fleet import searcher_groups
 
@@ -184,7 +186,7 @@ def train(
     """Train on the data of the buffer and publish weights; with --offline, on a recorded run."""
     not_both(cpu, gpu is not None, "--cpu", "--gpu")
     recorded = _recorded_run(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
-    config = options.resolve({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes}).config
+    config = options.resolve_start({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes}).config
     from tba.common.system.devices import CPU, choose_and_pin
     from tba.common.weights.model_files import local_model
     from tba.deploy.drain import trainer_drain_seconds
@@ -246,9 +248,18 @@ app.command()(sft_command(_train_together))
 def run(
     options: ConfigOptions,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in run.dir.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show processes, memory, disk and every problem; start and write nothing.")
+    ] = False,
+    assume: Assume = None,
 ) -> None:
     """Run buffer, searchers and trainer on this machine, with one live display."""
-    resolved = options.resolve()
+    if dry_run:
+        _dry_run(options, resume=resume, assume=assume)
+        return
+    if assume:
+        raise UsageError("--assume is for --dry-run: a run uses the GPUs of this machine")
+    resolved = options.resolve_start()
     stop = start_process("", level="WARNING")
     from tba.deploy.launcher import check_start, check_task
     from tba.deploy.run_directory import await_previous
@@ -256,13 +267,23 @@ def run(
 
     await_previous(resolved.config, stop, note)
     if not stop():
-        check_start(resolved.config, resume=resume)
+        check_start(resolved.config, _read_results, resume=resume)
         check_memory(resolved.config)
         check_task(resolved.config, options.arguments(), stop)
     if not stop():
         _launch(resolved, options, stop, resume=resume)
     if stop.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None = None) -> None:
+    from tba.deploy.dry_run import describe
+
+    config, arguments = options.resolve_start().config, options.arguments()
+    describe(config, arguments, _checks(), _read_results, resume=resume, assume=assume)
+
+
+app.command("init")(init_command(_dry_run))
 
 
 def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
@@ -300,10 +321,10 @@ app.command("eval")(eval_command(_store_evaluation))
 
 
 @contextmanager
-def _model_directory(config: "Config", named: Path | None, version: int | None) -> Iterator[Path]:
-    from tba.trainer.export import complete_directory, find_source
+def _model_directory(config: "Config", source: Path) -> Iterator[Path]:
+    from tba.trainer.export import complete_directory
 
-    with complete_directory(find_source(config, named, version), config) as directory:
+    with complete_directory(source, config) as directory:
         yield directory
 
 
@@ -317,15 +338,13 @@ app.command()(plot)
 # ---------------------------------------------------------------- inspection
 
 
-app.command()(status)
-
-
 def _read_results(database: Path) -> list[dict[str, Any]]:
     from tba.buffer.tools.run_results import read_results
 
     return read_results(database)
 
 
+app.command()(status_command(_read_results))
 app.command()(runs_command(_read_results))
 
 
@@ -347,8 +366,8 @@ def config_show(options: ConfigOptions, as_json: Json = False) -> None:
 @with_config
 def config_check(options: ConfigOptions) -> None:
     """Check that the configuration is valid, its files exist, and the task loads with prompts that fit batch and
-    context. The exit code is 0, or 78 with one sentence."""
-    config = options.resolve().config
+    context. The exit code is 0, or 78 with one sentence, and 2 without a configuration."""
+    config = options.resolve_start().config
     from tba.common.config.paths import check_paths
 
     for sentence in check_paths(config):
@@ -365,21 +384,12 @@ def config_check(options: ConfigOptions) -> None:
     typer.echo(f"ok: run {config.run.name} in {config.run.dir}")
 
 
-@app.command()
-@with_config
-def doctor(options: ConfigOptions, as_json: Json = False, assume: Assume = None) -> None:
-    """Check this machine: packages, GPUs and driver, compiler, caches, disk, addresses, model, task, reward model."""
-    config = options.resolve().config
-    from tba.common.system.devices import assumed_gpus
-    from tba.deploy.doctor import examine
+def _checks() -> "Checks":
+    from tba.deploy.doctor import Checks
     from tba.searcher.checks import check_reward_model, check_task_and_prompts
-    from tba.trainer.preflight.before_start import trainer_memory
+    from tba.trainer.preflight.before_start import model_parameters, trainer_memory
 
-    node = assumed_gpus(assume) if assume else None
-    findings = examine(config, check_task_and_prompts, check_reward_model, trainer_memory, node)
-    if as_json:
-        print_json(findings)
-    else:
-        print_table(["check", "result", "detail"], findings)
-    if any(finding["result"] == "fail" for finding in findings):
-        raise typer.Exit(EXIT_FAILED)
+    return Checks(check_task_and_prompts, check_reward_model, trainer_memory, model_parameters)
+
+
+app.command()(doctor_command(_checks))

@@ -1,7 +1,9 @@
 """Run a program that generates with vLLM in its process, and count the tokens of its steps in a shared file.
 
-    python -m benchmarks.counted FILE CORE tba search ...
-    python -m benchmarks.counted FILE CORE bare TASK        the peer of `tba search` in generation.py
+    python -m benchmarks.counted FILE CORE on|off tba search ...
+    python -m benchmarks.counted FILE CORE on|off bare TASK     the peer of `tba search` in generation.py
+
+With `off`, vLLM on a CPU computes with its parameters instead of packed copies of them, as it does on a GPU.
 
 Both are counted by the same few lines around the same call of vLLM, which cost a microsecond per step: one token for
 each request in the output of a step. The thread that makes this call is bound to a core; the others are not moved.
@@ -75,13 +77,26 @@ class Counter:
 
 def main() -> None:
     count_steps(Counter(Path(sys.argv[1])), core=int(sys.argv[2]))
-    if sys.argv[3] == "bare":
-        generate(json.loads(sys.argv[4]))
+    if sys.argv[3] == "off":
+        compute_with_parameters()
+    if sys.argv[4] == "bare":
+        generate(json.loads(sys.argv[5]))
         return
     from tba.cli import main as tba
 
-    sys.argv = sys.argv[3:]
+    sys.argv = sys.argv[4:]
     tba()
+
+
+def compute_with_parameters() -> None:
+    """Patch vLLM so that no layer packs its weights."""
+    from torch import nn
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: nn.Module, *, remove_weight: bool) -> None:  # noqa: ARG001
+        layer.cpu_linear = nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep
 
 
 def count_steps(counter: Counter, *, core: int) -> None:

@@ -23,10 +23,10 @@ from tba.common.system.durable import copy_file, sha256_of
 from tba.common.weights import delta
 from tba.common.weights.hashing import blake3_of
 from tba.common.weights.snapshot_server import SnapshotServer
-from tba.common.weights.tensor_file import Tensor, map_tensors, write_tensor_file
+from tba.common.weights.tensor_file import Tensor, map_tensors
 from tba.searcher.weights.fetch import Fetcher
 from tba.searcher.weights.progress import Progress
-from tba.tests.helpers.weights import WEIGHTS, RandomWeights
+from tba.tests.helpers.weights import WEIGHTS, RandomWeights, write_tensor_file
 
 MILLIONS = (128, 512)
 # Size of an update, and steps between two snapshots.

@@ -1,6 +1,7 @@
 """Tokens per second of a whole searcher against a bare `vllm.LLM.generate`.
 
     python -m benchmarks.generation [--model small|large|both] [--cycles 5] [--seconds 10] [--core 1] [--rest-on other]
+        [--packing on]
 
 The searcher is `tba search` as users start it, with all its work: prompts by lease from a real buffer server,
 log-probabilities, version per token, text, the reward of GSM8K, acknowledged puts, and, in one of its two rows, a new
@@ -15,6 +16,8 @@ flight, more prompts than rows, and returns token ids only; in a second row also
 - The threads that step an engine are bound to one core. The other cores are for everything else, as on a machine whose
   engines are on GPUs: the searcher's other threads and reward workers, and the buffer servers. With `--rest-on same`
   the searcher does all its work on the core of its engine.
+- With `--packing off` all engines compute with their parameters, as on a GPU, and a swap is in place. By default vLLM
+  on a CPU packs weights, and a swap is a reload.
 - One snapshot per period is published when the searcher's seconds begin to count, so every `--seconds` of them.
 - *per CPU second* divides by the processor time of the engine's own process, without its reward workers.
 - Models are random: several token ids end a response, so that lengths are distributed geometrically, up to a limit.
@@ -74,6 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of a period that count")
     parser.add_argument("--core", type=int, default=1, help="the core that engines are stepped on")
     parser.add_argument("--rest-on", choices=("other", "same"), default="other", help="cores for everything else")
+    parser.add_argument("--packing", choices=("on", "off"), default="on", help="vLLM's packed copies of weights")
     return parser.parse_args()
 
 
@@ -159,7 +163,8 @@ class Generation:
         counter, log = Counter(folder / "progress"), folder / "engine.log"
         core = str(self._options.core)
         bound = ["taskset", "--cpu-list", core] if self._options.rest_on == "same" else []
-        command = [*bound, sys.executable, "-m", "benchmarks.counted", str(folder / "progress"), core, *arguments]
+        command = [*bound, sys.executable, "-m", "benchmarks.counted", str(folder / "progress"), core]
+        command += [self._options.packing, *arguments]
         with log.open("wb") as output:
             engine = subprocess.Popen(command, env=_environment(), stdout=output, stderr=output)
         program = Program(engine, servers, counter, log)

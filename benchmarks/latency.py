@@ -32,6 +32,9 @@ FILL = 8_192
 # A short step: a trainer of a real model takes longer, and waits for a smaller fraction of its time.
 STEP_SECONDS = 1.0
 STEPS = 30
+# With and without keys.
+PAIRS = 4
+PAIR_STEPS = 8
 
 
 def main() -> None:
@@ -69,7 +72,7 @@ def main() -> None:
 
 
 def compare_keys() -> None:
-    """Print the latency of a batch, and the CPU time of server and trainer for it, with keys relative to without.
+    """Print the latency and CPU time of a batch, and the wait of a trainer with prefetch, with keys and without.
 
     Two servers with equal data take turns.
     """
@@ -80,21 +83,44 @@ def compare_keys() -> None:
             server.ingest(8, FILL, ROW_BYTES)
             client = BufferClient(server.address, role="trainer", name="bench", keys=server.keys)
             clients.append(open_.enter_context(contextlib.closing(client)))
-        seconds, cpu_seconds = ([[], []], [[], []])  # type: tuple[list[list[float]], list[list[float]]]
-        for step in range(BATCHES):
-            for n in (0, 1) if step % 2 else (1, 0):
-                before, started = servers[n].cpu_seconds() + time.process_time(), time.perf_counter()
-                clients[n].call(batch_request(step), messages.Batch, deadline_seconds=60)
-                seconds[n].append(time.perf_counter() - started)
-                cpu_seconds[n].append(servers[n].cpu_seconds() + time.process_time() - before)
-                clients[n].call(report_of(step), messages.Done, deadline_seconds=60)
-    ratios = [
+        ratios = [[f"{ratio:.2f}" for ratio in compare_batches(servers, clients)]]
+        rows = compare_waits(servers, clients)
+    headings = ["ratio of p50", "median ratio of a pair", "ratio of CPU time"]
+    print_table(f"{BATCHES} batches of {BATCH} x 2,048 tokens with keys", headings, ratios)
+    headings = ["", "wait p50 ms", "p99 ms", "fraction of the trainer's time"]
+    print_table(f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting, in {PAIRS} pairs", headings, rows)
+
+
+def compare_batches(servers: Sequence[Server], clients: Sequence[BufferClient]) -> list[float]:
+    """Return the ratio of p50, the median ratio of a pair, and the ratio of the CPU time of server and client."""
+    seconds, cpu_seconds = ([[], []], [[], []])  # type: tuple[list[list[float]], list[list[float]]]
+    for step in range(BATCHES):
+        for n in (0, 1) if step % 2 else (1, 0):
+            before, started = servers[n].cpu_seconds() + time.process_time(), time.perf_counter()
+            clients[n].call(batch_request(step), messages.Batch, deadline_seconds=60)
+            seconds[n].append(time.perf_counter() - started)
+            cpu_seconds[n].append(servers[n].cpu_seconds() + time.process_time() - before)
+            clients[n].call(report_of(step), messages.Done, deadline_seconds=60)
+    return [
         statistics.median(seconds[0]) / statistics.median(seconds[1]),
         statistics.median(a / b for a, b in zip(*seconds, strict=True)),
         sum(cpu_seconds[0]) / sum(cpu_seconds[1]),
     ]
-    headings = ["ratio of p50", "median ratio of a pair", "ratio of CPU time"]
-    print_table(f"{BATCHES} batches of {BATCH} x 2,048 tokens with keys", headings, [[f"{r:.2f}" for r in ratios]])
+
+
+def compare_waits(servers: Sequence[Server], clients: Sequence[BufferClient]) -> list[list[str]]:
+    """Return the waits of the trainer, with keys and without, under full ingest. The two servers take turns."""
+    waits: tuple[list[float], list[float]] = ([], [])
+    for pair in range(PAIRS):
+        for n in (0, 1) if pair % 2 else (1, 0):
+            load = Load(servers[n].address, 8, 262_144, ROW_BYTES, keys=servers[n].keys)
+            load.start()
+            waits[n].extend(step_waits(clients[n], first_step=BATCHES + pair * PAIR_STEPS, steps=PAIR_STEPS))
+            assert load.stop(), "the load ended before the measurement did"
+    return [
+        [name, *percentiles(of), f"{sum(of) / (sum(of) + len(of) * STEP_SECONDS):.2%}"]
+        for name, of in zip(("with keys", "without"), waits, strict=True)
+    ]
 
 
 def put_latency(producers: int) -> list[str]:
@@ -127,11 +153,11 @@ def batches_and_reads(client: BufferClient, database: Path, first_step: int) -> 
     return [*percentiles(batches), *percentiles(reads), f"{ratio:.2f}"]
 
 
-def step_waits(client: BufferClient, first_step: int) -> list[float]:
+def step_waits(client: BufferClient, first_step: int, steps: int = STEPS) -> list[float]:
     """Return for each step how long the trainer waits for its batch, which it requested a step ahead."""
     waits = []
     wanted = client.ask_ahead(batch_request(first_step))
-    for step in range(first_step, first_step + STEPS):
+    for step in range(first_step, first_step + steps):
         started = time.perf_counter()
         client.collect(wanted, messages.Batch, lambda: False)
         waits.append(time.perf_counter() - started)

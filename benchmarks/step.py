@@ -89,12 +89,12 @@ def make_batch(prompts: int, samples: int, vocabulary: int, mean: int = 200) -> 
 
 
 def tba_way(
-    model: LlamaForCausalLM, batch: TrainBatch, *, packing: str = "padded", entropy: bool = True
+    model: LlamaForCausalLM, batch: TrainBatch, *, packed: bool = False, entropy: bool = True
 ) -> Callable[[], None]:
     # The batch includes reference log-probabilities, so no reference model is needed.
     objective = replace(make_objective(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
-    config = TrainSection.model_validate({"micro_batch_tokens": 16384, "packing": packing})
-    learner = Learner(model, None, config, objective, autocast=False, entropy=entropy)
+    config = TrainSection(micro_batch_tokens=16384)
+    learner = Learner(model, None, config, objective, autocast=False, entropy=entropy, packed=packed)
     return lambda: learner.accumulate(batch, batch.reference_BK, 0.01)
 
 
@@ -184,7 +184,7 @@ def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Ca
         "bare": bare_way,
         "tba": tba_way,
         "quiet": partial(tba_way, entropy=False),
-        "packed": partial(tba_way, packing="packed"),
+        "packed": partial(tba_way, packed=True),
         "TRL": trl_way,
         "paper": paper_way,
     }

@@ -21,9 +21,18 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exi
 
 
 def resolve(
-    options: ConfigOptions, buffer: Path | None, *, unless: Sequence[str] = (), insecure: bool = False
+    options: ConfigOptions,
+    buffer: Path | None,
+    *,
+    unless: Sequence[str] = (),
+    insecure: bool = False,
+    exists: bool = False,
+    starts: bool = False,
 ) -> "Resolved":
-    """Return the configuration with the database of --buffer, or of a database in the place of the TOML file."""
+    """Return the configuration with the database of --buffer, or of a database in the place of the TOML file.
+
+    If it `exists` or its server `starts`, something must say which one it is: else UsageError is raised.
+    """
     from tba.common.config.layers import is_database
 
     # What people type first: `tba buffer stats runs/demo/buffer.sqlite`.
@@ -31,9 +40,17 @@ def resolve(
         not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
         options, buffer = replace(options, file=None), options.file
     flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
-    return options.resolve(flags, unless=unless)
+    how = options.resolve_run if exists else options.resolve_start if starts else options.resolve
+    return how(flags, unless=unless)
 
 
-def resolve_config(options: ConfigOptions, buffer: Path | None, *, insecure: bool = False) -> "Config":
+def resolve_config(
+    options: ConfigOptions, buffer: Path | None, *, insecure: bool = False, starts: bool = False
+) -> "Config":
     """As `resolve`, without the origins."""
-    return resolve(options, buffer, insecure=insecure).config
+    return resolve(options, buffer, insecure=insecure, starts=starts).config
+
+
+def existing(options: ConfigOptions, buffer: Path | None) -> "Config":
+    """Return the configuration of a database that is there already."""
+    return resolve(options, buffer, exists=True).config

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tba.buffer.command_options import Database, Force, Insecure, resolve, resolve_config
+from tba.buffer.command_options import Database, Force, Insecure, existing, resolve, resolve_config
 from tba.buffer.maintenance_commands import app as maintenance_app
 from tba.common.errors import EXIT_OK
 from tba.common.quantity import quantity
@@ -20,6 +20,7 @@ from tba.common.terminal import (
     print_csv,
     print_json,
     print_json_rows,
+    row_progress,
     start_process,
     with_config,
 )
@@ -36,7 +37,7 @@ _LARGEST_ID = (1 << 63) - 1
 @with_config
 def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = False) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
-    settings = resolve_config(options, buffer, insecure=insecure)
+    settings = resolve_config(options, buffer, insecure=insecure, starts=True)
     from tba.buffer.server.start import serve as run_server
 
     run_server(settings, start_process("buffer"))
@@ -52,7 +53,7 @@ def stats(
 ) -> None:
     """Show counts, sizes and rewards from the database file. Works while the server runs."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_fields
     from tba.buffer.tools.stats import read_stats
 
@@ -99,7 +100,7 @@ def query(
         if result.cut:
             note(result.cut)
         return
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from itertools import islice
 
     from tba.buffer.tools.query import query as run_query
@@ -116,7 +117,7 @@ def serve_queries(
     address: Annotated[str, typer.Argument(help="Where to listen: tcp://HOST:PORT or ipc://PATH.")],
     options: ConfigOptions,
     buffer: Database = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Longest time of a query.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="Longest time of a query.")] = 10.0,
     insecure: Insecure = False,
 ) -> None:
     """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own next to the server."""
@@ -137,7 +138,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
-    settings = resolve_config(options, buffer)
+    settings = existing(options, buffer)
     from tba.buffer.tools.printing import print_trajectory
     from tba.buffer.tools.show import describe, recorded_model
     from tba.buffer.tools.tokenizer import decoder_of
@@ -164,7 +165,7 @@ def search(
 ) -> None:
     """Search prompts and responses for words. The first search builds an index in a file next to the database."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from tba.buffer.tools.search import COLUMNS
     from tba.buffer.tools.search import search as run_search
 
@@ -187,7 +188,7 @@ def tail(
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_csv_line, print_line
     from tba.buffer.tools.show import TAIL_COLUMNS, follow, newest
 
@@ -220,10 +221,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write trajectories to a file, with everything that an import needs. Works while the server runs."""
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from tba.buffer.tools.export import export as run_export
 
-    done = run_export(path, file, where=where, format_=format_, force=force)
+    with row_progress() as on_progress:
+        done = run_export(path, file, where=where, format_=format_, force=force, on_progress=on_progress)
     if as_json:
         return print_json(done)
     if done["without_tokens"]:
@@ -255,7 +257,6 @@ def import_(
         refuse_unnamed_run(settings.database, settings.run.name)
     configure("", level="WARNING")
     from tba.buffer.tools.import_target import open_target
-    from tba.common.terminal import row_progress
 
     try:
         with open_target(settings) as target, row_progress() as on_progress:

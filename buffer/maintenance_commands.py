@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tba.buffer.command_options import Database, Force, resolve, resolve_config
+from tba.buffer.command_options import Database, Force, existing, resolve, resolve_config
 from tba.common.errors import EXIT_FAILED, UsageError
 from tba.common.quantity import quantity
 from tba.common.terminal import (
@@ -42,7 +42,7 @@ def compact(
     of this command take precedence. If the database is named explicitly, ./tba.toml is not read, because it may belong
     to another run.
     """
-    resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"))
+    resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), exists=True)
     path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None
     from tba.buffer.store.starts import recorded_settings
     from tba.buffer.tools.compact import compact as run_compact
@@ -90,7 +90,7 @@ def prune(
         raise UsageError("name what to delete: --before-step N, --run NAME, or both")
     if not (yes or dry_run or archive):
         raise UsageError("--export FILE keeps what is deleted in a file; --yes deletes it for good")
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from tba.buffer.tools.prune import prune_run, prune_steps
 
     if before_step is None:
@@ -120,7 +120,7 @@ def check(
 ) -> None:
     """Check the database. Works while the server runs. The exit code is 1 if a check fails."""
     not_both(as_json, as_csv, "--json", "--csv")
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from tba.buffer.tools.check import check as run_check
 
     findings = run_check(path, quick=quick)
@@ -144,7 +144,7 @@ def backup(
     as_json: Json = False,
 ) -> None:
     """Copy the database as it is now into one checked file. Works while the server runs."""
-    path = resolve_config(options, buffer).database
+    path = existing(options, buffer).database
     from tba.buffer.tools.backup import backup as run_backup
     from tba.common.terminal import byte_progress
 
@@ -182,7 +182,7 @@ def restore(
 @with_config
 def migrate(options: ConfigOptions, buffer: Database = None) -> None:
     """Migrate the database of an older release to the current schema, as starting its server does."""
-    settings = resolve_config(options, buffer)
+    settings = existing(options, buffer)
     from tba.buffer.store.schema import schema_names
     from tba.buffer.store.store import Store
 

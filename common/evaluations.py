@@ -43,13 +43,28 @@ def read_json_lines(path: Path) -> list[Row]:
     return [row for _, row in jsonl.read(path, skip_malformed=True)]
 
 
+def all_evaluations(directory: Path) -> list[Row]:
+    """Return the rows of the file of a directory, without lines that are no evaluation."""
+    return [row for row in read_json_lines(directory / EVALUATIONS_FILE) if _is_evaluation(row)]
+
+
+def _is_evaluation(row: Any) -> bool:
+    """Whether a value has what identifies and orders evaluations."""
+    return (
+        isinstance(row, dict)
+        and {"run", "version", "step", "prompts"} <= row.keys()
+        and all(isinstance(row.get(name, ""), str) for name in ("run", "prompt_set", "settings"))
+        and all(isinstance(row.get(name, 0), int | float) for name in ("version", "step", "prompts", "evaluated_at"))
+    )
+
+
 def record_evaluations(directory: Path, rows: Sequence[Row]) -> None:
     """Add evaluations to the file of a run. They replace earlier ones with the same key."""
     directory.mkdir(parents=True, exist_ok=True)
     # `tba eval` and a searcher with --eval may add rows at the same time.
     with (directory / f".{EVALUATIONS_FILE}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        all_rows = (*read_json_lines(directory / EVALUATIONS_FILE), *rows)
+        all_rows = (*all_evaluations(directory), *rows)
         merged = {key_of(row): row for row in all_rows}
         lines = [json.dumps(merged[key]) for key in sorted(merged)]
         write_text(directory / EVALUATIONS_FILE, "\n".join(lines) + "\n")
@@ -60,7 +75,7 @@ def read_evaluations(directory: Path, run: str) -> list[Row]:
 
     It is the newest one that was evaluated, with the largest set of prompts, and the last settings in use.
     """
-    rows = [row for row in read_json_lines(directory / EVALUATIONS_FILE) if row["run"] == run]
+    rows = [row for row in all_evaluations(directory) if row["run"] == run]
     if not rows:
         return []
     chosen = max(rows, key=lambda row: (row["step"], row["prompts"], row.get("evaluated_at", 0.0)))

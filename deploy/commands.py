@@ -1,4 +1,4 @@
-"""The commands `tba status`, `tba runs` and `tba plot`. Slow imports are inside, so that `tba --help` stays fast."""
+"""`tba status`, `tba runs`, `tba plot` and `tba doctor`. Slow imports are inside, so that `tba --help` stays fast."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tba.common.errors import UsageError
-from tba.common.terminal import ConfigOptions, Json, console, print_json, print_table, with_config
+from tba.common.errors import EXIT_FAILED, BufferUnavailable, UsageError
+from tba.common.terminal import (
+    NO_FILE,
+    Assume,
+    ConfigOptions,
+    Json,
+    console,
+    note,
+    print_json,
+    print_table,
+    with_config,
+)
 
 if TYPE_CHECKING:
     from tba.common.stall.facts import Facts
     from tba.common.wire.client import BufferClient
+    from tba.deploy.doctor import Checks
 
 _WATCH_SECONDS = 1.0
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
@@ -49,34 +60,51 @@ def _run_of(argument: Path, options: ConfigOptions) -> tuple[Path, str | None]:
 
 
 def _configured(options: ConfigOptions) -> tuple[Path, str | None]:
-    run = options.resolve().config.run
+    run = options.resolve_run().config.run
     return run.dir, run.name
 
 
-@with_config
-def status(
-    options: ConfigOptions,
-    as_json: Json = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Repeat every second until Ctrl-C; JSON lines with --json.")
-    ] = False,
-) -> None:
-    """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
-    config = options.resolve().config
-    from contextlib import closing
+# Reads what the runs of a database came to.
+ReadResults = Callable[[Path], list[dict[str, Any]]]
 
-    from tba.common.stall.facts import Facts
-    from tba.common.wire.probe import monitor
-    from tba.common.wire.status_messages import GetStatus, Status
-    from tba.deploy.display import status_view
 
-    with closing(monitor(config, "status")) as client:
-        if watch:
-            return _watch(client, as_json=as_json)
-        answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
-    if as_json:
-        return print_json(for_machines(Facts(answer, config.address)))
-    return console().print(status_view(answer, config.address), soft_wrap=True)
+def status_command(read_results: ReadResults) -> Callable[..., None]:
+    """Return the command. `read_results` is passed in, because this package does not import the buffer."""
+
+    @with_config
+    def status(
+        options: ConfigOptions,
+        as_json: Json = False,
+        watch: Annotated[
+            bool, typer.Option("--watch", help="Repeat every second until Ctrl-C; JSON lines with --json.")
+        ] = False,
+    ) -> None:
+        """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
+        config = options.resolve_run().config
+        from contextlib import closing
+
+        from tba.common.stall.facts import Facts
+        from tba.common.wire.probe import monitor
+        from tba.common.wire.status_messages import GetStatus, Status
+        from tba.deploy.display import status_view
+        from tba.deploy.run_list import ended_run
+
+        with closing(monitor(config, "status")) as client:
+            ended = ended_run(config, read_results) if watch else None
+            # A run that was stopped may be continued while someone watches.
+            if watch and (ended is None or ended["state"] != "finished"):
+                return _watch(client, as_json=as_json)
+            try:
+                answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
+            except BufferUnavailable:
+                if (ended := ended_run(config, read_results)) is None:
+                    raise
+                return print_json(ended) if as_json else typer.echo(ended["explanation"])
+        if as_json:
+            return print_json(for_machines(Facts(answer, config.address)))
+        return console().print(status_view(answer, config.address), soft_wrap=True)
+
+    return status
 
 
 def _watch(client: "BufferClient", *, as_json: bool) -> None:
@@ -107,7 +135,7 @@ def _watch(client: "BufferClient", *, as_json: bool) -> None:
             time.sleep(_WATCH_SECONDS)
 
 
-def runs_command(read_results: Callable[[Path], list[dict[str, Any]]]) -> Callable[..., None]:
+def runs_command(read_results: ReadResults) -> Callable[..., None]:
     """Return the command. `read_results` is passed in, because this package does not import the buffer."""
 
     def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
@@ -119,9 +147,34 @@ def runs_command(read_results: Callable[[Path], list[dict[str, Any]]]) -> Callab
         rows = list_runs(directory, read_results)
         if as_json:
             return print_json(rows)
-        return print_table(["run", "state", "steps", "reward", "accuracy", "changed", "directory", "why"], rows)
+        return print_table(["name", "state", "steps", "reward", "accuracy", "changed", "directory", "why"], rows)
 
     return runs
+
+
+def doctor_command(checks: Callable[[], "Checks"]) -> Callable[..., None]:
+    """Return the command. `checks` are passed in, because this package imports neither searcher nor trainer."""
+
+    @with_config
+    def doctor(options: ConfigOptions, as_json: Json = False, assume: Assume = None) -> None:
+        """Check this machine: packages, GPUs and driver, compiler, caches, disk, addresses, model, task, reward
+        model."""
+        resolved = options.resolve()
+        config = resolved.config
+        if not resolved.configured:
+            note(f"{NO_FILE}. These are checks of this machine with the default settings:")
+        from tba.common.system.devices import assumed_gpus
+        from tba.deploy.doctor import FAIL, examine
+
+        findings = examine(config, checks(), assumed_gpus(assume) if assume else None)
+        if as_json:
+            print_json(findings)
+        else:
+            print_table(["check", "result", "detail"], findings)
+        if any(finding["result"] == FAIL for finding in findings):
+            raise typer.Exit(EXIT_FAILED)
+
+    return doctor
 
 
 def for_machines(facts: "Facts") -> dict[str, object]:

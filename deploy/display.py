@@ -140,11 +140,11 @@ def _connected(status: Status, starting: Collection[str]) -> str:
 def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
-    parts += [f"{status.puts_per_second:.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
+    parts += [f"{status.puts_per_second:,.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
     trainer = client_of(status, "trainer")
     parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else ""])
     at_work = status.step and not status.trainer_waits_for and "trainer" not in facts.loading
-    if not at_work or find_stall(facts) is not None:
+    if status.finished or not at_work or find_stall(facts) is not None:
         return f"{parts[0]}  {explain(facts)}"
     return printable("  ".join(parts))
 
@@ -224,6 +224,8 @@ def clients_table(status: Status) -> Table:
     for client in sorted(status.clients, key=lambda client: (client.role, client.sender)):
         if client.role in ("searcher", "trainer"):
             activity = f"{client.activity}: {client.reason}" if client.reason else client.activity
+            # All leave a finished run. "gone" would look like a failure.
+            activity = "finished" if status.finished and client.activity == "gone" else activity
             ahead = client.role == "searcher" and client.activity == "waiting" and trains
             activity += ", which is normal while the trainer trains" if ahead else ""
             if (spooled := client.metrics.get("spool_bytes", 0.0)) >= _SPOOL_SHOWN_BYTES:
@@ -244,13 +246,19 @@ def clients_table(status: Status) -> Table:
 def _numbers(status: Status) -> Text:
     parts = [
         *_trainer_metrics(status),
-        f"{status.puts_per_second:.0f} trajectories/s",
+        f"{status.puts_per_second:,.0f} trajectories/s",
         f"{status.trajectories:,} in the buffer",
         f"{status.database_bytes / 2**20:.1f} MiB",
-        f"epoch {status.epoch}",
+        _epoch(status),
         *([_errors(status)] if status.errors else []),
     ]
     return Text("   ".join(parts))
+
+
+def _epoch(status: Status) -> str:
+    by_curriculum = {"skipped": status.skipped_prompts, "postponed": status.postponed_prompts}
+    parts = [f"{quantity(count, 'prompt')} {what}" for what, count in by_curriculum.items() if count]
+    return f"epoch {status.epoch}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _errors(status: Status) -> str:

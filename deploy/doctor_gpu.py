@@ -14,6 +14,7 @@ from pathlib import Path
 from tba.common.config import Config
 from tba.common.config.paths import nearest_existing
 from tba.common.errors import UsageError
+from tba.common.quantity import quantity
 from tba.common.system.cuda import find_driver, why_no_cuda
 from tba.common.system.devices import CPU, Gpu, ask_nvidia_smi, choose_gpus, list_gpus
 
@@ -69,7 +70,7 @@ def check_cuda(config: Config) -> Result:
     except UsageError as problem:
         return "fail", str(problem)
     named = f"driver {driver.version} (CUDA {driver.cuda[0]}.{driver.cuda[1]})" if driver else "a driver without a name"
-    return "ok", f"torch {version} for CUDA {built_for} shows {count} GPUs with {named}"
+    return "ok", f"torch {version} for CUDA {built_for} shows {quantity(count, 'GPU')} with {named}"
 
 
 def check_compiler(config: Config) -> Result:
@@ -169,7 +170,7 @@ def _links(topology: Topology, trainers: list[str]) -> list[str]:
         for one, other in combinations(trainers, 2)
         if not topology.links.get((one, other), "NV").startswith("NV")
     ]
-    found = [f"{fast} pairs of GPUs have NVLink"]
+    found = [f"{quantity(fast, 'pair')} of GPUs with NVLink"]
     if slow:
         found.append(f"GPUs that train together without it, which is slow: {', '.join(slow)}")
     return found

@@ -27,7 +27,7 @@ def check_keys(config: Config) -> Result:
     admitted = read_authorized(config.security.keys / AUTHORIZED)
     files = len(list((config.security.keys / AUTHORIZED).glob("*.pub")))
     if len(admitted) < files:
-        return "warn", f"{quantity(files - len(admitted), 'key')} in {config.security.keys / AUTHORIZED} are not valid"
+        return "warn", f"{quantity(files - len(admitted), 'key')} in {config.security.keys / AUTHORIZED} cannot be used"
     if own.public == buffer and not admitted:
         return "warn", f"the buffer of {own.name} admits no key: `tba keys authorize`"
     return "ok", f"{own.name}; its servers admit {quantity(len(admitted), 'key')}"

@@ -4,6 +4,7 @@ import ipaddress
 import os
 import pwd
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -62,41 +63,49 @@ def count_parameters(config: Config) -> int | None:
     return sum((span.end - span.start) // ITEM_BYTES[span.dtype] for span in spans) or None
 
 
-def check_disk(config: Config) -> Result:
-    """Compare free space with what the run will store at the size of its model."""
+def check_disk(config: Config, count: Callable[[Config], int | None], *, here: bool = True) -> Result:
+    """Compare free space with what the run will store at the size of its model.
+
+    `count` returns the number of parameters that config.json of the model tells, for one whose weights are not here.
+    Without `here` the run is meant for another node, whose space is not known.
+    """
     try:
-        check_directories(config)
-        needs = _needs(config)
+        if here:
+            check_directories(config)
+        weights = count_parameters(config) or count(config)
     except TbaError as error:
         return "fail", str(error)
-    if needs is None:
+    if not here:
+        return "unchecked", _parts(_needs(config, weights)) if weights else "the model is not here: its size is unknown"
+    if not weights:
         free = shutil.disk_usage(nearest_existing(config.run.dir)).free / GIB
         result = "unchecked" if free >= _LOW_DISK_GIB else "warn"
         return result, f"{free:.0f} GiB free for {config.run.dir}; the model is not here, so its needs are unknown"
     by_device: dict[int, list[tuple[str, Path, int]]] = {}
-    for what, path, size in needs:
+    for what, path, size in _still_needs(config, weights):
         by_device.setdefault(os.stat(nearest_existing(path)).st_dev, []).append((what, path, size))
     results = [_compare(entries) for entries in by_device.values()]
     worst = "warn" if any(result == "warn" for result, _ in results) else "ok"
     return worst, "; ".join(detail for _, detail in results)
 
 
-def _needs(config: Config) -> list[tuple[str, Path, int]] | None:
-    """Return (what, directory, bytes) that a trainer, and the searchers of its node, will still write."""
-    weights = count_parameters(config)
-    if weights is None:
-        return None
+def _needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
+    """Return (what, directory, bytes) that a trainer, and the searchers of its node, write in a whole run."""
     train, snapshot = config.train, weights * _DTYPE_BYTES[config.model.dtype]
     kept = train.steps // train.keep_snapshot_every if train.keep_snapshot_every else 0
     # With adapters, a checkpoint has only theirs.
     checkpoint = 0 if config.lora.rank else weights * _CHECKPOINT_BYTES
     # One more than are kept: the oldest is deleted when the newest is complete.
-    stored = [
+    return [
         ("checkpoints", config.checkpoints, (train.keep_checkpoints + 1) * checkpoint),
         ("snapshots", config.snapshots, (train.keep_snapshots + kept + 2) * snapshot),
         ("weights", weights_directory(config), COPIES * snapshot),
     ]
-    return [(what, path, max(0, size - _size_of(path))) for what, path, size in stored]
+
+
+def _still_needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
+    """Return the needs without what the run has written."""
+    return [(what, path, max(0, size - _size_of(path))) for what, path, size in _needs(config, weights)]
 
 
 def _size_of(directory: Path) -> int:
@@ -108,11 +117,15 @@ def _size_of(directory: Path) -> int:
 def _compare(entries: list[tuple[str, Path, int]]) -> Result:
     place = nearest_existing(entries[0][1])
     usage, needed = shutil.disk_usage(place), sum(size for _, _, size in entries)
-    parts = ", ".join(f"{what} {size / GIB:.1f}" for what, _, size in entries)
-    detail = f"{usage.free / GIB:.1f} GiB free at {place}, up to {needed / GIB:.1f} needed ({parts})"
+    detail = f"{usage.free / GIB:.1f} GiB free at {place}, {_parts(entries)}"
     if usage.free >= needed and (usage.free >= _LOW_DISK_GIB * GIB or mount_of(place).type == "tmpfs"):
         return "ok", detail
     return "warn", f"{detail}: free space, choose another directory, or keep fewer (train.keep_snapshot_every)"
+
+
+def _parts(entries: list[tuple[str, Path, int]]) -> str:
+    parts = ", ".join(f"{what} {size / GIB:.1f}" for what, _, size in entries)
+    return f"up to {sum(size for _, _, size in entries) / GIB:.1f} GiB needed ({parts})"
 
 
 def check_weights_directory(config: Config) -> Result:

@@ -10,7 +10,7 @@ from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.stall.facts import Facts
 from tba.common.system.cpu_affinity import openmp_threads, partition_cores
-from tba.common.system.devices import CPU, check_free, choose_gpus, group_gpus, label, list_gpus, searcher_gpus
+from tba.common.system.devices import CPU, Gpu, check_free, choose_gpus, group_gpus, label, list_gpus, searcher_gpus
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire.client import BufferClient
@@ -72,14 +72,17 @@ class Fleet:
         notify_systemd(f"STATUS={line}")
 
 
-def searcher_groups(config: Config, flag: str = "", *, with_trainer: bool = False) -> list[list[str]]:
+def searcher_groups(
+    config: Config, flag: str = "", *, with_trainer: bool = False, present: Sequence[Gpu] | None = None
+) -> list[list[str]]:
     """Return the GPUs of each searcher; `flag` as in `choose_gpus`.
 
-    With `with_trainer`, `all` leaves out those of the trainer and the evaluator.
+    With `with_trainer`, `all` leaves out those of the trainer and the evaluator. `present` are the GPUs to choose from,
+    by default those of this machine.
 
     Raises UsageError for a missing GPU, DeviceBusy for one without enough free memory.
     """
-    present = list_gpus()
+    present = list_gpus() if present is None else present
     wanted = config.search.gpus
     if with_trainer:
         others = ",".join(gpus for gpus in (config.train.gpu, config.eval.gpu) if gpus not in ("", CPU))
@@ -91,10 +94,13 @@ def searcher_groups(config: Config, flag: str = "", *, with_trainer: bool = Fals
     return group_gpus(chosen, config.search.tensor_parallel)
 
 
-def searcher_children(config: Config, arguments: Sequence[str], *, with_trainer: bool = False) -> list[Child]:
+def searcher_children(
+    config: Config, arguments: Sequence[str], *, with_trainer: bool = False, present: Sequence[Gpu] | None = None
+) -> list[Child]:
     """Return a child for each engine: one per group of GPUs, or `cpu_searchers` on the CPU, each on its own cores.
 
-    `with_trainer`: they belong to a `tba run`, which restarts them always and whose trainer needs cores too.
+    `with_trainer`: they belong to a `tba run`, which restarts them always and whose trainer needs cores too. `present`
+    as in `searcher_groups`.
     """
     restart = RestartPolicy.ALWAYS if with_trainer else RestartPolicy.ON_FAILURE
     engines: list[tuple[str, list[str], list[int] | None]]
@@ -102,7 +108,7 @@ def searcher_children(config: Config, arguments: Sequence[str], *, with_trainer:
         environment = one_thread_each(config)
         engines = [
             (label(group), ["--gpus", ",".join(group), "--tp", str(len(group))], None)
-            for group in searcher_groups(config, with_trainer=with_trainer)
+            for group in searcher_groups(config, with_trainer=with_trainer, present=present)
         ]
     else:
         count = config.search.cpu_searchers

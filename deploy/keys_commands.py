@@ -47,7 +47,9 @@ def new(
     if roles:
         _authorize(directory, name, pair.public, roles)
     typer.echo(f"key pair of {name} in {path}, public key {pair.public}")
-    if folder is not None:
+    if folder is None:
+        typer.echo(f'keys = "{directory}" in [security] of tba.toml makes the programs of this node use it')
+    else:
         typer.echo(f"copy {folder} to security.keys of that node, keep its mode (scp -pr), and delete it here")
 
 
@@ -97,7 +99,10 @@ def list_(options: ConfigOptions, as_json: Json = False) -> None:
 
 def _directory(config: "Config") -> Path:
     if config.security.keys is None:
-        raise UsageError("security.keys is not set: name the directory of the keys, such as /etc/tba/keys")
+        raise UsageError(
+            "security.keys is not set: name the directory of the keys in tba.toml, the same on all nodes ([security], "
+            'keys = "/etc/tba/keys"), or for this command alone with --set security.keys=DIRECTORY'
+        )
     return config.security.keys
 
 

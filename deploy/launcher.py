@@ -3,18 +3,19 @@
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import check_gpus_apart, check_paths
-from tba.common.errors import EXIT_CONFIG, TaskError, TbaError, UsageError
+from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
-from tba.common.system.devices import CPU, choose_gpus, list_gpus
-from tba.common.terminal import need
+from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
+from tba.common.terminal import need, need_engine
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status, check_address, monitor
 from tba.deploy.child import Child, RestartPolicy, ending
@@ -22,10 +23,45 @@ from tba.deploy.display import Display
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds
 from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children, searcher_groups
 from tba.deploy.plot import draw
-from tba.deploy.run_directory import holds_run, mark_ending, mark_failed
+from tba.deploy.run_directory import holds_run, mark_ending, mark_failed, refuse_start
+from tba.deploy.run_list import ReadResults
 from tba.deploy.supervisor import Supervisor
 
 _STATUS_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The children of one run."""
+
+    buffer: Child
+    searchers: list[Child]
+    evaluators: list[Child]
+    trainer: Child
+
+    @property
+    def all(self) -> list[Child]:
+        """Every child, in the order of their start."""
+        return [self.buffer, *self.searchers, *self.evaluators, self.trainer]
+
+
+def children_of(
+    config: Config, arguments: Sequence[str], *, resume: bool, present: Sequence[Gpu] | None = None
+) -> Roles:
+    """Return the children of a run, none of them started. `present` as in `searcher_groups`, with the same errors."""
+
+    def child(name: str, command: Sequence[str]) -> Child:
+        return Child(name, name, command, logs / f"{name}.log", environment=one_thread_each(config))
+
+    logs = config.run.dir / "logs"
+    searchers = searcher_children(config, arguments, with_trainer=True, present=present)
+    for searcher in searchers:
+        searcher.name = f"search-{searcher.name.removeprefix('cpu').removeprefix('gpu')}"
+        searcher.log_file = logs / f"{searcher.name}.log"
+    trainer = child("trainer", ["train", *arguments, *(["--resume"] if resume else [])])
+    trainer.restart_arguments = [] if resume else ["--resume"]
+    evaluators = [evaluator_child(config, arguments, logs / "evaluator.log")] if config.eval.gpu else []
+    return Roles(child("buffer", ["buffer", "serve", *arguments]), searchers, evaluators, trainer)
 
 
 class Launcher:
@@ -37,19 +73,12 @@ class Launcher:
 
     def __init__(self, config: Config, arguments: Sequence[str], *, resume: bool) -> None:
         self._config = config
-        self._buffer = self._child("buffer", ["buffer", "serve", *arguments])
-        self._searchers = searcher_children(config, arguments, with_trainer=True)
-        for child in self._searchers:
-            child.name = f"search-{child.name.removeprefix('cpu').removeprefix('gpu')}"
-            child.log_file = config.run.dir / "logs" / f"{child.name}.log"
-        self._trainer = self._child("trainer", ["train", *arguments, *(["--resume"] if resume else [])])
-        self._trainer.restart_arguments = [] if resume else ["--resume"]
-        evaluator_log = config.run.dir / "logs" / "evaluator.log"
-        self._evaluators = [evaluator_child(config, arguments, evaluator_log)] if config.eval.gpu else []
+        roles = children_of(config, arguments, resume=resume)
+        self._buffer, self._trainer = roles.buffer, roles.trainer
+        self._searchers, self._evaluators = roles.searchers, roles.evaluators
         for child in (*self._searchers, *self._evaluators, self._trainer):
             child.after = self._buffer
-        children = [self._buffer, *self._searchers, *self._evaluators, self._trainer]
-        self._supervisor = Supervisor(children, config.launch)
+        self._supervisor = Supervisor(roles.all, config.launch)
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
         """Run until the trainer has made its last step (True) or `stop()` (False). No child outlives this call.
@@ -126,10 +155,6 @@ class Launcher:
         for children in (self._evaluators, self._searchers, [self._buffer]):
             self._supervisor.stop(children, drain_seconds=drain)
 
-    def _child(self, name: str, arguments: Sequence[str]) -> Child:
-        log_file = self._config.run.dir / "logs" / f"{name}.log"
-        return Child(name, name, arguments, log_file, environment=one_thread_each(self._config))
-
 
 def evaluate_at_end(config: Config, arguments: Sequence[str], stop: Callable[[], bool], terminal: Console) -> None:
     """Evaluate the kept snapshots, draw the run, and print the accuracy before and after; less if `stop()`."""
@@ -182,30 +207,31 @@ def _run_once(
     return child
 
 
-def check_start(config: Config, *, resume: bool) -> None:
-    """Refuse a run that would fail later, before anything is created.
+def check_start(
+    config: Config, read_results: ReadResults, *, resume: bool, present: Sequence[Gpu] | None = None
+) -> None:
+    """Refuse a run that would fail later, before anything is created. `present` as in `searcher_groups`.
 
-    Raises UsageError if a new run would overwrite an old one or there is no run to resume, ConfigError for a missing
-    path, and MissingExtra.
+    `read_results` reads the runs of a database. Raises UsageError as `refuse_start`, ConfigError for a missing path,
+    and MissingExtra.
     """
     check_paths(config)
     if config.lora.rank:
         need("peft", "lora")
     # Both raise for missing or busy GPUs.
     if config.search.gpus != CPU:
-        searcher_groups(config, with_trainer=True)
+        searcher_groups(config, with_trainer=True, present=present)
     if config.train.gpu != CPU:
-        choose_gpus(config.train.gpu, list_gpus(), "train.gpu")
+        choose_gpus(config.train.gpu, list_gpus() if present is None else present, "train.gpu")
     if CPU not in (config.search.gpus, config.train.gpu):
-        check_gpus_apart(config, list_gpus())
-    if not resume and holds_run(config):
-        raise UsageError(
-            f"{config.run.dir} already holds a run: add --resume to continue it, or choose another run.dir"
-        )
-    if resume and not config.database.exists():
-        raise UsageError(
-            f"{config.run.dir} holds no run to resume: leave out --resume, or set run.dir to that of a run"
-        )
+        check_gpus_apart(config, list_gpus() if present is None else present)
+    results = []
+    # The buffer says what is wrong with a file that cannot be read.
+    with suppress(StorageError):
+        results = read_results(config.database) if config.database.exists() else []
+    refuse_start(config, results, resume=resume)
+    if present is None:
+        need_engine(config.search.engine)
 
 
 def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:

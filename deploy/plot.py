@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.common.errors import MissingExtra, UsageError
-from tba.common.evaluations import EVALUATIONS_FILE, Row, read_evaluations, read_json_lines
+from tba.common.evaluations import Row, all_evaluations, read_evaluations, read_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE_FILE = "run.png"
@@ -56,7 +56,7 @@ def read_curve(directory: Path, run: str | None = None) -> Curve:
     if not metrics:
         raise UsageError(f"{directory} has no {METRICS_FILE}: it is no run directory, or nothing was trained yet")
     if run is None:
-        rows = read_json_lines(directory / EVALUATIONS_FILE)
+        rows = all_evaluations(directory)
         run = rows[-1]["run"] if rows else directory.name
     return Curve(
         run if directory.name == run else f"{directory.name} ({run})", metrics, read_evaluations(directory, run)

@@ -8,12 +8,13 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tba.common.config import Config
-from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError
+from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire.probe import check_address
@@ -34,6 +35,31 @@ def holds_run(config: Config) -> bool:
     """Return whether run.dir holds trained steps. The trainer creates the metrics: an attempt that failed has none."""
     metrics = config.run.dir / METRICS_FILE
     return metrics.exists() and metrics.stat().st_size > 0
+
+
+def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume: bool) -> None:
+    """Raise UsageError if a run must not start in run.dir. `results` are those of the runs in its database.
+
+    It holds another run, or a finished one with all its steps, or one that is not resumed, or none to resume.
+    """
+    directory, name = config.run.dir, config.run.name
+    names = [result["run"] for result in results]
+    if names and name not in names and (resume or config.database.parent == directory):
+        raise UsageError(
+            f"{config.database} holds {', '.join(names)}, and run.name is {name}: "
+            f'set run.name = "{names[0]}" to continue that run, or choose another run.dir'
+        )
+    own = next((result for result in results if result["run"] == name), None)
+    if own is not None and own["finished"] and (config.train.steps <= own["steps"] or not resume):
+        steps = f"{own['steps']} of {own['planned'] or own['steps']} steps"
+        raise UsageError(
+            f"{directory} holds run {name}, which is finished ({steps}): extend it with --resume and a larger "
+            "train.steps, or choose another run.dir; `tba eval --all` and `tba plot` evaluate and draw it"
+        )
+    if not resume and holds_run(config):
+        raise UsageError(f"{directory} already holds a run: add --resume to continue it, or choose another run.dir")
+    if resume and not config.database.exists():
+        raise UsageError(f"{directory} holds no run to resume: leave out --resume, or set run.dir to that of a run")
 
 
 @contextlib.contextmanager

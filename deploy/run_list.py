@@ -1,7 +1,7 @@
 """The runs below a directory, for `tba runs`: their states and results.
 
 running    a process of this machine serves the buffer, or `tba run` holds the directory
-finished   the last step is done
+finished   the last step is done; `why` says if the buffer still serves
 stopped    everything ended in order before the last step
 crashed    a process was killed, or `tba run` gave up: `why` says what it found
 """
@@ -13,16 +13,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tba.common.config import Config
+from tba.common.config.run import RunSection
 from tba.common.errors import TbaError
 from tba.common.evaluations import read_evaluations
 from tba.common.system.durable import is_locked
 from tba.deploy.run_directory import LOCK_FILE, Launch, last_launch
 
 _DATABASE = "buffer.sqlite"
+_DEFAULT_NAME = RunSection().name
 # Directories of a run that hold no other runs.
 _OWN = {"snapshots", "checkpoints", "logs", "spool", "weights", "tensorboard", "wandb"}
 _DEPTH = 3
 _MOST_DIRECTORIES = 10_000
+
+# How a run that has ended is described, and how it goes on.
+_ENDED = {
+    "finished": ("is finished", "`tba run FILE --resume` with more train.steps extends it"),
+    "stopped": ("is stopped", "`tba run --resume` continues it"),
+    "crashed": ("has crashed", "`tba run --resume` continues it"),
+}
 
 ReadResults = Callable[[Path], list[dict[str, Any]]]
 
@@ -34,6 +44,23 @@ def list_runs(directory: Path, read_results: ReadResults) -> list[dict[str, Any]
     """
     rows = [row for folder in _folders(directory, _DEPTH) for row in _rows(folder, read_results)]
     return sorted(rows, key=lambda row: row["changed"], reverse=True)
+
+
+def ended_run(config: Config, read_results: ReadResults) -> dict[str, Any] | None:
+    """Return the row of the configured run if it has ended and nothing on this machine serves it, else None.
+
+    `explanation` is a sentence with its result, and how to go on.
+    """
+    rows = _rows(config.run.dir, read_results)
+    row = next((row for row in rows if row["run"] == config.run.name or len(rows) == 1), None)
+    if row is None or row["state"] not in _ENDED or (row["state"] == "finished" and row["why"]):
+        return None
+    figures = [f"{name} {row[name]:.3g}" for name in ("reward", "accuracy") if row[name] is not None]
+    result = ", ".join([f"{row['steps']} steps", *figures])
+    state, end = _ENDED[row["state"]]
+    why = f" ({row['why']})" if row["state"] == "crashed" else ""
+    sentence = f"run {row['run']} in {row['directory']} {state}{why}, and nothing serves it any more: {result}"
+    return row | {"explanation": f"{sentence}; {end}"}
 
 
 def _folders(directory: Path, depth: int) -> Iterator[Path]:
@@ -68,6 +95,8 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
     steps, planned = result.get("steps"), result.get("planned")
     evaluations = read_evaluations(folder, result["run"])
     return {
+        # With the default name, every run would be called the same.
+        "name": folder.resolve().name if result["run"] == _DEFAULT_NAME else result["run"],
         "run": result["run"],
         "state": state,
         "steps": f"{steps}/{planned}" if planned else steps,
@@ -81,10 +110,13 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
 
 def _state(folder: Path, result: dict[str, Any]) -> tuple[str, str]:
     """Return the state of a run, and why it is not finished."""
-    if is_locked(folder / LOCK_FILE) or is_locked(folder / f"{_DATABASE}.lock"):
+    if is_locked(folder / LOCK_FILE):
         return "running", ""
+    is_served = is_locked(folder / f"{_DATABASE}.lock")
     if result["finished"]:
-        return "finished", ""
+        return "finished", "the buffer still serves" if is_served else ""
+    if is_served:
+        return "running", ""
     return _interrupted(folder, last_launch(folder), result)
 
 

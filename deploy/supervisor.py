@@ -115,9 +115,8 @@ class Supervisor:
     def stop(self, children: Sequence[Child], *, drain_seconds: float) -> None:
         """Send SIGTERM, wait for the children to drain, then kill what is left of their sessions."""
         for child in children:
-            if child.running:
-                assert child.process is not None
-                child.process.send_signal(signal.SIGTERM)
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGTERM)
         deadline = time.monotonic() + drain_seconds
         while any(child.running for child in children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -165,7 +164,7 @@ class Supervisor:
         assert child.process is not None
         if time.monotonic() - child.started_at > self._launch.stable_seconds:
             child.failures = 0
-        if child.process.poll() is None:
+        if child.running:
             return
         code = child.last_code = self._collect(child)
         child.failures += code != 0

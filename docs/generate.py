@@ -18,7 +18,8 @@ def configuration() -> str:
         "",
         "One TOML file configures all roles. A flag overrides an environment variable, which overrides the file, which",
         "overrides the default. `TBA_TRAIN__LEARNING_RATE=1e-6` and `--set train.learning_rate=1e-6` set the same key.",
-        "`tba config show` prints every value with its origin. `docs/generate.py` generates this page.",
+        "Both are written as in TOML, where a text needs no quotes; a secret is taken as it is. `tba config show`",
+        "prints every value with its origin. `docs/generate.py` generates this page.",
     ]
     default, section = Config(), ""
     for key, field in fields():

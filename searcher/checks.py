@@ -1,6 +1,8 @@
 """Checks of `tba doctor` and `tba config check` on what a searcher loads."""
 
-from tba.common.config import Config, RewardModelSection
+import asyncio
+
+from tba.common.config import Config, ScoringModelSection
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.quantity import quantity
 from tba.common.rendering import PromptRenderer
@@ -9,6 +11,8 @@ from tba.common.weights.model_files import model_here
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.task import check_prompts, check_rendering
+
+_SERVER_SECONDS = 3.0
 
 
 def check_task_and_prompts(config: Config) -> None:
@@ -58,10 +62,25 @@ def with_reward_floor(config: Config) -> Config:
     return config.model_copy(update={"objective": objective.model_copy(update={"reward_floor": floor})})
 
 
-def check_reward_model(section: RewardModelSection) -> str:
-    """Return a description of the reward model. Imports torch, which only a reward model needs on this machine."""
+def check_reward_model(section: ScoringModelSection) -> str:
+    """Return a description of the reward model. Imports torch, which only a reward model needs on this machine.
+
+    Of one behind a server, a first score is asked for. Raises TbaError if it cannot be used.
+    """
+    if section.url:
+        return asyncio.run(_check_server(section))
     need("torch", "train")
     need("transformers", "train")
     from tba.searcher.scoring.classifier import check_files
 
     return check_files(section)
+
+
+async def _check_server(section: ScoringModelSection) -> str:
+    try:
+        from tba.searcher.scoring.http_model import HttpModel
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "httpx2", "train") from error
+    async with HttpModel(section, section.api_key.get_secret_value()) as model:
+        await model.try_out(seconds=_SERVER_SECONDS)
+    return f"{section.url} scores by {section.api}"

@@ -25,11 +25,12 @@ from tba.common.terminal import (
 
 if TYPE_CHECKING:
     from tba.common.config import Config
+    from tba.common.config.layers import Resolved
 
 # Stores an evaluation in the database of its run: the configuration and the row. Returns why it did not, or "".
 Store = Callable[[Any, dict[str, Any]], str]
-# Gives a directory that engines load: the configuration, a named directory, a version of the run.
-ModelOf = Callable[[Any, Path | None, int | None], AbstractContextManager[Path]]
+# Gives a directory that engines load: the configuration, and a snapshot, checkpoint or model directory.
+ModelOf = Callable[[Any, Path], AbstractContextManager[Path]]
 
 _COLUMNS = ("version", "step", "accuracy", "reward", "prompts", "unfinished", "failed")
 # Shown as columns where they were measured.
@@ -51,7 +52,8 @@ def eval_command(store: Store) -> Callable[..., None]:
         as_json: Json = False,
     ) -> None:
         """Evaluate snapshots on the held-out prompts: accuracy, reward, and what the section eval adds."""
-        resolved = options.resolve({"search.gpus": "cpu" if cpu else None})
+        resolve = options.resolve_run if snapshot is None else options.resolve
+        resolved = resolve({"search.gpus": "cpu" if cpu else None})
         start_process("eval", level="WARNING", drains=False)
         need("torch", "train")
         rows = _evaluate(resolved.config, store, snapshot, every=every, again=again)
@@ -68,12 +70,12 @@ def _evaluate(
     config: "Config", store: Store, snapshot: Path | None, *, every: bool, again: bool
 ) -> list[dict[str, Any]]:
     """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
-    from tba.common.evaluations import EVALUATIONS_FILE, key_of, read_json_lines, record_evaluations
+    from tba.common.evaluations import EVALUATIONS_FILE, all_evaluations, key_of, record_evaluations
 
     device = _choose_device(config)
     from tba.searcher.evaluation.snapshots import evaluate_snapshots
 
-    earlier = [] if again else read_json_lines(config.run.dir / EVALUATIONS_FILE)
+    earlier = [] if again else all_evaluations(config.run.dir)
     known = {key_of(row): row for row in earlier}
     rows, stored = [], True
     with row_progress() as show:
@@ -82,6 +84,8 @@ def _evaluate(
             rows.append(row)
             if is_new:
                 record_evaluations(config.run.dir, [row])
+                if not sys.stderr.isatty():
+                    note(f"v{row['version']} is evaluated, in {row['seconds']:.0f} s")
                 if stored and (reason := store(config, row)):
                     note(f"v{row['version']} and later ones are in {EVALUATIONS_FILE} alone, {reason}")
                     # Each attempt may wait for a buffer that is not there.
@@ -152,21 +156,17 @@ def generate_command(model_of: ModelOf) -> Callable[..., None]:
         """Generate responses to a prompt with a snapshot of a run or any model."""
         not_both(chat, samples > 1, "--chat", "--samples")
         not_both(chat, prompt is not None, "--chat", "PROMPT")
-        config = options.resolve({"search.gpus": "cpu" if cpu else None}).config
-        start_process("generate", level="WARNING", drains=False)
-        need("torch", "train")
-        if prompt is not None and prompt.endswith(".toml") and Path(prompt).is_file():
-            raise UsageError(f"{prompt} is a file: name a configuration with --config, and write the prompt itself")
         if not chat and prompt is None and sys.stdin.isatty():
             raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
-        device = _choose_device(config)
+        # Before torch is loaded, which takes many seconds.
+        config, source, device = _what_generates(options, model, version, cpu=cpu)
+        text = _read_prompt() if not chat and prompt is None else prompt or ""
         from tba.searcher.engines.engine import SamplingSettings
         from tba.searcher.generate import Generator, answer_one, converse
 
         sampling = SamplingSettings(temperature, top_p, max_tokens or config.search.max_tokens)
-        with model_of(config, model, version) as directory:
+        with model_of(config, source) as directory:
             if not chat:
-                text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
                 found = answer_one(config, directory, text, sampling, device=device, samples=samples)
                 _print_responses(found, as_json=as_json)
                 return
@@ -175,6 +175,38 @@ def generate_command(model_of: ModelOf) -> Callable[..., None]:
                     _print_responses([reply], as_json=as_json)
 
     return generate
+
+
+def _read_prompt() -> str:
+    """Return the prompt on standard input. Raises UsageError if it is empty."""
+    if text := sys.stdin.read().removesuffix("\n"):
+        return text
+    raise UsageError("the prompt on standard input is empty: write it there or as an argument, or use --chat")
+
+
+def _what_generates(
+    options: ConfigOptions, model: Path | None, version: int | None, *, cpu: bool
+) -> tuple["Config", Path, str]:
+    """Return the configuration, what to load, and the device. Raises TbaError for wrong arguments."""
+    resolve = options.resolve_run if model is None else options.resolve
+    resolved = resolve({"search.gpus": "cpu" if cpu else None})
+    start_process("generate", level="WARNING", drains=False)
+    need("torch", "train")
+    from tba.common.weights.model_source import find_source
+
+    config = _with_installed_engine(resolved)
+    return config, find_source(config, model, version), _choose_device(config)
+
+
+def _with_installed_engine(resolved: "Resolved") -> "Config":
+    """Return the configuration with the Transformers engine if vLLM is the default and not installed."""
+    from importlib.util import find_spec
+
+    config = resolved.config
+    if config.search.engine != "vllm" or "search.engine" in resolved.origins or find_spec("vllm") is not None:
+        return config
+    note("vLLM, the default of search.engine, is not installed: generating with Transformers")
+    return config.model_copy(update={"search": config.search.model_copy(update={"engine": "transformers"})})
 
 
 def _print_responses(responses: Any, *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.common.config import Config, LoraSection
-from tba.common.errors import TaskError
+from tba.common.errors import TaskError, UsageError
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.trajectory import STOP_EOS
@@ -29,14 +29,20 @@ class Generated:
 
 
 class Generator:
-    """One model and its engine. Raises ConfigError for a model that cannot be loaded."""
+    """One model and its engine.
+
+    Raises ConfigError for a model that cannot be loaded, and UsageError if `chat` needs a chat template that it lacks.
+    """
 
     def __init__(self, config: Config, directory: Path, *, device: str, chat: bool) -> None:
         # Adapters are merged in the directory.
         model = config.model.model_copy(update={"path": str(directory)})
         task = config.task.model_copy(update={"template": "chat"}) if chat else config.task
         own = config.model_copy(update={"model": model, "task": task, "lora": LoraSection()})
-        self._renderer = PromptRenderer(load_tokenizer(directory), task)
+        tokenizer = load_tokenizer(directory)
+        if chat and not tokenizer.chat_template:
+            raise UsageError("the tokenizer of this model has no chat template: leave out --chat")
+        self._renderer = PromptRenderer(tokenizer, task)
         self._stopping = read_stopping(own, self._renderer.tokenizer)
         self._engine: Engine = make_engine(own, self._stopping, device=device, name="generate")
         self._next_id = 0

@@ -1,10 +1,12 @@
 """The task's prompts at the buffer: their registration, and the choice among them while the buffer is away."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tba.common.config import Config
+from tba.common.errors import BufferUnavailable
 from tba.common.rendering import PromptRenderer
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
@@ -13,12 +15,15 @@ from tba.searcher.tasks.task import Prompt, Task, fingerprint
 _REGISTER_CHUNK = 10_000
 # Characters of the texts in one message, which must fit a header also if each takes four bytes.
 _REGISTER_CHARACTERS = 1 << 20
+# Between two questions of a searcher whose prompts another one registers.
+_WAIT_SECONDS = 0.2
 
 
 def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer, stop: Callable[[], bool]) -> None:
-    """Send the keys and rendered texts of the prompts that the buffer lacks.
+    """Send the keys and rendered texts of the prompts that the buffer lacks, unless another searcher does.
 
-    Raises Refused if it has others, or if another searcher renders them with other settings.
+    Raises Refused if it has others, or if another searcher renders them with other settings; BufferUnavailable after
+    `stop()`.
     """
     prompts = task.prompts()
     digest = fingerprint(prompts, renderer.settings(prompts))
@@ -36,7 +41,12 @@ def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer,
 
     registered = ask(0, [])
     while not registered.complete:
-        registered = ask(registered.known, _chunk(prompts, registered.known, renderer))
+        if stop():
+            raise BufferUnavailable("stopped before the prompts were registered")
+        if registered.wait:
+            time.sleep(_WAIT_SECONDS)
+        chunk = [] if registered.wait else _chunk(prompts, registered.known, renderer)
+        registered = ask(registered.known, chunk)
 
 
 def _chunk(prompts: Sequence[Prompt], start: int, renderer: PromptRenderer) -> Sequence[tuple[str, str]]:

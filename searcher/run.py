@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from tba.common.config import Config
 from tba.common.errors import MissingExtra
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.system.cpu_affinity import give_way
+from tba.common.system.devices import CPU, number_of
 from tba.common.system.process import StopSignal
 from tba.common.weights.model_files import model_directory, read_json
 from tba.common.weights.node_store import clear, make_directory, weights_directory
@@ -25,7 +27,7 @@ from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Task, check_prompts, check_rendering
+from tba.searcher.tasks.task import Prompt, Task, check_prompts, check_rendering
 
 log = get_logger(__name__)
 
@@ -43,6 +45,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     for a reason that may be transient, and Refused if the buffer rejects this searcher.
     """
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
+    if device == CPU == config.train.gpu:
+        give_way()
     task, renderer = _load_prompts(config)
     stopping = read_stopping(config, renderer.tokenizer)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
@@ -62,7 +66,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             return
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            prompt_tokens = _prompt_tokens(task, renderer)
+            prompt_tokens = mean_tokens(task.prompts(), renderer)
             engine = make_engine(config, stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
             # After the engine, which claims a fraction of the GPU's free memory.
@@ -78,6 +82,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
+            number=number_of(label),
         )
         ending.callback(searcher.close)
         searcher.run(stop)
@@ -106,8 +111,8 @@ def context_of(config: Config) -> int | None:
 
 def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], bool]) -> Rewards:
     """Start the workers that score: the task's, and the reward model's if one is configured."""
-    model = ModelScorer(config.reward_model, device, stop) if config.reward_model.path else None
-    return Rewards(task, config.task, model)
+    model = ModelScorer(config.reward_model, device, stop) if config.reward_model.configured else None
+    return Rewards(task, config.task, model, weight=config.reward_model.weight)
 
 
 def _connect(config: Config, name: str, clock: Clock) -> BufferClient:
@@ -133,9 +138,9 @@ def _clear_weights(config: Config, client: BufferClient) -> None:
         clear(weights_directory(config))
 
 
-def _prompt_tokens(task: Task, renderer: PromptRenderer) -> int:
-    """Return the mean length of the first prompts of a task, in tokens."""
-    first = task.prompts()[:_MEASURED_PROMPTS]
+def mean_tokens(prompts: Sequence[Prompt], renderer: PromptRenderer) -> int:
+    """Return the mean length of the first prompts, in tokens."""
+    first = prompts[:_MEASURED_PROMPTS]
     return round(np.mean([len(renderer.ids(prompt)) for prompt in first])) if first else 0
 
 

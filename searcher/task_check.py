@@ -1,14 +1,17 @@
 """What `tba task check` finds out about a task. It changes nothing, and starts a worker and two other processes.
 
-`python -m tba.searcher.task_check` is one of the two: it reads [task] as JSON, and prints what it loads and scores.
+`python -m tba.searcher.task_check FILE` is one of the two: it reads [task] as JSON, and writes to FILE what it
+loads and scores. Without limits on time and memory: what needs them is scored in a worker alone.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ _ODD = (
     "9" * 10_000,
 )
 _CHILD_SECONDS = 900
+# In the error of a response whose worker was replaced (`WorkerPool`).
+_ENDED_WORKER = (": timed out after ", ": the worker ")
 _WAIT_SECONDS = 1.0
 
 
@@ -47,9 +52,14 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     """Yield findings: {"check", "result": ok, warn, fail or unchecked, "detail"}."""
     training, held_out = task.prompts(), task.held_out()
     yield _found("load", "ok", f"task {task.name}, in {load_seconds:.1f} s")
-    yield _prompts(task, training, held_out)
-    yield _same_everywhere(config.task)
-    yield from _scores(config.task, task, (training or held_out)[:_SAMPLED])
+    prompts = _prompts(task, training, held_out)
+    yield prompts
+    # What is no prompt can neither be scored nor rendered.
+    if prompts["result"] == "fail":
+        return
+    scores = _score_in_workers(config.task, task, (training or held_out)[:_SAMPLED])
+    yield _same_everywhere(config.task, rewards=not any(map(_ended_worker, scores.scored)))
+    yield from _scores(config.task, task, scores)
     yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
 
 
@@ -75,25 +85,36 @@ def _prompts(task: Task, training: Sequence[Prompt], held_out: Sequence[Prompt])
     return _found("prompts", "ok" if held_out else "warn", detail if held_out else f"{detail}: `tba eval` needs some")
 
 
-def _same_everywhere(section: TaskSection) -> Finding:
-    """Load and score in two processes whose hashes differ, as those of searchers and workers do."""
+def _same_everywhere(section: TaskSection, *, rewards: bool) -> Finding:
+    """Load in two processes whose hashes differ, as those of searchers and workers do, and score if `rewards`."""
     name = "same in every process"
+    what = ["prompts", *(["rewards"] if rewards else [])]
     outputs = []
-    for seed in ("1", "2"):
-        child = subprocess.run(
-            [sys.executable, "-m", "tba.searcher.task_check"], input=section.model_dump_json(), text=True,
-            capture_output=True, timeout=_CHILD_SECONDS, env={**os.environ, "PYTHONHASHSEED": seed}, check=False,
-        )  # fmt: skip
-        if child.returncode:
-            last = child.stderr.strip().rpartition("\n")[2]
-            return _found(name, "fail", f"a process that loads it ends with code {child.returncode}: {last}")
-        # A task may print as well.
-        outputs.append(json.loads(child.stdout.rpartition("\n")[2]))
+    with tempfile.TemporaryDirectory() as directory:
+        for seed in ("1", "2"):
+            file = Path(directory, seed)
+            command = [sys.executable, "-m", "tba.searcher.task_check", str(file), *what]
+            try:
+                child = subprocess.run(  # noqa: S603
+                    command, input=section.model_dump_json(), text=True, errors="replace", capture_output=True,
+                    timeout=_CHILD_SECONDS, env={**os.environ, "PYTHONHASHSEED": seed}, check=False,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return _found(
+                    name, "fail", f"a process that reads its {' and '.join(what)} takes longer than {_CHILD_SECONDS} s"
+                )
+            if child.returncode or not file.exists():
+                last = child.stderr.strip().rpartition("\n")[2]
+                return _found(name, "fail", f"a process that loads it ends with code {child.returncode}: {last}")
+            outputs.append(json.loads(file.read_text(encoding="utf-8")))
     first, second = outputs
-    different = [what for what in first if first[what] != second[what]]
+    different = [part for part in first if first[part] != second[part]]
     if different:
         advice = "use no hash(), no order of a set, no time and no random number without a seed"
         return _found(name, "fail", f"{', '.join(different)} differ between two processes: {advice}")
+    if not rewards:
+        detail = "two processes load the same prompts; rewards are not compared, because a response ended its worker"
+        return _found(name, "unchecked", detail)
     return _found(name, "ok", "two processes load the same prompts and give the same rewards")
 
 
@@ -101,18 +122,39 @@ def _responses(prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
     return [(prompt, text) for prompt in prompts for text in (storable(prompt.answer), *_ODD)]
 
 
-def _scores(section: TaskSection, task: Task, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Score answers and odd responses in workers, with their limits."""
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """The responses that were scored, and the mean time of a score but the first, 0 without others."""
+
+    asked: Sequence[tuple[Prompt, str]]
+    scored: Sequence[Scored]
+    seconds: float
+
+
+def _score_in_workers(section: TaskSection, task: Task, prompts: Sequence[Prompt]) -> _Scores:
+    """Score answers and odd responses in workers, with their limits; only one if that ends its worker."""
     asked = _responses(prompts)
     rewards = Rewards(task, section)
     try:
         # The time that a worker needs to load is not that of a score.
-        loaded = _score_all(rewards, asked[:1])
+        scored = _score_all(rewards, asked[:1])
+        if _ended_worker(scored[0]):
+            return _Scores(asked[:1], scored, 0.0)
         begin = time.monotonic()
-        scored = [*loaded, *_score_all(rewards, asked[1:])]
-        seconds = (time.monotonic() - begin) / max(1, len(asked) - 1)
+        scored += _score_all(rewards, asked[1:])
+        return _Scores(asked, scored, (time.monotonic() - begin) / max(1, len(asked) - 1))
     finally:
         rewards.close()
+
+
+def _ended_worker(one: Scored) -> bool:
+    """Whether a worker had to be replaced, by its limit of time or because it died."""
+    return one.error is not None and any(sign in one.error for sign in _ENDED_WORKER)
+
+
+def _scores(section: TaskSection, task: Task, scores: _Scores) -> Iterator[Finding]:
+    """Yield what the scores show: errors, the range of the rewards, and their speed."""
+    asked, scored = scores.asked, scores.scored
     errors = [(prompt.key, text, one.error) for (prompt, text), one in zip(asked, scored, strict=True) if one.error]
     if errors:
         key, text, error = errors[0]
@@ -133,7 +175,9 @@ def _scores(section: TaskSection, task: Task, prompts: Sequence[Prompt]) -> Iter
         yield _found(
             "rewards", "warn" if missing else "ok", f"{detail}; {right} of {len(own)} answers are correct{missing}"
         )
-    yield _found("speed", "ok", f"{seconds * 1000:.2f} ms per response, by {max(1, section.reward_workers)} workers")
+    if scores.seconds:
+        workers = max(1, section.reward_workers)
+        yield _found("speed", "ok", f"{scores.seconds * 1000:.2f} ms per response, by {workers} workers")
 
 
 def _score_all(rewards: Rewards, asked: Sequence[tuple[Prompt, str]]) -> list[Scored]:
@@ -164,11 +208,13 @@ def _main() -> None:
     task = load_task(section)
     training, held_out = task.prompts(), task.held_out()
     rewards = []
-    for prompt, text in _responses((training or held_out)[:_SAMPLED]):
+    asked = _responses((training or held_out)[:_SAMPLED]) if "rewards" in sys.argv[2:] else []
+    for prompt, text in asked:
         reward, error = score(task, prompt, text, True)
         rewards.append([reward.total, sorted(reward.parts.items()), error])
     found: dict[str, Any] = {"training prompts": fingerprint(training), "held-out prompts": fingerprint(held_out)}
-    print(f"\n{json.dumps(found | {'rewards': rewards})}", end="")  # noqa: T201
+    # Not printed: a task may print, too.
+    Path(sys.argv[1]).write_text(json.dumps(found | {"rewards": rewards}), encoding="utf-8")
 
 
 if __name__ == "__main__":

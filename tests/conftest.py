@@ -1,5 +1,6 @@
 """Fixtures that several test folders use. A fixture ends only processes that it started."""
 
+import functools
 import itertools
 import json
 import logging
@@ -17,7 +18,8 @@ from tba.tests.helpers.puts import make_trajectory, put_message, reference
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from typer.testing import CliRunner
+import typer.testing
+from typer.main import get_command
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.service import BufferService
@@ -28,14 +30,18 @@ from tba.common.errors import TbaError
 from tba.common.weights import node_store
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
+from tba.common.wire.row_numbers import RowNumbers
 from tba.common.wire.trajectory import Trajectory
 from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.new_databases import new_database
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE_MODEL = ROOT / "examples/arithmetic/model"
 
 
 _numbers = itertools.count()
+# The tree of commands is the same in each test, and takes longer to make than most commands take to run.
+_command_of = functools.cache(get_command)
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +105,11 @@ def own_process_state() -> Iterator[None]:
 def tba_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Runs `tba ...` in this process and in `tmp_path`. A process of its own would import for a second."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(typer.testing, "_get_command", _command_of)
 
     def run(*arguments: object) -> Outcome:
         with own_process_state():
-            result = CliRunner().invoke(app, [*map(str, arguments)])
+            result = typer.testing.CliRunner().invoke(app, [*map(str, arguments)])
         if isinstance(result.exception, TbaError):
             return Outcome(result.exception.exit_code, result.stdout, str(result.exception))
         if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -118,7 +125,7 @@ class ServiceHarness:
     def __init__(self, path: Path, config: Config) -> None:
         self.clock = ManualClock()
         self.config = config
-        self.store = Store(path, durability="process")
+        self.store = Store(new_database(path), durability="process")
         self.run = self.store.open_run("test", seed=config.run.seed, config={}, software={})
         self.service = BufferService(self.store, self.run, config, self.clock)
 
@@ -159,10 +166,21 @@ class ServiceHarness:
         )
         return self.ask(message, role="trainer", sender="t.1")
 
-    def report(self, step: int, ids: list[int] | None = None, logprobs: list[float] | None = None) -> None:
+    def report(
+        self,
+        step: int,
+        ids: list[int] | None = None,
+        logprobs: list[float] | None = None,
+        rows: RowNumbers | None = None,
+    ) -> None:
         """Report a step as trained."""
         message = messages.ReportStep(
-            step=step, metrics={}, reference="initial", trajectory_ids=ids or [], reference_logprobs=logprobs or []
+            step=step,
+            metrics={},
+            reference="initial",
+            trajectory_ids=ids or [],
+            reference_logprobs=logprobs or [],
+            rows=rows,
         )
         self.ask(message, role="trainer", sender="t.1")
 

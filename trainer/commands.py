@@ -59,7 +59,10 @@ def sft_command(train_together: Together) -> Callable[..., None]:
             raise UsageError(
                 "train.learning_rate is that of tba train: use --learning-rate, or --set sft.learning_rate"
             )
-        resolved = options.resolve(overrides)
+        for file in [*data, *([held_out] if held_out else [])]:
+            if not file.exists():
+                raise UsageError(f"{file} does not exist: name a jsonl file")
+        resolved = options.resolve_start(overrides)
         plan = (data, out, held_out, epochs or 1, steps, batch_size)
         _run(resolved.config, plan, train_together, resume=resume, as_json=as_json)
 
@@ -81,10 +84,13 @@ def export_model(
     config = options.resolve().config
     start_process("export", level="WARNING", drains=False)
     need("torch", "train")
-    from tba.trainer.export import export_model as export
-    from tba.trainer.export import find_source
+    from tba.common.weights.model_source import check_export, find_source
 
     found = find_source(config, source, version)
+    # Before torch is loaded, which takes many seconds.
+    check_export(found, out)
+    from tba.trainer.export import export_model as export
+
     export(found, out, config)
     typer.echo(f"{found} is in {out}")
 

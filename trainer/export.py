@@ -17,51 +17,16 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tba.common.config import Config, LoraSection
-from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError, UsageError
+from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError
 from tba.common.system.durable import copy_file, publish_directory, temporary_directory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import local_model, model_directory, read_json, share_weights
-from tba.common.weights.node_store import weights_directory
-from tba.common.weights.snapshot import (
-    MANIFEST,
-    Snapshot,
-    check_file,
-    choose_snapshots,
-    directory_name,
-    list_snapshots,
-    read,
-)
+from tba.common.weights.model_source import check_export
+from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.model.adapters import MERGED, add_adapters, fingerprint, gathered
 from tba.trainer.model.scorer import load_model, structure_of, weights_of
 from tba.trainer.publishing.snapshot_writer import as_saved, write_model
-
-_SHOWN_VERSIONS = 20
-
-
-def find_source(config: Config, named: Path | None, version: int | None) -> Path:
-    """Return what to export or to load: the named directory, a version that the run keeps, or its newest snapshot.
-
-    A run directory stands for its newest snapshot. Raises UsageError if there is no such directory.
-    """
-    if named is None and version is None:
-        return choose_snapshots(config.snapshots, weights_directory(config), None, every=False)[-1]
-    directory = config.snapshots if named is None else named
-    if version is None and (directory / MANIFEST).is_file():
-        return directory
-    if named is not None and version is None and (directory / "config.json").is_file():
-        return directory
-    if named is not None and (named / "snapshots").is_dir():
-        directory = named / "snapshots"
-    kept = {path.name: path for path in list_snapshots(directory)}
-    if not kept:
-        raise UsageError(f"{directory} is no run, snapshot, checkpoint or model directory")
-    if version is None:
-        return kept[max(kept)]
-    if directory_name(version) not in kept:
-        versions = ", ".join(str(int(name[1:])) for name in list(kept)[-_SHOWN_VERSIONS:])
-        raise UsageError(f"{directory} has no version {version}; the newest that it has: {versions}")
-    return kept[directory_name(version)]
 
 
 @contextlib.contextmanager
@@ -79,13 +44,10 @@ def complete_directory(source: Path, config: Config) -> Iterator[Path]:
 def export_model(source: Path, out: Path, config: Config) -> None:
     """Write a snapshot or checkpoint as a model directory, which appears under its name when it is complete.
 
-    Raises UsageError if `out` exists and is not empty or the source is a model directory already; SnapshotError or
-    CheckpointError if it is damaged or cannot be written.
+    Raises UsageError as `check_export`; SnapshotError or CheckpointError if the source is damaged or `out` cannot be
+    written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists already: name another directory")
-    if not (source / MANIFEST).is_file():
-        raise UsageError(f"{source} is a model directory already: copy it")
+    check_export(source, out)
     temporary = temporary_directory(out)
     try:
         _write(source, temporary, config)

@@ -32,11 +32,12 @@ from tba.trainer.checkpoints import checkpoint
 from tba.trainer.checkpoints.checkpoint import Checkpoint
 from tba.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 from tba.trainer.distributed.ranks import ALONE, Ranks, join, until_lost
+from tba.trainer.metrics.answers import choose_answers
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.metrics.health import Health
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.metrics.sinks.trackers import open_sinks
-from tba.trainer.metrics.stopwatch import Stopwatch
+from tba.trainer.metrics.stopwatch import Stopwatch, wait_for_compute
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.other_ranks import END, PUBLISH, SAVE, STEP, run_other_rank
 from tba.trainer.preflight.check import Report, require
@@ -171,7 +172,7 @@ class Trainer:
         self._clock = clock or SystemClock()
         self._model_files = model_directory(config.model.path)
         self.learner, self._unwrapped = build(config, self._model_files, device, ranks, report)
-        self._watch = self.learner.watch = Stopwatch(self._clock, _wait_for_compute(device))
+        self._watch = self.learner.watch = Stopwatch(self._clock, wait_for_compute(device))
         self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
         self._health, self._skipped_in_a_row = Health(config.objective), 0
         self._unreported: dict[str, Any] | None = found.unreported if found is not None else None
@@ -314,7 +315,8 @@ class Trainer:
         seconds = self._watch.take()
         metrics = result.metrics | seconds | self._throughput.metrics(batch, seconds["seconds_step"])
         # Metrics first: if the report is not acknowledged, the checkpoint keeps it for the next start.
-        self._metrics.record(batch.step, self._clock.wall(), metrics, blamed=result.blamed)
+        answers = choose_answers(batch, self._config.metrics.trace_answers)
+        self._metrics.record(batch.step, self._clock.wall(), metrics, blamed=result.blamed, answers=answers)
         self._report(
             messages.ReportStep(
                 step=batch.step,
@@ -322,6 +324,7 @@ class Trainer:
                 reference=self.learner.reference.name_at(batch.step),
                 trajectory_ids=list(result.reference),
                 reference_logprobs=list(result.reference.values()),
+                rows=result.rows,
             )
         )
         at_temperature_1 = all(row.temperature == 1 for row in batch.rows)
@@ -366,8 +369,7 @@ class Trainer:
                 raise
             # The update has been made, and a later start could not report it either, so retrying is of no use.
             log.warning(
-                "the buffer does not know this step: is its database an older copy? Training goes on, and the step "
-                "stays missing in it",
+                "the buffer does not know this step, which stays missing in it: is its database an older copy?",
                 step=report.step,
             )
         self._unreported = None
@@ -389,12 +391,8 @@ class Trainer:
             if self._stop():
                 return
             self._heartbeat.show("publishing", self._publisher.trouble)
+        # `tba status` of a finished run shows the last heartbeat, and the thread sends only one a second.
+        self._heartbeat.show("publishing")
+        self._client.call(self._heartbeat.shown, messages.Done, stop=self._stop)
         self._client.call(messages.FinishRun(step=self.learner.steps_done), messages.Done, stop=self._stop)
         self._publisher.finish()
-
-
-def _wait_for_compute(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits for queued computation, but not for copies to the host on other streams."""
-    if device.type != "cuda":
-        return lambda: None
-    return lambda: torch.cuda.current_stream(device).synchronize()

@@ -38,7 +38,8 @@ from tba.trainer.distributed.sharding import release_gathered
 from tba.trainer.loop import find_checkpoint, prepare, require_memory
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.adapters import MERGED, gathered
-from tba.trainer.model.scorer import load_model, structure_of
+from tba.trainer.model.packing import packs
+from tba.trainer.model.scorer import in_half, load_model, structure_of
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.likelihood import negative_log_likelihood
 from tba.trainer.preflight.check import Report
@@ -162,16 +163,9 @@ class Job:
             raise UsageError(f"{found.path} is of other data, another seed or another --batch-size: name another --out")
         self._seed = config.run.seed
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        half = device.type == "cuda" and config.model.dtype == "bfloat16"
-        masters = take_masters(policy, home, half=half) if offload else None
         self.steps = plan.steps or math.ceil(plan.epochs * len(self._rows) / plan.batch_size)
         self._train = config.train.model_copy(update={"steps": self.steps})
-        objective = Objective("likelihood", negative_log_likelihood, False)
-        fits = report is None or report.setup.gathered
-        self.learner = Learner(
-            policy, None, self._train, objective, autocast=half, ranks=ranks, masters=masters, fits_gathered=fits
-        )
-        self.learner.states_fill = report is not None and report.states_fill
+        self.learner = self._make_learner(config, policy, device, home, report)
         if found is not None:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
@@ -179,6 +173,28 @@ class Job:
         self._metrics: MetricsLog | None = None
         if ranks.rank == 0:
             self._metrics = MetricsLog(plan.work, first_step=self.learner.steps_done)
+
+    def _make_learner(
+        self, config: Config, policy: PreTrainedModel, device: torch.device, home: torch.device, report: Report | None
+    ) -> Learner:
+        """Return a learner of the likelihood. `home` is where the weights of a single process are."""
+        half = in_half(device, config.model.dtype)
+        packed = self._ranks.rank == 0 and packs(config.train.packing, policy, device.type, half=half)
+        offload = config.train.offload == "optimizer"
+        learner = Learner(
+            policy,
+            None,
+            self._train,
+            Objective("likelihood", negative_log_likelihood, False),
+            autocast=half,
+            ranks=self._ranks,
+            exact_logits=config.model.head_dtype == "float32",
+            masters=take_masters(policy, home, half=half) if offload else None,
+            fits_gathered=report is None or report.setup.gathered,
+            packed=packed,
+        )
+        learner.states_fill = report is not None and report.states_fill
+        return learner
 
     def _find_checkpoint(self, *, resume: bool) -> Checkpoint | None:
         """Return the checkpoint that rank 0 finds, on every rank."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -14,10 +15,19 @@ from starlette.staticfiles import StaticFiles
 from tba.buffer.tools.limited_query import limit_memory
 from tba.common.errors import TbaError, UsageError
 from tba.common.terminal import note
-from tba.ui.pages import compare, prompts, run, sql, steps, trajectories
+from tba.ui.pages import compare, compare_runs, prompts, run, sql, steps, trajectories, waste
 from tba.ui.runs import find_runs
 from tba.ui.security import Guard
 from tba.ui.site import FOLDER, Site, make_environment, site_of
+
+
+class _RowConvertor(IntegerConvertor):
+    """A number in an address. Python refuses to read one of thousands of digits."""
+
+    regex = "[0-9]{1,100}"
+
+
+register_url_convertor("row", _RowConvertor())
 
 
 def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callable[[str], None] = note) -> Starlette:
@@ -34,12 +44,15 @@ def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callabl
         Route("/r/{run}/charts.json", run.charts),
         Route("/r/{run}/config", run.config),
         Route("/r/{run}/steps", steps.listing),
-        Route("/r/{run}/steps/{step:int}", steps.page),
+        Route("/r/{run}/steps/{step:row}", steps.page),
         Route("/r/{run}/prompts", prompts.listing),
-        Route("/r/{run}/prompts/{prompt:int}", prompts.page),
+        Route("/r/{run}/prompts/{prompt:row}", prompts.page),
         Route("/r/{run}/trajectories", trajectories.listing),
-        Route("/r/{run}/trajectories/{trajectory:int}", trajectories.page),
+        Route("/r/{run}/trajectories/{trajectory:row}", trajectories.page),
         Route("/r/{run}/compare", compare.page),
+        Route("/r/{run}/compare.json", compare_runs.charts),
+        Route("/r/{run}/waste", waste.page),
+        Route("/r/{run}/waste.json", waste.charts),
         Route("/r/{run}/sql", sql.page),
         Route("/r/{run}/sql.csv", sql.csv_file),
         Mount("/static", StaticFiles(directory=FOLDER / "static")),
@@ -64,12 +77,17 @@ def home(request: Request) -> Response:
 def not_found(request: Request, error: Exception) -> Response:
     """Show an error of an address."""
     assert isinstance(error, HTTPException)
-    return site_of(request).page(
-        "error.html", http_status=error.status_code, code=error.status_code, sentence=error.detail
-    )
+    return _error(request, error.status_code, error.detail)
 
 
 def refused(request: Request, error: Exception) -> Response:
     """Show an error of a filter or of the database."""
     status = 400 if isinstance(error, UsageError) else 503
-    return site_of(request).page("error.html", http_status=status, code=status, sentence=str(error))
+    return _error(request, status, str(error))
+
+
+def _error(request: Request, status: int, sentence: str) -> Response:
+    # The pages of the run stay in reach.
+    run = site_of(request).runs.get(request.path_params.get("run", ""))
+    known = {"run": run} if run else {}
+    return site_of(request).page("error.html", http_status=status, code=status, sentence=sentence, **known)

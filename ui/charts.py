@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,24 @@ class Metrics:
             if series:
                 charts.append(Chart(title, unit, steps, series))
         return charts
+
+
+def overlay(runs: Sequence[tuple[str, list[Chart]]]) -> list[Chart]:
+    """Return the charts of several runs as one list: curves of one title share a chart, and are named by their run."""
+    titles = dict.fromkeys(chart.title for _, charts in runs for chart in charts)
+    return [
+        _overlaid([(name, one) for name, charts in runs for one in charts if one.title == title]) for title in titles
+    ]
+
+
+def _overlaid(parts: list[tuple[str, Chart]]) -> Chart:
+    steps = sorted({step for _, chart in parts for step in chart.steps})
+    series = []
+    for name, chart in parts:
+        for one in chart.series:
+            known = dict(zip(chart.steps, one.values, strict=True))
+            series.append(Series(f"{name}: {one.label}", [known.get(step) for step in steps], one.dots))
+    return Chart(parts[0][1].title, parts[0][1].unit, steps, series)
 
 
 def _charted(text: str | None) -> dict[str, float]:

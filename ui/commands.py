@@ -20,7 +20,8 @@ def ui(
     host: Annotated[str, typer.Option(help="Address to listen at. Others than loopback need --token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 5780,
     token: Annotated[
-        str | None, typer.Option(envvar="TBA_UI_TOKEN", help="Secret that every browser must give, of 16 characters.")
+        str | None,
+        typer.Option(envvar="TBA_UI_TOKEN", help="Secret that every browser must give, of at least 16 characters."),
     ] = None,
 ) -> None:
     """Show runs in a browser: charts, steps, prompts, trajectories, SQL. Only reads, also while a run goes on."""

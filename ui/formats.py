@@ -31,7 +31,7 @@ def number(value: Any) -> str:
         return "–"
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e15):
         return f"{int(value):,}"
-    return cell(value)
+    return f"{value:,.0f}" if isinstance(value, float) and 1000 <= abs(value) < 1e15 else cell(value)
 
 
 def percent(value: float | None) -> str:
@@ -59,7 +59,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 86_400:.3g} d"
 
 
-def excerpt(text: str | None, length: int = 120) -> str:
+def excerpt(text: str | None, length: int) -> str:
     """Return the beginning of a text on one line."""
     if not text:
         return ""

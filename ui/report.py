@@ -32,13 +32,16 @@ _SAMPLE = f"""SELECT t.id, %s(t.reward) AS reward, t.policy_version, t.stop_reas
 def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
     """Write the report of the run in a directory or database file, and return its path.
 
-    Raises UsageError if there is no such run, or several and no `name`; OSError if the file cannot be written.
+    Raises UsageError if there is no such run, or several and no `name`, or if the file cannot be written.
     """
     run = _chosen(find_runs([path], note), path, name)
     with run.rows() as rows:
         html = render(run, rows)
     target = output or run.directory / _FILE
-    write_text(target, html)
+    try:
+        write_text(target, html)
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}: name another file with --output") from error
     return target
 
 

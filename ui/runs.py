@@ -15,6 +15,7 @@ from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.tools.page_rows import PageRows, page_rows
 from tba.common.config import SecuritySection
 from tba.common.errors import StorageError, TbaError, UsageError
+from tba.common.system.durable import is_locked
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.probe import ask_status
@@ -69,14 +70,14 @@ class Run:
     def status(self, config: dict[str, Any]) -> Status | None:
         """Return the status that the buffer server of the run gives, at most seconds old; None if none answers.
 
-        A server that has ended in order leaves no write-ahead log, and is not asked.
+        A server is asked only while it holds the lock of the database: a file of other origin must not choose an
+        address that this machine connects to.
         """
-        log = self.database.with_name(self.database.name + "-wal")
         address = config.get("buffer", {}).get("address", "")
         # The recorded run.dir may be relative to another directory.
         if address == "auto":
             address = f"ipc://{socket_of(self.database.parent)}"
-        if not address or not log.exists() or not log.stat().st_size:
+        if not address or not is_locked(self.database.with_name(self.database.name + ".lock")):
             return None
         with self._lock:
             if time.monotonic() >= self._ask_at:
@@ -102,6 +103,11 @@ def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]
     Of several files, those that cannot be read are left out, and `report` receives a sentence. Raises UsageError if a
     path leads to no run, StorageError if the only file is not a buffer of this release.
     """
+    if not paths and not _databases_in(DEFAULT_DIRECTORY):
+        raise UsageError(
+            f"this folder holds no runs: there is no {DEFAULT_DIRECTORY}/*/{DATABASE_NAME}. Change to the folder where "
+            "a run was started, name its run.dir (`tba ui DIRECTORY`), or start a run with `tba run`"
+        )
     databases = dict.fromkeys(database for path in paths or [DEFAULT_DIRECTORY] for database in _databases(path))
     runs: dict[str, Run] = {}
     for database in databases:
@@ -132,10 +138,16 @@ def _databases(path: Path) -> list[Path]:
     """Return the database files that a path names: a file, a run directory, or a directory of run directories."""
     if path.is_file():
         return [path.resolve()]
-    found = [path / DATABASE_NAME] if (path / DATABASE_NAME).is_file() else sorted(path.glob(f"*/{DATABASE_NAME}"))
+    found = _databases_in(path)
     if not found:
         raise UsageError(
             f"{path} holds no {DATABASE_NAME}: name the directory of a run, a directory of such directories, or a "
             "database file"
         )
     return [database.resolve() for database in found]
+
+
+def _databases_in(directory: Path) -> list[Path]:
+    """Return the database of a run directory, or those of the run directories in it."""
+    own = directory / DATABASE_NAME
+    return [own] if own.is_file() else sorted(directory.glob(f"*/{DATABASE_NAME}"))

@@ -12,6 +12,7 @@ from tba.ui.formats import number
 WIDTH, HEIGHT = 460, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
 _BINS = 20
+_LARGEST = 1e300
 # Few bars are drawn as narrow as this many.
 _LEAST_BINS = 6
 
@@ -49,7 +50,10 @@ def line_chart(chart: Chart) -> Markup:
 
 def points_chart(points: Sequence[tuple[float, float, str]], mean: Sequence[tuple[float, float]], title: str) -> Markup:
     """Draw points (x, y, address) that lead to pages, and a line of their means."""
-    scale = _Scale([x for x, _, _ in points], [y for _, y, _ in points])
+    low, high = _span([x for x, _, _ in points])
+    # Points at the ends do not cover the names of the vertical axis.
+    margin = (high - low) * 0.04
+    scale = _Scale([low - margin, high + margin], [y for _, y, _ in points])
     path = " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in mean)
     parts = [f'<polyline class="line s0" points="{path}"/>']
     for x, y, address in points:
@@ -61,6 +65,8 @@ def points_chart(points: Sequence[tuple[float, float, str]], mean: Sequence[tupl
 
 def histogram(values: Sequence[float], title: str) -> Markup:
     """Draw a histogram: one bar per value if they are few integers, else twenty bars."""
+    # So that a range is finite.
+    values = [min(max(value, -_LARGEST), _LARGEST) for value in values]
     low, high = min(values), max(values)
     if all(float(value).is_integer() for value in values) and high - low < 2 * _BINS:
         width, bins, names = 1.0, int(high - low) + 1, (low, high)
@@ -83,6 +89,23 @@ def histogram(values: Sequence[float], title: str) -> Markup:
     return _figure(title, [*parts, *_axes(scale, names)])
 
 
+def paired_bars(pairs: Sequence[tuple[str, float, float]], title: str) -> Markup:
+    """Draw two bars for each (name, percentage, percentage), on an axis from 0 to the largest one."""
+    scale = _Scale([0, len(pairs)], [0, max(max(first, second) for _, first, second in pairs) or 1.0])
+    width = (scale.x(1) - scale.x(0)) * 0.4
+    parts = []
+    for place, (name, *values) in enumerate(pairs):
+        for series, value in enumerate(values):
+            left, top = scale.x(place + 0.1) + series * width, scale.y(value)
+            parts.append(
+                f'<rect class="bar s{series}" x="{left:.1f}" y="{top}" width="{width - 1:.1f}" '
+                f'height="{scale.y(0) - top:.1f}"><title>{escape(name)}: {value:.1f} %</title></rect>'
+            )
+        middle = scale.x(place + 0.5)
+        parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
+    return _figure(title, [*parts, *_axes(scale, ())])
+
+
 def sparkline(values: Sequence[float]) -> Markup:
     """Draw a line of fractions from 0 to 1, as small as a word."""
     if not values:
@@ -100,7 +123,7 @@ def sparkline(values: Sequence[float]) -> Markup:
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     if not math.isfinite(high - low):
-        return -1e300, 1e300
+        return -_LARGEST, _LARGEST
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 

@@ -6,17 +6,18 @@ of a page therefore depends neither on the size of the table nor on how rare the
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.search import quoted
 from tba.common.errors import UsageError
 from tba.ui.runs import Run
 
 PAGE_ROWS = 50
-_WINDOW_ROWS = 2000
-_BUDGET_SECONDS = 0.3
+_WINDOW_ROWS = 1000
+_BUDGET_SECONDS = 0.2
 _MOST_INTEGER = (1 << 63) - 1
 
 
@@ -30,6 +31,12 @@ class _Order:
     id: str = "t.id"
     descends: bool = True
 
+    @property
+    def by(self) -> str:
+        """The terms of ORDER BY. FTS5 sorts by one term without help, and by two reads all matches first."""
+        direction = "DESC" if self.descends else "ASC"
+        return ", ".join(f"{term} {direction}" for term in dict.fromkeys((self.key, self.id)))
+
 
 _ORDERS = {
     "newest": _Order("trajectory_rows t", "t.run = ?", "t.received_at"),
@@ -38,6 +45,7 @@ _ORDERS = {
     "worst": _Order("trajectory_rows t", "t.run = ?", "t.reward", descends=False),
     "prompt": _Order("trajectory_rows t", "t.prompt = ?", "t.policy_version"),
     "searcher": _Order("trajectory_rows t", "t.sender = ?", "t.sequence"),
+    "text": _Order("search.responses_fts f", "f.responses_fts MATCH ?", "f.rowid", id="f.rowid"),
     "step": _Order("consumption_rows c", "c.batch = ?", "c.slot", id="c.trajectory", descends=False),
 }
 SORTS = ("newest", "oldest", "best", "worst")
@@ -51,7 +59,13 @@ _CONDITIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "prompt": ("t.prompt = ?", int),
     "searcher": ("t.sender = ?", int),
 }
-_ERRORS = {"yes": "t.error IS NOT NULL", "no": "t.error IS NULL"}
+_TRAINED = "EXISTS (SELECT 1 FROM consumption_rows u WHERE u.trajectory = t.id)"
+_HAS_WORDS = "EXISTS (SELECT 1 FROM search.responses_fts f WHERE f.responses_fts MATCH ? AND f.rowid = t.id)"
+_WORDS_CHARACTERS = 200
+_CHOICES = {
+    "error": {"yes": "t.error IS NOT NULL", "no": "t.error IS NULL"},
+    "trained": {"yes": _TRAINED, "no": f"NOT {_TRAINED}"},
+}
 
 
 @dataclass(frozen=True)
@@ -75,12 +89,12 @@ class _Plan:
     sort: str
 
 
-def find(rows: PageRows, run: Run, given: Mapping[str, str], *, budget_seconds: float = _BUDGET_SECONDS) -> Page:
+def find(rows: PageRows, run: Run, given: Mapping[str, str]) -> Page:
     """Return the page of trajectories that fulfil the filters in `given`. Raises UsageError for a wrong value."""
     plan = _plan(rows, run, given)
     if plan is None:
         return Page([], None, 0, "newest")
-    deadline = time.monotonic() + budget_seconds
+    deadline = time.monotonic() + _BUDGET_SECONDS
     ids: list[int] = []
     examined, cursor, size = 0, _cursor(given.get("after", "")), PAGE_ROWS
     while True:
@@ -117,9 +131,11 @@ def statements(plan: _Plan, cursor: tuple[float, int] | None) -> list[tuple[str,
     SQLite would read all rows of that key again, and half of all rewards may be equal.
     """
     order = plan.order
-    direction, sign = ("DESC", "<") if order.descends else ("ASC", ">")
+    sign = "<" if order.descends else ">"
     ranges = [(" AND ".join(["1", *(text for text, _ in plan.bounds)]), [value for _, value in plan.bounds])]
-    if cursor is not None:
+    if cursor is not None and order.key == order.id:
+        ranges = [(f"{order.id} {sign} ?", [cursor[1]])]
+    elif cursor is not None:
         # The cursor is within the bounds, so only the bound at the far end still matters.
         far = [bound for bound in plan.bounds if (">=" in bound[0]) == order.descends]
         ranges = [
@@ -133,7 +149,7 @@ def statements(plan: _Plan, cursor: tuple[float, int] | None) -> list[tuple[str,
             # CROSS JOIN keeps the order of the loops: the index first, then each row by its id.
             f"SELECT w.id, w.key, {wanted} AS wanted FROM (SELECT {order.id} AS id, {order.key} AS key "  # noqa: S608
             f"FROM {order.table} WHERE {order.where} AND {span} "
-            f"ORDER BY {order.key} {direction}, {order.id} {direction} LIMIT ?) w "
+            f"ORDER BY {order.by} LIMIT ?) w "
             "CROSS JOIN trajectory_rows t ON t.id = w.id",
             [*values, *more],
         )
@@ -143,37 +159,61 @@ def statements(plan: _Plan, cursor: tuple[float, int] | None) -> list[tuple[str,
 
 def _plan(rows: PageRows, run: Run, given: Mapping[str, str]) -> _Plan | None:
     """Return how to read the rows that `given` asks for; None if there can be none."""
-    # An address may name a prompt or a searcher of another run of the same file.
-    conditions: list[tuple[str, Sequence[Any]]] = [("t.run = ?", [run.id])]
-    for name, (condition, kind) in _CONDITIONS.items():
-        if given.get(name):
-            conditions.append((condition, [_value(name, given[name], kind)]))
-    if error := given.get("error"):
-        if error not in _ERRORS:
-            raise UsageError(f"error = {error}: give yes or no")
-        conditions.append((_ERRORS[error], []))
-    conditions += _part_conditions(given)
-    bounds: list[tuple[str, Any]] = []
     sort = given.get("sort") or ("oldest" if given.get("version") else "newest")
     if sort not in SORTS:
         raise UsageError(f"sort = {sort}: give one of {', '.join(SORTS)}")
-    name, start = sort, run.id
-    # The index that leaves the fewest rows.
-    if given.get("step"):
-        batch = rows.value(
-            "SELECT id FROM batches WHERE run = ? AND step = ?", run.id, _value("step", given["step"], int)
-        )
-        if batch is None:
-            return None
-        name, start = "step", batch
-    elif given.get("prompt") or (given.get("searcher") and not given.get("sort")):
-        name = "prompt" if given.get("prompt") else "searcher"
+    name = _order_name(given, sort)
+    # An address may name a prompt or a searcher of another run of the same file.
+    conditions: list[tuple[str, Sequence[Any]]] = [("t.run = ?", [run.id]), *_conditions(given)]
+    start: Any = run.id
+    if name == "step":
+        of_step = "SELECT id FROM batches WHERE run = ? AND step = ?"
+        start = rows.value(of_step, run.id, _value("step", given["step"], int))
+    elif name in ("prompt", "searcher"):
         start = _value(name, given[name], int)
-    elif sort in ("newest", "oldest"):
+    if given.get("text"):
+        words = words_of(rows, given["text"])
+        start = words if name == "text" else start
+        conditions += [] if name == "text" else [(_HAS_WORDS, [words])]
+    if start is None:
+        return None
+    bounds: list[tuple[str, Any]] = []
+    if name in ("newest", "oldest"):
         bounds += _version_bound(rows, run, given)
-    else:
+    elif name in SORTS:
         bounds += [(text, values[0]) for text, values in conditions if text.startswith("t.reward")]
-    return _Plan(_ORDERS[name], start, bounds, conditions, sort if name in SORTS else name)
+    return _Plan(_ORDERS[name], start, bounds, conditions, name)
+
+
+def _order_name(given: Mapping[str, str], sort: str) -> str:
+    """Return the name of the order that leaves the fewest rows."""
+    for name in ("step", "prompt", "text"):
+        if given.get(name):
+            return name
+    return "searcher" if given.get("searcher") and not given.get("sort") else sort
+
+
+def _conditions(given: Mapping[str, str]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the conditions on a row, with their values."""
+    for name, (condition, kind) in _CONDITIONS.items():
+        if given.get(name):
+            yield condition, [_value(name, given[name], kind)]
+    for name, choices in _CHOICES.items():
+        if chosen := given.get(name):
+            if chosen not in choices:
+                raise UsageError(f"{name} = {chosen[:100]}: give yes or no")
+            yield choices[chosen], []
+    yield from _part_conditions(given)
+
+
+def words_of(rows: PageRows, text: str) -> str:
+    """Return the FTS5 expression for a text with all of the words. Raises UsageError without an index."""
+    if not rows.has_text_index:
+        raise UsageError("text: this run has no text index; `tba buffer search WORD` makes it")
+    expression = quoted(text[:_WORDS_CHARACTERS])
+    if not expression:
+        raise UsageError("text: name at least one word")
+    return expression
 
 
 def _version_bound(rows: PageRows, run: Run, given: Mapping[str, str]) -> list[tuple[str, Any]]:

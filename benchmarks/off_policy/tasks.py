@@ -81,10 +81,10 @@ def _arithmetic() -> Task:
         rate=1e-4,
         graded=False,
         end=tokenizer.eos_token_id,
-        training=_encoded(problems[:-REPORTED], tokenizer),
+        training=encoded(problems[:-REPORTED], tokenizer),
         held_out={
-            "choosing": _encoded(task.held_out(), tokenizer),
-            "reporting": _encoded(problems[-REPORTED:], tokenizer),
+            "choosing": encoded(task.held_out(), tokenizer),
+            "reporting": encoded(problems[-REPORTED:], tokenizer),
         },
     )
 
@@ -97,7 +97,7 @@ def _copying(digits: int) -> Task:
     tokenizer = AutoTokenizer.from_pretrained(path)
     rng = random.Random(digits)
     strings = ["".join(rng.choices("0123456789", k=digits)) for _ in range(COPYING_PROBLEMS)]
-    problems = _encoded([Prompt(key=text, text=f"{text}=", answer=text) for text in strings], tokenizer)
+    problems = encoded([Prompt(key=text, text=f"{text}=", answer=text) for text in strings], tokenizer)
     return Task(
         name=f"copying-{digits}",
         model=path,
@@ -115,7 +115,8 @@ def _copying(digits: int) -> Task:
     )
 
 
-def _encoded(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+def encoded(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+    """Return prompts and their right answers as token ids; an answer ends with the end of text."""
     texts = tokenizer([prompt.text for prompt in prompts])["input_ids"]
     answers = tokenizer([prompt.answer for prompt in prompts])["input_ids"]
     return [

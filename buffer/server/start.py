@@ -9,12 +9,13 @@ from tba.buffer.server.alarm import Alarm
 from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.starts import refuse_offline_record
+from tba.buffer.store.starts import refuse_offline_record, refuse_other_run
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError
 from tba.common.log import get_logger
+from tba.common.prometheus import open_endpoint
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.versions import software
 from tba.common.wire.channels import ServerChannel
@@ -36,12 +37,13 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
     """Serve the buffer of a run until `stop()`.
 
     Raises AddressInUse; LockTaken if another server has the database; ConfigError if the database is the record of an
-    offline run; StorageError if it is unusable.
+    offline run, or the one in run.dir holds another run; StorageError if it is unusable.
     """
     with contextlib.ExitStack() as resources:
         channel = resources.enter_context(contextlib.closing(_bind(config)))
         store = resources.enter_context(contextlib.closing(Store(config.database, durability=config.buffer.durability)))
         refuse_offline_record(config.database)
+        refuse_other_run(config)
         settings = config.model_dump(mode="json")
         run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
         if run.seed != config.run.seed:
@@ -56,8 +58,11 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
         gc.set_threshold(_COLLECT_EVERY, 20, 100)
         alarm = resources.enter_context(contextlib.closing(Alarm(config.alarm, run.name)))
         stalls = StallWatch(service.state.clock, alarm.send, config.alarm.after_seconds)
+        if (endpoint := open_endpoint(config, "buffer")) is not None:
+            resources.callback(endpoint.close)
+        queue_bytes = config.buffer.queue_mib << 20
         with objects_frozen():
-            BufferServer(channel, service, queue_bytes=config.buffer.queue_mib << 20, stalls=stalls).run(stop)
+            BufferServer(channel, service, queue_bytes=queue_bytes, stalls=stalls, endpoint=endpoint).run(stop)
     log.info("stopped")
 
 

@@ -16,6 +16,7 @@ from typing import cast
 from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.server.network import Network
 from tba.buffer.server.parked import Parked
+from tba.buffer.server.prometheus import samples_of
 from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.syncer import Checkpointer, Syncer
 from tba.buffer.service.admission import Admission, owner_of
@@ -23,6 +24,7 @@ from tba.buffer.service.run_state import ReplyBody
 from tba.buffer.service.service import BufferService
 from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
+from tba.common.prometheus import MetricsEndpoint
 from tba.common.stall.explain import find_stall
 from tba.common.stall.facts import Facts
 from tba.common.system.process import notify_systemd
@@ -51,11 +53,17 @@ _Outcome = ReplyBody | Refused | None
 class BufferServer:
     """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests.
 
-    `stalls` follows whether the run stands still, if it is given.
+    `stalls` follows whether the run stands still, if it is given; `endpoint` shows the status to Prometheus.
     """
 
     def __init__(
-        self, channel: ServerChannel, service: BufferService, *, queue_bytes: int, stalls: StallWatch | None = None
+        self,
+        channel: ServerChannel,
+        service: BufferService,
+        *,
+        queue_bytes: int,
+        stalls: StallWatch | None = None,
+        endpoint: MetricsEndpoint | None = None,
     ) -> None:
         self._channel = channel
         self._service = service
@@ -68,6 +76,7 @@ class BufferServer:
         self._admission = Admission(service.state.clients, channel.keys.admitted if channel.keys else None)
         self._parked = Parked()
         self._stalls = stalls
+        self._endpoint = endpoint
         self._look_for_stalls_at = -math.inf
         # When to look for overdue requests and expired leases again: that takes a look at all of them.
         self._look_at = self._expire_at = -math.inf
@@ -97,6 +106,8 @@ class BufferServer:
         self._look_for_stalls_at = now + _STALLS_SECONDS
         try:
             status = self._service.status()
+        except SyncFailed:
+            raise
         # The disk does not tell its free space. A later request that needs it is refused.
         except StorageError as error:
             log.warning("no status of the run", reason=str(error))
@@ -104,6 +115,8 @@ class BufferServer:
         stall = find_stall(Facts(status))
         self._stalls.update(stall)
         self._service.counters.stalled_seconds = self._stalls.seconds
+        if self._endpoint is not None:
+            self._endpoint.show(samples_of(status, stall, self._clock))
         moving = f"step {status.step}, {status.puts_per_second:.0f} trajectories/s"
         notify_systemd(f"STATUS={stall.sentence if stall else moving}")
 
@@ -189,7 +202,7 @@ class BufferServer:
             raise
         except StorageError as error:
             log.error("commit failed", reason=str(error), requests=len(group))
-            self._service.counters.storage_trouble = str(error)
+            self._service.counters.storage_trouble = f"{error}; check that disk and the permissions of the directory"
             self._rebuild()
             return self._answer_without_space(group, error)
         except Exception:

@@ -25,7 +25,8 @@ class Client:
 
     `seen_at` and `activity_at`, when its activity last changed, are monotonic. `owner`: what a connection must have to
     use its name (`admission`). `replaced`: a later start of the same name has said hello. `held_back`: why its last
-    lease request is parked. `serves`: the address at which its node serves snapshots.
+    lease request is parked. `serves`: the address at which its node serves snapshots. `has_worked`: it has leased, put
+    or the like, and not only said who it is.
     """
 
     role: fields.Role
@@ -38,6 +39,7 @@ class Client:
     replaced: bool = False
     held_back: str = ""
     serves: str = ""
+    has_worked: bool = False
     weights_version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: int = 0
@@ -91,7 +93,7 @@ class Clients:
 
         Called once for each message, not when a parked one is tried again. A trainer and its publisher are one
         sender, of role trainer whichever is seen first. At the limit a new sender is remembered only in the place of
-        one that fell silent or that holds nothing: those at work are not harmed by a crowd of names.
+        one that fell silent or that holds nothing: those at work are not harmed by a crowd of names, nor kept out.
         """
         at = self._clock.monotonic() if at is None else at
         client = self._by_sender.get(sender)
@@ -129,12 +131,23 @@ class Clients:
                 del self._by_sender[sender]
 
     def _forget_one(self) -> bool:
-        """Forget a client that nothing depends on. Returns False if there is none."""
+        """Forget a client that nothing depends on. Returns False if there is none.
+
+        The last choice is the one heard least recently that has not worked yet: if it is a searcher that loads its
+        model, its next heartbeat brings it back.
+        """
         for sender, client in self._by_sender.items():
             if client.role in ("monitor", "importer") or client.activity == GONE or self.is_silent(sender):
                 del self._by_sender[sender]
                 return True
-        return False
+        idle = [
+            (client.seen_at, sender)
+            for sender, client in self._by_sender.items()
+            if not client.has_worked and sender != self._trainer[0]
+        ]
+        if idle:
+            del self._by_sender[min(idle)[1]]
+        return bool(idle)
 
     def replace_earlier(self, sender: str) -> None:
         """Shorten the patience with earlier starts under this sender's name: they are probably dead.

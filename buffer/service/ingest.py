@@ -100,6 +100,7 @@ class Ingest:
                 payload_bytes=columns["payload_bytes"][part],
             )
             state.index.extend(block)
+            state.curriculum.note(prompt, columns["policy_version"][part], block.reward)
 
     def _prompts_of(self, put: PutColumns) -> list[int]:
         state = self._state

@@ -1,7 +1,8 @@
 """Prompt leases: the order of prompts in an epoch, and which searcher works on which prompt.
 
-Invariant: within an epoch every prompt is visited exactly once. A visit is open from its lease to the commit of its
-trajectories. If its searcher falls silent, the same visit is leased to another one.
+Invariant: within an epoch every prompt is visited exactly once, except for those that the curriculum skips. A visit is
+open from its lease to the commit of its trajectories. If its searcher falls silent, the same visit is leased to another
+one.
 """
 
 import heapq
@@ -10,47 +11,71 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tba.buffer.store.tables.curriculum import Decision
 from tba.buffer.store.tables.prompts import OpenVisit
 
 
 class LeaseBook:
     """The open visits by id, and the position in the epoch order of the next new visit.
 
-    The order of an epoch is a seeded shuffle of prompt ids, so only epoch and position need to be stored. Visits by
-    sender and leases by prompt are kept as they change: each request of each waiting searcher needs them.
+    The order of an epoch is a seeded shuffle of prompt ids, changed by the decisions of the curriculum: besides these,
+    only epoch and position need to be stored. Visits by sender and leases by prompt are kept as they change: each
+    request of each waiting searcher needs them.
     """
 
     def __init__(
-        self, seed: int, prompts: list[int], epoch: int = 0, position: int = 0, visits: Iterable[OpenVisit] = ()
+        self,
+        seed: int,
+        prompts: list[int],
+        epoch: int = 0,
+        position: int = 0,
+        visits: Iterable[OpenVisit] = (),
+        decisions: Iterable[Decision] = (),
     ) -> None:
         self.seed = seed
         self.prompts = prompts
-        self.epoch = epoch
+        self.begin(epoch, decisions)
         self.position = position
         self.open: dict[int, OpenVisit] = {}
         # The leases of each prompt that has any: it may be leased in two epochs.
         self.leased_prompts: Counter[int] = Counter()
         # The open visits of each sender by id. Those of None are abandoned.
         self._of_sender: defaultdict[str | None, dict[int, OpenVisit]] = defaultdict(dict)
-        self._order: tuple[int, list[int]] = (-1, [])
         for visit in visits:
             self.add(visit)
 
-    def order(self, epoch: int) -> list[int]:
-        """Return the prompt ids in the order of an epoch."""
-        if self._order[0] != epoch:
-            rng = np.random.default_rng([self.seed, epoch])
-            shuffled = [self.prompts[n] for n in rng.permutation(len(self.prompts))]
-            self._order = (epoch, shuffled)
-        return self._order[1]
+    def shuffled(self, epoch: int) -> list[int]:
+        """Return the ids of all prompts in the order that the seed gives them in an epoch."""
+        rng = np.random.default_rng([self.seed, epoch])
+        return [self.prompts[n] for n in rng.permutation(len(self.prompts))]
+
+    def begin(self, epoch: int, decisions: Iterable[Decision]) -> None:
+        """Begin an epoch without the prompts that are skipped, and with those that are postponed at its end."""
+        of = {one.prompt: one.decision for one in decisions}
+        self.epoch, self.position = epoch, 0
+        self.skipped = frozenset(prompt for prompt, decision in of.items() if decision == "skipped")
+        self.postponed = frozenset(of.keys() - self.skipped)
+        # Computed at the first visit: the prompts may not be registered yet.
+        self._order: list[int] | None = None
+
+    @property
+    def order(self) -> list[int]:
+        """The prompt ids in the order of this epoch."""
+        if self._order is None:
+            kept = [prompt for prompt in self.shuffled(self.epoch) if prompt not in self.skipped]
+            self._order = sorted(kept, key=self.postponed.__contains__)
+        return self._order
+
+    @property
+    def at_end(self) -> bool:
+        """Whether every prompt of this epoch has been visited, so that the next visit needs another one."""
+        return self.position == len(self.order)
 
     def next_position(self) -> tuple[int, int, int]:
-        """Return (epoch, position, prompt id) of the next new visit, and advance."""
-        if self.position == len(self.prompts):
-            self.epoch, self.position = self.epoch + 1, 0
-        epoch, position = self.epoch, self.position
+        """Return (epoch, position, prompt id) of the next new visit of this epoch, and advance."""
+        position = self.position
         self.position += 1
-        return epoch, position, self.order(epoch)[position]
+        return self.epoch, position, self.order[position]
 
     # ------------------------------------------------------------ changes
 

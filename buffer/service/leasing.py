@@ -12,6 +12,9 @@ from tba.common.errors import Refused
 from tba.common.quantity import quantity
 from tba.common.wire import messages
 
+# How long other searchers wait for the next chunk of the one that registers the prompts, which renders them.
+_REGISTRATION_SECONDS = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class _Room:
@@ -34,11 +37,13 @@ class Leasing:
         self._state = state
         # The newest version that waiting requests have been answered for.
         self._told_version = -1
+        # The searcher that registers the prompts, and until when the others leave that to it (monotonic).
+        self._registrar = ("", -math.inf)
 
     # ------------------------------------------------------------ registration
 
-    def register_prompts(self, message: messages.RegisterPrompts, _: str) -> ReplyBody:
-        """Add a chunk of the task's prompts. Every searcher sends the same ones."""
+    def register_prompts(self, message: messages.RegisterPrompts, sender: str) -> ReplyBody:
+        """Add a chunk of the task's prompts. All searchers have the same ones, and one of them sends them."""
         state = self._state
         refuse_beyond("task", message.total)
         needed = state.config.train.prompts_per_step
@@ -64,7 +69,18 @@ class Leasing:
                 state.register_task(message.task, message.fingerprint, message.total)
             state.add_prompts(message.keys[new], message.texts[new])
         known = len(state.prompt_ids)
-        return ReplyBody(messages.Registered(known=known, complete=known == state.task.prompts))
+        complete = known == state.task.prompts
+        wait = not complete and not self._registers(sender)
+        return ReplyBody(messages.Registered(known=known, complete=complete, wait=wait))
+
+    def _registers(self, sender: str) -> bool:
+        """Whether a searcher shall send the next chunk: it sent the last one, or the one that did fell silent."""
+        now = self._state.clock.monotonic()
+        registrar, until = self._registrar
+        if sender != registrar and now < until:
+            return False
+        self._registrar = (sender, now + _REGISTRATION_SECONDS)
+        return True
 
     def knows(self, message: messages.RegisterPrompts) -> bool:
         """Whether a chunk of the registered task adds nothing, so that its reply needs no transaction.
@@ -222,6 +238,8 @@ class Leasing:
 
     def _open_visit(self, sender: str) -> OpenVisit:
         state = self._state
+        if state.leases.at_end:
+            state.begin_epoch()
         epoch, position, prompt = state.leases.next_position()
         sender_id = state.sender_id(sender)
         id_ = state.store.visits.add(state.run, epoch, position, prompt, sender_id, state.clock.wall())

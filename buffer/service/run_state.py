@@ -12,6 +12,7 @@ from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
 from tba.buffer.sampling.sampler import Sampler
 from tba.buffer.service.clients import Clients
 from tba.buffer.service.counters import DataLag
+from tba.buffer.service.curriculum import Curriculum
 from tba.buffer.service.leases import LeaseBook
 from tba.buffer.service.pace import Pace
 from tba.buffer.store.store import Store
@@ -19,7 +20,10 @@ from tba.buffer.store.tables.runs import Run
 from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import Refused
+from tba.common.log import get_logger
 from tba.common.wire import messages
+
+log = get_logger(__name__)
 
 # Limit of steps, versions and prompts: the index keeps them in 32 bits, and clients receive the number after the last.
 _NUMBERS = (1 << 31) - 1
@@ -76,6 +80,8 @@ class RunState:
         # Whether the next batch and the next snapshot may be of any number: a trainer may have continued elsewhere.
         self.may_skip_steps = self.may_skip_versions = True
         self.rebuild()
+        # The newest snapshot when the trainer, or this server, started: its files may be gone.
+        self.earlier_version = self.newest.version if self.newest else None
 
     def rebuild(self) -> None:
         """Read everything back from the committed database."""
@@ -90,7 +96,8 @@ class RunState:
         self.prompt_ids = store.prompts.ids(run)
         self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
         epoch, position = store.visits.next_position(run)
-        self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, position, store.visits.open(run))
+        decisions = store.curriculum.of(run, epoch)
+        self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, position, store.visits.open(run), decisions)
         self._rebuild_index()
         self.trajectories, self.errors = store.trajectories.counts(run)
         self.sampled = store.batches.consumed(run)
@@ -104,10 +111,29 @@ class RunState:
     def _rebuild_index(self) -> None:
         announced = {version: ref.step for version, ref in self.versions.items()}
         steps_of = self.as_of.policy_steps if self.as_of else announced
-        self.index = SamplingIndex(self._limits)
+        self.index, self.curriculum = SamplingIndex(self._limits), Curriculum(self.config.curriculum)
         for prompt, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
             self.index.extend(Block(prompt, ids, [steps_of.get(version, 0) for version in versions], *columns))
+        # Also from answers that were compacted: the index no longer has them.
+        for prompt, version, reward in (
+            self.store.trajectories.answers(self.run) if self.config.curriculum.is_on else ()
+        ):
+            self.curriculum.note(prompt, [version], [reward])
         self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
+
+    def begin_epoch(self) -> None:
+        """Begin the next epoch of prompts, and record which ones it skips and postpones.
+
+        It keeps at least the prompts of the batches that may be under way together.
+        """
+        leases, config = self.leases, self.config
+        epoch, least = leases.epoch + 1, config.train.prompts_per_step * ((config.max_staleness or 0) + 1)
+        decisions = self.curriculum.decide(epoch, leases.shuffled(epoch), least)
+        self.store.curriculum.add(self.run, epoch, decisions)
+        leases.begin(epoch, decisions)
+        if decisions:
+            skipped, postponed = len(leases.skipped), len(leases.postponed)
+            log.info("epoch begins", epoch=epoch, prompts=len(leases.prompts), skipped=skipped, postponed=postponed)
 
     def register_task(self, name: str, fingerprint: str, prompts: int) -> None:
         """Record which task the run works on."""

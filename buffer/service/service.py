@@ -33,6 +33,8 @@ log = get_logger(__name__)
 
 # These need neither space nor a transaction.
 _WRITE_NOTHING = (GetStatus, messages.Heartbeat, messages.Goodbye)
+# Any client may send these, and they bind it to nothing.
+_NO_WORK = (*_WRITE_NOTHING, messages.Hello, messages.RegisterPrompts)
 
 
 class BufferService:
@@ -115,7 +117,10 @@ class BufferService:
                 "too_many_clients",
                 f"the buffer has {fields.MAX_CLIENTS} clients, the most it remembers: stop some, or try later",
             )
-        return self._handlers[type(message)](message, header.sender)
+        reply = self._handlers[type(message)](message, header.sender)
+        if not isinstance(message, _NO_WORK):
+            self.state.clients[header.sender].has_worked = True
+        return reply
 
     def handle_durably(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
         """Handle a single request in a transaction of its own, on disk when this returns. Raises Refused."""
@@ -154,6 +159,7 @@ class BufferService:
     def status(self) -> Status:
         """Return counts and clients, as `tba status` shows them."""
         state, counters, pace = self.state, self.counters, self.state.pace
+        size = state.store.database.size_bytes()
         free, total = state.store.database.disk_space()
         return Status(
             run_name=state.run.name,
@@ -167,7 +173,7 @@ class BufferService:
             duplicates=counters.duplicates,
             sampleable=len(state.index),
             puts_per_second=counters.puts_per_second,
-            database_bytes=state.store.database.size_bytes(),
+            database_bytes=size,
             queued_bytes=counters.queued_bytes,
             commit_seconds=counters.commit_seconds,
             rejected=dict(counters.rejected),
@@ -177,6 +183,7 @@ class BufferService:
             clients=state.clients.status(state.leases.held_by),
             stalled_seconds=counters.stalled_seconds,
             newest_version=state.newest.version if state.newest else None,
+            earlier_version=state.earlier_version,
             trainer_waits_seconds=pace.waits_seconds,
             last_step_seconds=pace.step_seconds,
             usual_step_seconds=pace.usual_step_seconds,
@@ -187,6 +194,8 @@ class BufferService:
             rows_since_step=pace.rows_since_step,
             errors_since_step=pace.errors_since_step,
             common_error=pace.common_error,
+            skipped_prompts=len(state.leases.skipped),
+            postponed_prompts=len(state.leases.postponed),
         )
 
     def _hello(self, message: messages.Hello, sender: str) -> ReplyBody:
@@ -208,6 +217,7 @@ class BufferService:
         if client.role == "trainer":
             state.clients.admit_trainers(state.store.senders.trainers(state.run))
             state.may_skip_steps = state.may_skip_versions = True
+            state.earlier_version = state.newest.version if state.newest else None
             # A finished run may continue with more steps.
             state.store.runs.finish(state.run, None)
             state.finished = False

@@ -13,6 +13,7 @@ from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
 from tba.buffer.store.tables.trajectories import header_bytes
 from tba.common.errors import Refused
+from tba.common.quantity import quantity
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REPLY_HEADER_BYTES
 from tba.common.wire.trajectory import ARRAY_KINDS
@@ -160,7 +161,7 @@ class Training:
         return ReplyBody(batch, [b"".join(column) for column in blobs])
 
     def report_step(self, message: messages.ReportStep, _: str) -> ReplyBody:
-        """Record that the optimiser step is done, and the reference log-probabilities it computed."""
+        """Record that the optimiser step is done, with the numbers of its rows and its reference log-probabilities."""
         state = self._state
         if not state.store.batches.has(state.run, message.step):
             raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
@@ -170,6 +171,14 @@ class Training:
                 f"the report of step {message.step} has log-probabilities of trajectory {unknown[0]}, which does not "
                 "exist: report those of the batch",
             )
+        if message.rows is not None:
+            reported, slots = len(message.rows.skipped), state.store.batches.slots(state.run, message.step)
+            if reported != slots:
+                raise Refused(
+                    "row_numbers",
+                    f"the report of step {message.step} has numbers of {quantity(reported, 'row')}, and its batch "
+                    f"{quantity(slots, 'slot')}: report one row for each slot",
+                )
         state.store.batches.report(state.run, message, state.clock.wall())
         state.steps_done = max(state.steps_done, message.step + 1)
         state.pace.note_step()

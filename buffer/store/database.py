@@ -21,8 +21,8 @@ from tba.common.system.durable import exclusive_lock, lock_bytes
 _CACHE_KIB = 64 << 10
 # Page size of a new database. A response of thousands of tokens needs half as many pages as with SQLite's default 4096.
 _PAGE_BYTES = 8192
-# A known database up to this size is checked at each start, which takes two or three seconds.
-_CHECKED_BYTES = 1 << 30
+# A known database up to this size is checked at each start, which takes at most a second.
+_CHECKED_BYTES = 128 << 20
 # Beyond the largest database of SQLite (281 TB), and so beyond the bytes that it locks.
 LOCKED_BYTE = 1 << 62
 # Rows per INSERT: Python releases the interpreter lock once per statement instead of once per row. Few different sizes,
@@ -119,8 +119,8 @@ class DatabaseFile:
         """Run one statement for each row of values."""
         self._connection.executemany(statement, rows)
 
-    def insert(self, conflict: str, table: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
-        """Insert rows, given as the names and values of their columns. `conflict` is a clause such as "OR ROLLBACK".
+    def insert(self, table: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
+        """Insert rows, given as the names and values of their columns. A conflict rolls the transaction back.
 
         SQLite's default, ABORT, undoes a single statement, for which it copies every page that the statement changes.
         That doubles the bytes written, for nothing: a transaction is committed whole or rolled back whole.
@@ -135,7 +135,7 @@ class DatabaseFile:
                 values: list[Any] = [None] * (size * width)
                 for position, column in enumerate(columns):
                     values[position::width] = column[start : start + size]
-                self._connection.execute(_insert_statement(table, tuple(names), size, conflict), values)
+                self._connection.execute(_insert_statement(table, tuple(names), size), values)
                 start += size
 
     def one(self, query: str, *values: Any) -> tuple[Any, ...]:
@@ -161,9 +161,17 @@ class DatabaseFile:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def size_bytes(self) -> int:
-        """Return the size of the database and its WAL."""
+        """Return the size of the database and its WAL.
+
+        Raises SyncFailed if the database was deleted or moved: what is stored from then on may never be found again.
+        """
         wal = self.path.with_name(self.path.name + "-wal")
-        return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
+        with storage_errors(self.path):
+            try:
+                return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
+            except FileNotFoundError as error:
+                sentence = f"{self.path} was deleted or moved while it was open: nothing more is acknowledged"
+                raise SyncFailed(sentence) from error
 
     def disk_space(self) -> tuple[int, int]:
         """Return the free and the total bytes of the disk that holds the database."""
@@ -229,6 +237,6 @@ def _identity(file: os.stat_result) -> int:
 
 
 @functools.cache
-def _insert_statement(table: str, columns: tuple[str, ...], rows: int, conflict: str) -> str:
+def _insert_statement(table: str, columns: tuple[str, ...], rows: int) -> str:
     row = f"({', '.join('?' * len(columns))})"
-    return f"INSERT {conflict} INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608
+    return f"INSERT OR ROLLBACK INTO {table} ({', '.join(columns)}) VALUES {', '.join([row] * rows)}"  # noqa: S608

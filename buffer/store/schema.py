@@ -10,7 +10,7 @@ from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
 from tba.buffer.store.references_migration import declare_references
-from tba.buffer.store.views import EVALUATIONS
+from tba.buffer.store.views import CONSUMPTION_WITH_NUMBERS, CURRICULUM, EVALUATIONS, LENGTHS, WASTE
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
@@ -65,6 +65,13 @@ CREATE TABLE evaluation_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFER
 """
 
 
+_CURRICULUM_ROWS = """
+CREATE TABLE curriculum_rows (run INTEGER NOT NULL REFERENCES runs (id),
+    epoch INTEGER NOT NULL, prompt INTEGER NOT NULL REFERENCES prompts (id), decision TEXT NOT NULL,
+    passed INTEGER NOT NULL, answers INTEGER NOT NULL, PRIMARY KEY (run, epoch, prompt)) STRICT, WITHOUT ROWID
+"""
+
+
 @migrations(name="0001_initial")
 def _initial(db: Database) -> None:
     # Not `executescript`, which would commit the migration before its record.
@@ -80,6 +87,34 @@ def _references(db: Database) -> None:
 @migrations(name="0003_evaluations")
 def _evaluations(db: Database) -> None:
     for statement in (_EVALUATION_ROWS, EVALUATIONS):
+        db.execute(statement)
+
+
+@migrations(name="0004_waste")
+def _waste(db: Database) -> None:
+    for statement in (LENGTHS, WASTE):
+        db.execute(statement)
+
+
+@migrations(name="0005_row_numbers")
+def _row_numbers(db: Database) -> None:
+    # Old rows stay as they are: a missing column at the end of a row is NULL.
+    for column in (
+        "logprob REAL",
+        "log_ratio REAL",
+        "advantage REAL",
+        "weight REAL",
+        "mismatch REAL",
+        "skipped INTEGER",
+    ):
+        db.execute(f"ALTER TABLE consumption_rows ADD COLUMN {column}")
+    db.execute("DROP VIEW consumption")
+    db.execute(CONSUMPTION_WITH_NUMBERS)
+
+
+@migrations(name="0006_curriculum")
+def _curriculum(db: Database) -> None:
+    for statement in (_CURRICULUM_ROWS, CURRICULUM):
         db.execute(statement)
 
 

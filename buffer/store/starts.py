@@ -109,6 +109,21 @@ def earlier_source(config: Config) -> OfflineSource | None:
     return source
 
 
+def refuse_other_run(config: Config) -> None:
+    """Raise ConfigError if the database in run.dir holds runs, and none of the configured name.
+
+    A directory has the checkpoints and metrics of one run. A database elsewhere may hold several runs.
+    """
+    if not config.database.exists() or config.database.parent != config.run.dir:
+        return
+    with open_reader(config.database, any_schema=True) as connection:
+        names = _run_names(connection)
+    if names and config.run.name not in names:
+        raise ConfigError(
+            f"{config.database} holds {', '.join(names)} and no run {config.run.name}: set run.name or another run.dir"
+        )
+
+
 def refuse_offline_record(database: Path) -> None:
     """Raise ConfigError if a database is the record of an offline run.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.batches import Batches
+from tba.buffer.store.tables.curriculum import CurriculumRows
 from tba.buffer.store.tables.evaluations import Evaluations
 from tba.buffer.store.tables.prompts import Prompts, Visits
 from tba.buffer.store.tables.runs import Run, Runs, Senders, Snapshots
@@ -40,6 +41,7 @@ class Store:
         self.trajectories = Trajectories(self.database)
         self.batches = Batches(self.database, self.trajectories)
         self.snapshots = Snapshots(self.database)
+        self.curriculum = CurriculumRows(self.database)
         self.evaluations = Evaluations(self.database)
 
     @contextlib.contextmanager

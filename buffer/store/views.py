@@ -1,11 +1,12 @@
 """The views of the database, for people who query it. `docs/database.md` describes them column by column.
 
-`VIEWS` are part of migration 0002, `EVALUATIONS` of 0003. A released view is never edited: a later migration drops and
-recreates it.
+`VIEWS` are part of migration 0002, `EVALUATIONS` of 0003, `LENGTHS` and `WASTE` of 0004, `CONSUMPTION_WITH_NUMBERS` of
+0005, `CURRICULUM` of 0006. A released view is never edited: a later migration drops and recreates it.
 
 A view must stay usable on a million rows. Therefore no join multiplies rows, and each count or average is a correlated
 subquery over an index: `LIMIT 10` computes it for ten rows, a filter by id for one row, and an unselected column costs
-nothing. Times are Unix seconds; `..._text` columns are the same times in UTC.
+nothing. `lengths`, which counts over a whole run, takes a sample. Times are Unix seconds; `..._text` columns are the
+same times in UTC.
 """
 
 _TRAINED = """FROM consumption_rows c JOIN batches b ON b.id = c.batch
@@ -78,6 +79,20 @@ LEFT JOIN prompts p ON p.id = t.prompt
 LEFT JOIN runs r ON r.id = b.run
 """
 
+# In place of `CONSUMPTION`.
+CONSUMPTION_WITH_NUMBERS = """
+CREATE VIEW consumption AS
+SELECT r.name AS run, b.step, c.slot, c.trajectory, p.key AS prompt, t.reward, t.policy_version, c.staleness,
+       c.logprob, c.log_ratio, c.advantage, c.weight, c.mismatch, c.skipped,
+       b.handed_out_at AS handed_out_at, b.trained_at AS trained_at,
+       strftime('%Y-%m-%dT%H:%M:%SZ', b.trained_at, 'unixepoch') AS trained_at_text
+FROM consumption_rows c
+LEFT JOIN batches b ON b.id = c.batch
+LEFT JOIN trajectory_rows t ON t.id = c.trajectory
+LEFT JOIN prompts p ON p.id = t.prompt
+LEFT JOIN runs r ON r.id = b.run
+"""
+
 STALENESS = """
 CREATE VIEW staleness AS
 SELECT r.name AS run, b.step, b.prompts * b.samples AS slots, b.trajectories,
@@ -109,6 +124,58 @@ SELECT r.name AS run, e.version, e.step, e.prompts AS held_out_prompts,
        strftime('%Y-%m-%dT%H:%M:%SZ', e.evaluated_at, 'unixepoch') AS evaluated_at_text
 FROM evaluation_rows e
 LEFT JOIN runs r ON r.id = e.run
+"""
+
+# Trajectories of a run that `lengths` looks at, evenly spread over its ids: a view must not read a million rows.
+LENGTHS_SAMPLE = 10_000
+_CLASSES = "\n            ".join(
+    f"WHEN t.response_tokens >= {1 << power} THEN {1 << power}" for power in range(20, -1, -1)
+)
+
+LENGTHS = f"""
+CREATE VIEW lengths AS
+WITH RECURSIVE ends (run, first, last) AS (
+    SELECT id, (SELECT t.id FROM trajectory_rows t WHERE t.run = runs.id ORDER BY t.received_at, t.id LIMIT 1),
+        (SELECT t.id FROM trajectory_rows t WHERE t.run = runs.id ORDER BY t.received_at DESC, t.id DESC LIMIT 1)
+    FROM runs
+), spread (run, id, last, stride) AS (
+    SELECT run, first, last, 1 + (last - first) / {LENGTHS_SAMPLE} FROM ends WHERE first IS NOT NULL
+    UNION ALL SELECT run, id + stride, last, stride FROM spread WHERE id + stride <= last
+), sampled AS (
+    SELECT t.run, t.error, t.reward, t.response_tokens, t.created_at,
+        CASE {_CLASSES} ELSE 0 END AS least_tokens,
+        (SELECT COUNT(*) {_TRAINED}) AS times,
+        (SELECT MIN(b.trained_at) {_TRAINED}) AS first_trained_at
+    FROM spread s CROSS JOIN trajectory_rows t ON t.id = s.id AND t.run = s.run
+)
+SELECT r.name AS run, s.least_tokens, COUNT(*) AS trajectories, COUNT(s.error) AS errors,
+       SUM(s.times = 0) AS never_trained, SUM(s.response_tokens) AS response_tokens,
+       SUM(s.response_tokens * (s.times > 0)) AS used_tokens, SUM(s.response_tokens * s.times) AS trained_tokens,
+       AVG(CASE WHEN s.error IS NULL THEN s.reward END) AS mean_reward,
+       AVG(s.first_trained_at - s.created_at) AS mean_seconds_to_training
+FROM sampled s JOIN runs r ON r.id = s.run
+GROUP BY s.run, s.least_tokens
+"""
+
+_SLOTS = "FROM consumption_rows c CROSS JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = b.id"
+
+WASTE = f"""
+CREATE VIEW waste AS
+SELECT r.name AS run, b.step, b.prompts AS groups,
+       (SELECT COUNT(*) FROM (SELECT 1 {_SLOTS} GROUP BY t.prompt HAVING MIN(t.reward) = MAX(t.reward))) AS flat_groups,
+       (SELECT SUM(t.response_tokens) {_SLOTS}) AS response_tokens,
+       (SELECT AVG(b.trained_at - t.created_at) {_SLOTS}) AS mean_seconds_to_training,
+       b.trained_at
+FROM batches b
+LEFT JOIN runs r ON r.id = b.run
+"""
+
+CURRICULUM = """
+CREATE VIEW curriculum AS
+SELECT r.name AS run, c.epoch, p.key AS prompt, c.decision, 1.0 * c.passed / c.answers AS pass_rate, c.answers
+FROM curriculum_rows c
+LEFT JOIN prompts p ON p.id = c.prompt
+LEFT JOIN runs r ON r.id = c.run
 """
 
 VIEWS = (TRAJECTORIES, GROUPS, CONSUMPTION, STALENESS, CLIENTS)

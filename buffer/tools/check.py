@@ -50,7 +50,8 @@ _RULES = {
     "past epochs are complete": (
         "SELECT v.epoch, COUNT(*), r.prompts FROM visits v JOIN runs r ON r.id = v.run"
         " WHERE v.epoch < (SELECT MAX(w.epoch) FROM visits w WHERE w.run = v.run)"
-        " GROUP BY v.run, v.epoch HAVING COUNT(*) != r.prompts"
+        " GROUP BY v.run, v.epoch HAVING COUNT(*) != r.prompts - (SELECT COUNT(*) FROM curriculum_rows c"
+        " WHERE c.run = v.run AND c.epoch = v.epoch AND c.decision = 'skipped')"
     ),
 }
 _REFERENCES = "every reference leads to a row"

@@ -23,6 +23,9 @@ JSONL, PARQUET = "jsonl", "parquet"
 FORMATS = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 # Rows of a parquet row group: they are in memory at once.
 _ROW_GROUP = 1024
+_PROGRESS_ROWS = 200
+# Called with the activity, the number of rows done, and the total if it is known.
+OnProgress = Callable[[str, int, int | None], None]
 # Each field of a record that is not an array, with its SQL expression.
 _FIELDS = {
     "run": "r.uuid",
@@ -50,9 +53,18 @@ WHERE t.id = ?
 """  # noqa: S608
 
 
-def export(source: Path, target: Path, *, where: str, format_: str | None, force: bool) -> dict[str, Any]:
+def export(
+    source: Path,
+    target: Path,
+    *,
+    where: str,
+    format_: str | None,
+    force: bool,
+    on_progress: OnProgress = lambda *_: None,
+) -> dict[str, Any]:
     """Write the trajectories for which an SQL expression over the view `trajectories` is true.
 
+    `on_progress` gets the rows written so far; how many there are is not known before the end.
     Raises UsageError for a target that may not be written or a wrong expression, MissingExtra if parquet is not
     installed, StorageError if the disk fails.
     """
@@ -60,9 +72,16 @@ def export(source: Path, target: Path, *, where: str, format_: str | None, force
     check_target(source, target, force=force)
     write = _write_jsonl if format_ == JSONL else _parquet_writer()
     with open_records(source, where) as (records, matching), replacing(target) as temporary:
-        written = write(temporary, records)
+        written = write(temporary, _counted(records, on_progress))
     size = target.stat().st_size
     return {"file": str(target), "trajectories": written, "without_tokens": matching() - written, "bytes": size}
+
+
+def _counted(records: Iterator[dict[str, Any]], on_progress: OnProgress) -> Iterator[dict[str, Any]]:
+    for count, record in enumerate(records, 1):
+        yield record
+        if count % _PROGRESS_ROWS == 0:
+            on_progress("exporting", count, None)
 
 
 def format_of(path: Path, given: str | None) -> str:

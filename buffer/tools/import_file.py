@@ -12,16 +12,15 @@ import hashlib
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.tools.export import JSONL, format_of, open_records, read_parquet
+from tba.buffer.tools.export import JSONL, OnProgress, format_of, open_records, read_parquet
 from tba.buffer.tools.import_row import Parser
 from tba.buffer.tools.import_target import ImportTarget
-from tba.buffer.tools.sequence_ranges import SequenceRanges
 from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common import jsonl
 from tba.common.config import Config
@@ -36,8 +35,6 @@ from tba.common.wire.trajectory import Trajectory, pack
 _ROWS = 64
 _TOKENS = 1 << 20
 _CHARACTERS = 1 << 20
-# Called with the activity, the number of rows done, and the total if it is known.
-OnProgress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +92,15 @@ def import_file(
 def _check(rows: Iterable[SourceRow], parser: Parser, on_progress: OnProgress) -> int:
     """Parse every row. Returns their number. Raises UsageError for an invalid row, or one that occurs twice."""
     count = 0
-    seen: defaultdict[str, SequenceRanges] = defaultdict(SequenceRanges)
+    seen: defaultdict[str, set[int]] = defaultdict(set)
     for count, row in enumerate(rows, 1):
         parser.parse(row.fields, row.where)
-        if not seen[row.origin].missing(row.sequence, 1):
+        if row.sequence in seen[row.origin]:
             raise UsageError(
                 f"{row.where}: trajectory {row.sequence} of {row.origin} occurs earlier in the file: include every "
                 "trajectory once, and leave out `run` and `id` where one was made into several"
             )
-        seen[row.origin].add(row.sequence, 1)
+        seen[row.origin].add(row.sequence)
         if count % _ROWS == 0:
             on_progress("checking", count, None)
     return count

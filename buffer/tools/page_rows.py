@@ -4,10 +4,12 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
+from tba.buffer.tools.search import attach_index
 from tba.common.errors import UsageError
 
 # A check of the clock costs as much as about a hundred instructions.
@@ -17,8 +19,14 @@ _PROGRESS_INSTRUCTIONS = 10_000
 class PageRows:
     """The rows of one buffer file, as maps by column name. Used in the thread that opened it."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
+        self._path = path
+
+    @cached_property
+    def has_text_index(self) -> bool:
+        """Whether the full-text index of the file can be read. From then on it is attached, as `search`."""
+        return attach_index(self._connection, self._path)
 
     def all(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Return all rows of a statement."""
@@ -49,7 +57,7 @@ def page_rows(path: Path, *, seconds: float) -> Iterator[PageRows]:
     with open_reader(path) as connection:
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _PROGRESS_INSTRUCTIONS)
         try:
-            yield PageRows(connection)
+            yield PageRows(connection, path)
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_INTERRUPT:
                 raise UsageError(f"{path} needs more than {seconds:g} s for this page: narrow the filter") from error

@@ -47,7 +47,8 @@ def print_line(row: dict[str, Any]) -> None:
     tokens = quantity(row["response_tokens"], "token")
     typer.echo(
         f"{row['received_at_text']}  #{row['id']:<8} reward {cell(row['reward']):<8} v{row['policy_version']:<6} "
-        f"{row['stop_reason']:<6} {tokens:>12}  {row['searcher']}  {printable(row['prompt']):.40}: {text:.80}"
+        f"{row['stop_reason']:<6} {tokens:>12}  {printable(row['searcher'])}  "
+        f"{printable(row['prompt']):.40}: {text:.80}"
     )
 
 
@@ -74,7 +75,7 @@ def print_trajectory(known: dict[str, Any]) -> None:
     typer.echo()
     if trained_by:
         steps = [{name: _readable(name, value) for name, value in step.items()} for step in trained_by]
-        print_table(["step", "slot", "staleness", "trained_at"], steps)
+        print_table(list(trained_by[0]), steps)
     else:
         typer.echo("no step has trained on it")
 

@@ -23,7 +23,7 @@ from tba.common.errors import UsageError
 _ROWS = 1000
 _OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory", "trajectory_rows": "id"}
 # Children first.
-_OF_RUNS = ("batches", "visits", "prompts", "snapshots", "senders", "starts")
+_OF_RUNS = ("batches", "visits", "curriculum_rows", "evaluation_rows", "prompts", "snapshots", "senders", "starts")
 
 
 def prune_steps(
@@ -101,7 +101,7 @@ def _prune(
     done = {
         "run": run.name,
         "trajectories": len(ids),
-        "trajectories_kept": database.one("SELECT COUNT(*) FROM trajectory_rows")[0] - len(ids),
+        "trajectories_kept": database.one("SELECT COUNT(*) FROM trajectory_rows WHERE run = ?", run.id)[0] - len(ids),
         "batches": database.one(f"SELECT COUNT(*) FROM batches WHERE {batches}")[0],  # noqa: S608
         "exported": 0,
         "file_bytes_before": database.size_bytes(),

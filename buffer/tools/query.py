@@ -4,7 +4,7 @@ import contextlib
 import math
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ _STATEMENT_ERRORS = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLI
 # One instruction may make a value of megabytes: few, so that a limit on seconds holds.
 _PROGRESS_INSTRUCTIONS = 100
 _HINT = (
-    ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients, evaluations) and tables"
+    ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients, evaluations, waste, "
+    "lengths, curriculum) and tables"
 )
 
 
@@ -37,8 +38,10 @@ def query(path: Path, sql: str, parameters: Sequence[Any] = ()) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def reading_only(connection: sqlite3.Connection, *, seconds: float = math.inf) -> Iterator[None]:
-    """Restrict a connection to statements that read, for at most some seconds.
+def reading_only(
+    connection: sqlite3.Connection, *, seconds: float = math.inf, denied: Collection[str] = ()
+) -> Iterator[None]:
+    """Restrict a connection to statements that read, for at most some seconds, without the functions in `denied`.
 
     Raises UsageError with one sentence for a wrong statement, or for one that takes longer.
     """
@@ -47,6 +50,9 @@ def reading_only(connection: sqlite3.Connection, *, seconds: float = math.inf) -
     # SQLite calls it for every action of a statement, before the statement runs.
     def authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
         nonlocal refused
+        if action == sqlite3.SQLITE_FUNCTION and second in denied:
+            # SQLite's message names the function.
+            return sqlite3.SQLITE_DENY
         if action in _ALLOWED and second not in _DENIED_FUNCTIONS:
             return sqlite3.SQLITE_OK
         if action == sqlite3.SQLITE_PRAGMA and first in _ALLOWED_PRAGMAS:
@@ -63,16 +69,18 @@ def reading_only(connection: sqlite3.Connection, *, seconds: float = math.inf) -
     except sqlite3.Warning as error:
         raise UsageError("one statement at a time") from error
     except sqlite3.DatabaseError as error:
-        if refused or "readonly" in str(error):
+        # SQLite refuses to change a view before it asks.
+        if refused or "readonly" in str(error) or "because it is a view" in str(error):
             raise UsageError(
                 "a query only reads: writing, ATTACH and most PRAGMAs are refused; to change a file, stop "
                 "its server and use another SQLite client on a copy"
             ) from error
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        # SQLite's error for an exception in the progress handler, a Ctrl-C, and if the handler returns True.
+        # The second is that of a function of the connection which has looked at its time.
+        if code in (sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_ERROR) and time.monotonic() > deadline:
+            raise UsageError(f"the query takes longer than {seconds:g} s: read fewer rows") from error
+        # SQLite's error for an exception in the progress handler, such as a Ctrl-C.
         if code == sqlite3.SQLITE_INTERRUPT:
-            if time.monotonic() > deadline:
-                raise UsageError(f"the query takes longer than {seconds:g} s: read fewer rows") from error
             raise KeyboardInterrupt from error
         if code in _STATEMENT_ERRORS:
             unknown = str(error).startswith(("no such table", "no such column"))

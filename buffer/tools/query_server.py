@@ -29,7 +29,7 @@ _UNSENT = 2
 
 
 def serve_queries(
-    path: Path, address: str, stop: Callable[[], bool], *, seconds: float, keys: ServerKeys | None = None
+    path: Path, address: str, stop: Callable[[], bool], *, seconds: float, keys: ServerKeys | None
 ) -> None:
     """Answer queries over a database until `stop()`, each within some seconds.
 

@@ -12,12 +12,11 @@ from tba.common.wire.messages import Failure
 from tba.common.wire.query_messages import MAX_QUERY_ROWS, QueryResult, RunQuery
 
 _POLL_SECONDS = 0.2
+_PATIENCE_SECONDS = 60.0
 _NO_QUERY_SERVER = "name the address of a `tba buffer serve-queries`, which is not buffer.address"
 
 
-def remote_query(
-    address: str, sql: str, *, limit: int, patience_seconds: float = 60.0, keys: ClientKeys | None = None
-) -> QueryResult:
+def remote_query(address: str, sql: str, *, limit: int, keys: ClientKeys | None) -> QueryResult:
     """Return the result of one SELECT; `limit` 0 stands for as many rows as the server gives.
 
     Raises UsageError if the statement is refused, BufferUnavailable without a reply in time, Refused or WireError if
@@ -26,7 +25,7 @@ def remote_query(
     request = RunQuery(sql=sql, limit=min(limit, MAX_QUERY_ROWS) or MAX_QUERY_ROWS)
     frames = encode_request(request, id=1, role="monitor", sender=f"query.{uuid.uuid4().hex[:8]}", run="")
     with contextlib.closing(ClientChannel(address, setting="--address", keys=keys)) as channel:
-        reply = _reply(channel, frames, address, time.monotonic() + patience_seconds)
+        reply = _reply(channel, frames, address)
     if isinstance(reply, Failure):
         if reply.code == "query":
             raise UsageError(reply.message)
@@ -37,8 +36,8 @@ def remote_query(
     return reply
 
 
-def _reply(channel: ClientChannel, frames: list[bytes], address: str, deadline: float) -> QueryResult | Failure:
-    is_sent = False
+def _reply(channel: ClientChannel, frames: list[bytes], address: str) -> QueryResult | Failure:
+    deadline, is_sent = time.monotonic() + _PATIENCE_SECONDS, False
     while time.monotonic() < deadline:
         # Dials again if the connection was refused.
         _ = channel.connections
@@ -52,5 +51,6 @@ def _reply(channel: ClientChannel, frames: list[bytes], address: str, deadline: 
             raise WireError(f"{address} sent something else than the reply to a query: {_NO_QUERY_SERVER}") from error
         assert isinstance(message, QueryResult | Failure)
         return message
-    why = channel.trouble or "is `tba buffer serve-queries` running there?"
-    raise BufferUnavailable(f"no reply from {address}: {why}")
+    busy = "this query takes longer, or one of another client before it"
+    why = channel.trouble or (busy if is_sent else "is `tba buffer serve-queries` running there?")
+    raise BufferUnavailable(f"no reply from {address} in {_PATIENCE_SECONDS:.0f} s: {why}")

@@ -16,6 +16,7 @@ from tba.buffer.store.reader import open_reader
 from tba.common.errors import StorageError, UsageError
 
 _BUSY_SECONDS = 60.0
+_PAGE_BUSY_MS = 200
 COLUMNS = ("id", "run", "prompt", "policy_version", "reward", "match")
 _TABLES = ("prompts", "responses")
 # A prompt that matches stands for each of its trajectories. If a response matches, too, the better of both counts:
@@ -58,12 +59,47 @@ def search(path: Path, words: str, *, limit: int, index: Path | None = None) -> 
             connection.execute("ATTACH ? AS buffer", (f"{path.absolute().as_uri()}?mode=ro",))
             db = Database(connection)
             _update(db, path)
-            quoted = db.quote_fts(words)
-            if not quoted.strip('" '):
+            expression = quoted(words)
+            if not expression:
                 raise UsageError("name at least one word to search for")
-            return list(db.query(_SEARCH, {"words": quoted, "limit": limit}))
+            return list(db.query(_SEARCH, {"words": expression, "limit": limit}))
     except sqlite3.DatabaseError as error:
         raise StorageError(f"the index {index} cannot be used ({error}): name another one with --index") from error
+
+
+def attach_index(connection: sqlite3.Connection, database: Path) -> bool:
+    """Attach the index of a database to a connection that reads it, as `search`; False if it has none to read now.
+
+    What arrived after the last `tba buffer search` is missing: to add it would write.
+    """
+    index = index_path(database)
+    if not index.is_file():
+        return False
+    patience = connection.execute("PRAGMA busy_timeout").fetchone()[0]
+    # A search that adds many texts locks the index for seconds.
+    connection.execute(f"PRAGMA busy_timeout = {_PAGE_BUSY_MS}")
+    try:
+        connection.execute("ATTACH ? AS search", (f"{index.as_uri()}?mode=ro",))
+        identity: int = connection.execute("PRAGMA search.user_version").fetchone()[0]
+    except sqlite3.DatabaseError:
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {patience}")
+    return identity == _identity(connection, "main", database)
+
+
+def quoted(words: str) -> str:
+    """Return the FTS5 expression for texts that have all of the words; "" for no words."""
+    # FTS5 reads an expression up to the first NUL.
+    text: str = Database(memory=True).quote_fts(words.replace("\0", " "))
+    return text if text.strip('" ') else ""
+
+
+def _identity(connection: sqlite3.Connection, schema: str, database: Path) -> int:
+    """Return the number of a database that its index stores."""
+    sql = f"SELECT group_concat(uuid) FROM (SELECT uuid FROM {schema}.runs ORDER BY id)"  # noqa: S608
+    runs = connection.execute(sql).fetchone()[0]
+    return zlib.crc32(f"{database.stat().st_ino} {runs}".encode()) & 0x7FFFFFFF
 
 
 def _update(db: Database, path: Path) -> None:
@@ -71,8 +107,7 @@ def _update(db: Database, path: Path) -> None:
 
     The number of a deleted file may be used again, and ids of trajectories after a run is pruned.
     """
-    runs = db.execute("SELECT group_concat(uuid) FROM (SELECT uuid FROM buffer.runs ORDER BY id)").fetchone()[0]
-    identity = zlib.crc32(f"{path.stat().st_ino} {runs}".encode()) & 0x7FFFFFFF
+    identity = _identity(db.conn, "buffer", path)
     if db.execute("PRAGMA main.user_version").fetchone()[0] != identity:
         for table in _TABLES:
             if table in db.table_names():

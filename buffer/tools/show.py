@@ -12,10 +12,12 @@ from sqlite_utils import Database
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.common.errors import UsageError
+from tba.common.wire.row_numbers import QUANTITIES
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 _POLL_SECONDS = 0.5
-_STEPS = "SELECT step, slot, staleness, trained_at FROM consumption WHERE trajectory = ? ORDER BY step, slot"
+_TRAINED_COLUMNS = ("step", "slot", "staleness", *QUANTITIES, "skipped", "trained_at")
+_STEPS = f"SELECT {', '.join(_TRAINED_COLUMNS)} FROM consumption WHERE trajectory = ? ORDER BY step, slot"  # noqa: S608
 _REFERENCES = "SELECT reference, logprob FROM reference_logprobs WHERE trajectory = ? ORDER BY reference"
 _PAYLOAD = f"SELECT {', '.join(kind.name for kind in ARRAY_KINDS)} FROM payloads WHERE trajectory = ?"  # noqa: S608
 TAIL_COLUMNS = (

@@ -1,27 +1,29 @@
 """The configuration of a run: one TOML file for all roles, one frozen object per section.
 
-    root      Config: all sections, derived values, and the checks across sections
-    run       [run] [model] [eval] [launch] [alarm]
-    task      [task] [reward_model]
-    buffer    [buffer]
-    search    [search]
-    train     [train] [sft] [objective] [lora] [reference] [metrics]
-    security  [security]
-    section   the base class of all sections
-    layers    where values come from: flag over environment over file over default
-    paths     checks that the files and directories of a configuration exist
+    root        Config: all sections, derived values, and the checks across sections
+    run         [run] [model] [eval] [launch] [alarm]
+    task        [task] [reward_model] [gold_model]
+    buffer      [buffer]
+    curriculum  [curriculum]
+    search      [search]
+    train       [train] [sft] [objective] [lora] [reference] [metrics]
+    security    [security]
+    section     the base class of all sections
+    layers      where values come from: flag over environment over file over default
+    paths       checks that the files and directories of a configuration exist
 
 Relative paths are relative to the working directory of the command. The docstring under a field is its documentation:
 `docs/configuration.md` is generated from it.
 """
 
 from tba.common.config.buffer import BufferSection
+from tba.common.config.curriculum import CurriculumSection
 from tba.common.config.root import Config
 from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import Explored, SearchSection
 from tba.common.config.section import Section
 from tba.common.config.security import SecuritySection
-from tba.common.config.task import RewardModelSection, TaskSection, Truncated
+from tba.common.config.task import GoldModelSection, RewardModelSection, ScoringModelSection, TaskSection, Truncated
 from tba.common.config.train import (
     LoraSection,
     MetricsSection,
@@ -35,8 +37,10 @@ __all__ = [
     "AlarmSection",
     "BufferSection",
     "Config",
+    "CurriculumSection",
     "EvalSection",
     "Explored",
+    "GoldModelSection",
     "LaunchSection",
     "LoraSection",
     "MetricsSection",
@@ -45,6 +49,7 @@ __all__ = [
     "ReferenceSection",
     "RewardModelSection",
     "RunSection",
+    "ScoringModelSection",
     "SearchSection",
     "Section",
     "SecuritySection",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from tba.common.config import Config, Section
@@ -25,8 +25,12 @@ _OTHER_VARIABLES = {
     *("TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", "TBA_UI_TOKEN", PARENT_VARIABLE, RENDEZVOUS_VARIABLE),
     *("TBA_STALL", "TBA_STALL_REASON", "TBA_STALL_RUN", "TBA_STALL_SECONDS"),
 }
+# Of these types every value is a text: `2026-11-23`, `1e5` and `true` are no date, number or boolean there.
+_TEXT_TYPES = (str, Path, Path | None)
 DEFAULT_ORIGIN = "default"
-_SECRET = frozenset({"alarm.webhook"})
+_FLAG_ORIGIN = "command line"
+# Flags that say what a command works on. Others, such as --cpu, do not.
+_NAMING_FLAGS = ("model.path", "buffer.database")
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -41,6 +45,12 @@ class Resolved:
     def origin(self, key: str) -> str:
         """Return what set a key: a file, an environment variable, a flag, or the default."""
         return self.origins.get(key, DEFAULT_ORIGIN)
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is a file, a value of --set or the environment, or a flag for the model or the database."""
+        named = (origin != _FLAG_ORIGIN or key in _NAMING_FLAGS for key, origin in self.origins.items())
+        return self.file is not None or any(named)
 
     def over(self, base: Mapping[str, Any], origin: str, *, needs: str) -> Config:
         """Return the configuration of `base`, settings by dotted key, with the keys that were set here on top.
@@ -84,7 +94,7 @@ def resolve(
     values = _environment_layer(environment) | _assignment_layer(assignments)
     for key, value in (overrides or {}).items():
         if value is not None:
-            values[key] = _Value(value, "command line")
+            values[key] = _Value(value, _FLAG_ORIGIN)
     if file is None and values.keys().isdisjoint(unless):
         file = default_file
     if file is not None:
@@ -118,6 +128,8 @@ def _file_layer(file: Path) -> dict[str, _Value]:
             f"{file} is an SQLite database and no configuration: `tba buffer stats {file}` and other commands of "
             "`tba buffer` read it; name the TOML file of the run here"
         )
+    if file.suffix == ".py":
+        raise ConfigError(f"{file} is a Python file and no configuration: pass a task as --set task.name={file}")
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -148,7 +160,7 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, _Value]:
                 print(f"warning: {_without_effect(variable)}", file=sys.stderr)  # noqa: T201
             continue
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)
-        values[key] = _Value(_parse(text), variable)
+        values[key] = _Value(_parse(key, text), variable)
     return values
 
 
@@ -175,16 +187,24 @@ def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"--set {assignment}: write it as section.key=value")
-        values[key.strip()] = _Value(_parse(text.strip()), "--set")
+        values[key.strip()] = _Value(_parse(key.strip(), text.strip()), "--set")
     return values
 
 
-def _parse(text: str) -> Any:
-    """Return a value parsed as TOML, or the text itself if it is not TOML: `3`, `true`, `[1, 2]`, `cpu`."""
+def _parse(key: str, text: str) -> Any:
+    """Return a value parsed as TOML, or the text itself if it is not TOML: `3`, `true`, `[1, 2]`, `cpu`.
+
+    A key whose value is a text gets the text, without the quotes of a TOML string; a secret gets all of it.
+    """
+    field = dict(fields()).get(key)
+    if field is not None and field.annotation is SecretStr:
+        return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    is_text = field is not None and field.annotation in _TEXT_TYPES
+    return text if is_text and not isinstance(value, str) else value
 
 
 def _check_key(key: str, origin: str) -> None:
@@ -235,5 +255,5 @@ def _sentence(error: ValidationError, values: Mapping[str, _Value]) -> str:
     if len(field) > 3 and field[2].isdigit():
         return f"{key}[{field[2]}].{'.'.join(field[3:])} ({item.origin}): {message[0].lower()}{message[1:]}"
     # Errors end in logs.
-    shown = "(not shown)" if key in _SECRET else repr(item.value)
+    shown = "(not shown)" if dict(fields())[key].annotation is SecretStr else repr(item.value)
     return f"{key} = {shown} ({item.origin}): {message[0].lower()}{message[1:]}"

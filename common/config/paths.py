@@ -10,7 +10,8 @@ from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_model
 
-_SHARED_UTILIZATION = 0.5
+# The largest share of a GPU that an engine may have if a trainer uses it too.
+SHARED_UTILIZATION = 0.5
 _THIS_MACHINE = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 
@@ -20,8 +21,9 @@ def check_paths(config: Config) -> list[str]:
     Raises ConfigError with key and path for the first one that does not exist or is not writable.
     """
     models = {"model.path": config.model.path}
-    if config.reward_model.path:
-        models["reward_model.path"] = config.reward_model.path
+    for section in ("reward_model", "gold_model"):
+        if path := getattr(config, section).path:
+            models[f"{section}.path"] = path
     if config.eval.embedder:
         models["eval.embedder"] = config.eval.embedder
     elsewhere = [key for key, path in models.items() if not check_model(path, setting=key)]
@@ -38,7 +40,7 @@ def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
     address is on a network, the roles may be on different nodes: then this returns a sentence.
     """
     search, train = config.search, config.train
-    if search.engine != "vllm" or search.gpu_memory_utilization <= _SHARED_UTILIZATION:
+    if search.engine != "vllm" or search.gpu_memory_utilization <= SHARED_UTILIZATION:
         return []
     engines = {"search.gpus": searcher_gpus(search.gpus, train.gpu, present), "eval.gpu": config.eval.gpu or CPU}
     shared = {key: both for key, gpus in engines.items() if (both := shared_gpus(gpus, train.gpu, present))}
@@ -50,7 +52,7 @@ def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
     if not present and not config.address.startswith(_THIS_MACHINE):
         return [f"{sentence}: they must be on different nodes"]
     raise ConfigError(
-        f"{sentence}: name different ones, or lower search.gpu_memory_utilization to {_SHARED_UTILIZATION} or less"
+        f"{sentence}: name different ones, or lower search.gpu_memory_utilization to {SHARED_UTILIZATION} or less"
     )
 
 

@@ -7,11 +7,12 @@ from typing import Literal, Self, TypeVar
 from pydantic import model_validator
 
 from tba.common.config.buffer import BufferSection
+from tba.common.config.curriculum import CurriculumSection
 from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import SearchSection
 from tba.common.config.section import Section
 from tba.common.config.security import SecuritySection
-from tba.common.config.task import RewardModelSection, TaskSection
+from tba.common.config.task import GoldModelSection, RewardModelSection, TaskSection
 from tba.common.config.train import (
     LoraSection,
     MetricsSection,
@@ -33,7 +34,9 @@ class Config(Section):
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     reward_model: RewardModelSection = RewardModelSection()
+    gold_model: GoldModelSection = GoldModelSection()
     buffer: BufferSection = BufferSection()
+    curriculum: CurriculumSection = CurriculumSection()
     search: SearchSection = SearchSection()
     train: TrainSection = TrainSection()
     sft: SftSection = SftSection()

@@ -95,5 +95,5 @@ class AlarmSection(Section):
     @classmethod
     def _check_webhook(cls, value: SecretStr) -> SecretStr:
         if not re.fullmatch(r"(|https?://\S+|\*+)", value.get_secret_value()):
-            raise ValueError("write an URL that begins with http:// or https://")
+            raise ValueError("write a URL that begins with http:// or https://")
         return value

@@ -122,12 +122,8 @@ class SearchSection(Section):
     @property
     def has_ratios(self) -> bool:
         """Whether every response is sampled from a softmax of all logits, so that pi / mu can be computed."""
-        temperatures, nuclei = (_explored_numbers(_plain(value)) for value in (self.temperature, self.top_p))
+        temperatures, nuclei = _explored_numbers(self.temperature), _explored_numbers(self.top_p)
         return min(temperatures) > 0 and min(nuclei) == 1
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump() if isinstance(value, Section) else value
 
 
 def _explored_numbers(value: Any) -> list[float]:

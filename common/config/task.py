@@ -1,14 +1,15 @@
-"""[task] and [reward_model]: prompts, and how responses are scored."""
+"""[task], [reward_model] and [gold_model]: prompts, and how responses are scored."""
 
 import re
 from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tba.common.config.section import NonNegative, Positive, PositiveFloat, Section
 
 MIXTURE = "mixture"
-TASKS = ("arithmetic", "gsm8k", "math", "reasoning_gym", MIXTURE)
+TASKS = ("arithmetic", "gsm8k", "math", "reasoning_gym", "redteam", MIXTURE)
 _FROM_FILES = ("gsm8k", "math")
 _WITHOUT_CODE = ("arithmetic", "gsm8k")
 _OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[^:]+\.py(:[A-Za-z_]\w*)?")
@@ -18,11 +19,20 @@ _Unscored = Literal["score", "mask"]
 Truncated = _Unscored | Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
 
 
+def server_address(url: str) -> str:
+    """Return the address of an HTTP server without a slash at its end. Raises ValueError if it is none."""
+    # Reading the port checks it.
+    is_address = re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url) and urlsplit(url).port != 0
+    if not (is_address and urlsplit(url).hostname):
+        raise ValueError("write the address of a server, such as http://node0:8000, without a name or a key")
+    return url.rstrip("/")
+
+
 class TaskSource(Section):
     """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: arithmetic, gsm8k, math, reasoning_gym, mixture, or your own as `path/to/file.py`,
+    """The task: arithmetic, gsm8k, math, reasoning_gym, redteam, mixture, or your own as `path/to/file.py`,
     `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH, see docs/tasks.md."""
     train: str = ""
     """gsm8k, math: a local jsonl file with a question and an answer per line, or a hub id such as openai/gsm8k."""
@@ -124,18 +134,29 @@ class TaskSection(TaskSource):
         return any(source.name not in _WITHOUT_CODE or source.options for source in self.sources)
 
 
-class RewardModelSection(Section):
-    """A sequence classifier whose logit is added to the reward of the task (docs/rewards.md)."""
+class ScoringModelSection(Section):
+    """A sequence classifier with one label, here or behind an HTTP server (docs/rewards.md)."""
 
     path: str = ""
-    """A Hugging Face model directory or hub id of a classifier with one label; empty uses none."""
+    """A Hugging Face model directory or hub id of a classifier with one label, which each searcher loads."""
+    url: str = ""
+    """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000 of `vllm serve MODEL
+    --runner pooling`, which all searchers share. Empty, like `path`: no model."""
+    api: Literal["classify", "pooling", "score"] = "classify"
+    """With `url`: the route that is asked, of those that vLLM has. score sends prompt and response as two texts, for
+    cross-encoders; the others send them as one text or conversation."""
+    served_model: str = ""
+    """With `url`: the name of the model at the server; empty leaves the choice to the server."""
+    api_key: SecretStr = SecretStr("")
+    """With `url`: sent as a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY or
+    TBA_GOLD_MODEL__API_KEY keeps it out of the file."""
+    concurrency: Positive = 64
+    """With `url`: maximum requests in flight, of each searcher. A request has one response."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
     """Its device. Each searcher runs it in a separate process. auto is the searcher's device, where
     search.gpu_memory_utilization must leave memory for it; `cuda:1` is GPU 1 of nvidia-smi."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of its weights; auto is that of the model files."""
-    weight: float = 1.0
-    """The reward is the task's reward plus this weight times the logit."""
     template: Literal["concatenation", "chat"] = "concatenation"
     """Its input. concatenation: prompt and response as one text; chat: a user and an assistant message, formatted by
     the chat template of its tokenizer."""
@@ -146,6 +167,51 @@ class RewardModelSection(Section):
     limit."""
     time_limit_seconds: PositiveFloat = 60.0
     """Time limit of a forward pass, in seconds. After it the rows of its pairs get an error and the process is
-    replaced. Pairs that wait longer than this for a process that does not start also get an error."""
+    replaced. Pairs that wait longer than this for a process that does not start also get an error. With `url`: time
+    limit of a response's score, all retries included."""
     load_seconds: PositiveFloat = 600.0
-    """Time limit of loading the model, in seconds, before the process is replaced."""
+    """Time limit of loading the model, in seconds, before the process is replaced. With `url`: how long a start waits
+    for the server's first score."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        return server_address(url) if url else url
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_key(cls, key: SecretStr) -> SecretStr:
+        if not re.fullmatch(r"[!-~]*", key.get_secret_value()):
+            raise ValueError("a key that is sent in a header has no spaces, line ends or letters beyond ASCII")
+        return key
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.path and self.url:
+            raise ValueError("path and url both name a model: remove one")
+        if self.url and self.api == "score" and self.template == "chat":
+            raise ValueError('api = "score" sends prompt and response as two texts: remove template = "chat"')
+        if self.url and self.max_length:
+            raise ValueError("max_length has no effect with url, where the server has a limit: remove it")
+        return self
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is a model."""
+        return bool(self.path or self.url)
+
+    @property
+    def source(self) -> str:
+        """The path or the URL of the model."""
+        return self.path or self.url
+
+
+class RewardModelSection(ScoringModelSection):
+    """A sequence classifier whose logit is added to the reward of the task (docs/rewards.md)."""
+
+    weight: float = 1.0
+    """The reward is the task's reward plus this weight times the logit."""
+
+
+class GoldModelSection(ScoringModelSection):
+    """A second classifier, by which `tba eval` compares answers with reference answers (docs/evaluation.md)."""

@@ -103,7 +103,7 @@ class TrainSection(Section):
     """optimizer: float32 weights, gradients and optimiser states are in the memory of the host, and the GPU has the
     weights in model.dtype. The optimiser's step is computed on the CPU. Not with adapters."""
     check_memory: bool = True
-    """Refuse to start if the estimated memory (docs/operations.md) exceeds that of the GPU or of the host."""
+    """Refuse to start if the estimated memory (docs/scaling.md) exceeds that of the GPU or of the host."""
     threads: NonNegative = 0
     """CPU threads of torch; 0 uses the default of torch."""
 
@@ -127,11 +127,11 @@ class ObjectiveSection(Section):
         "oapl",
     ] = "tb"
     """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. tb_stale is
-    tba_prime with imitation = 0.25."""
+    tba_prime with imitation = 0.5."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """lambda, which keeps good answers in stale data: advantages grow by lambda x (the mean reward of the other
     responses of the group - reward_floor), for tb, tb_stale, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto
-    is 0.25 for tb_stale and 0 for the others."""
+    is 0.5 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["task", "group"] = "group"
     """imitation: the reward from which it counts. group: the least reward of the other responses of the group, or at
     most 0 if theirs are equal. task: the `least_reward` that the task declares, 0 if it declares none, or
@@ -184,7 +184,7 @@ class ObjectiveSection(Section):
         """The lambda of the imitation term."""
         if self.imitation != "auto":
             return self.imitation
-        return 0.25 if self.name == "tb_stale" else 0.0
+        return 0.5 if self.name == "tb_stale" else 0.0
 
     @property
     def lacks_imitation(self) -> bool:
@@ -247,6 +247,11 @@ class SftSection(Section):
     """Peak learning rate of AdamW. That of reinforcement learning, train.learning_rate, would be far too small."""
 
 
+PrometheusRole = Literal["trainer", "buffer", "searcher"]
+
+_PORT_OFFSETS: dict[PrometheusRole, int] = {"trainer": 0, "buffer": 1, "searcher": 10}
+
+
 class LoraSection(Section):
     """Low-rank adapters (PEFT). They are trained instead of the model, which stays frozen and is the reference."""
 
@@ -258,7 +263,7 @@ class LoraSection(Section):
     """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head."""
     publish: Literal["merged", "adapter"] = "merged"
     """merged: weights with the adapters merged in. adapter: the base once, then only the adapters, which vLLM applies
-    (docs/operations.md). The last snapshot and those of `train.keep_snapshot_every` are then still full."""
+    (docs/scaling.md). The last snapshot and those of `train.keep_snapshot_every` are then still full."""
 
     @model_validator(mode="after")
     def _check_rank(self) -> Self:
@@ -290,9 +295,18 @@ class MetricsSection(Section):
     trackio: str = ""
     """Project on Trackio (extra `trackio`; local, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set); empty sends
     nothing."""
-    prometheus: Annotated[str, Field(pattern=r"^(|[^\s:]+:\d+)$")] = ""
-    """HOST:PORT where Prometheus can scrape the last step (extra `prometheus`); empty opens no port."""
+    prometheus: Annotated[str, Field(pattern=r"^(|([^\s:]+:)?[1-9]\d{0,4})$")] = ""
+    """PORT or HOST:PORT where Prometheus can scrape the trainer; the buffer is at PORT + 1, and searcher n of each
+    machine at PORT + 10 + n (extra `prometheus`). HOST is 127.0.0.1 by default. Empty opens no port."""
+    trace_answers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Answers of each step that Weights & Biases and Trackio get as a table, with prompt, reward and staleness, spread
+    evenly over the batch; 0 sends none. Prompts and answers then leave this machine, if the tracker is elsewhere."""
     entropy: bool = True
     """Measure the entropy of the policy, in the same pass as the log-probabilities."""
     peak_tflops: PositiveFloat | Literal["auto"] = "auto"
     """Peak TFLOP/s of the trainer's device, for the model FLOPs utilisation; auto knows some GPUs, but no CPU."""
+
+    def endpoint(self, role: PrometheusRole, number: int = 0) -> tuple[str, int]:
+        """Return host and port of the endpoint for Prometheus; `number` counts the searchers of a machine."""
+        host, _, port = self.prometheus.rpartition(":")
+        return host or "127.0.0.1", int(port) + _PORT_OFFSETS[role] + number

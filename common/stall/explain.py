@@ -35,6 +35,7 @@ _SAVE_SECONDS = 600.0
 _SENTENCE_CHARACTERS = 2000
 # A supervisor that has been silent for longer is gone, and its report with it.
 _REPORT_SECONDS = 60.0
+_READ_LOGS = "; correct what the error names, and read the logs in run.dir/logs for more"
 
 
 def find_stall(facts: Facts) -> Stall | None:
@@ -61,7 +62,7 @@ def _stall(facts: Facts) -> Stall | None:
 
 def _without_buffer(facts: Facts) -> Stall | None:
     if facts.failing:
-        return Stall("process_fails", "; ".join(facts.failing))
+        return Stall("process_fails", f"{'; '.join(facts.failing)}{_READ_LOGS}")
     if facts.unanswered_seconds < SILENT_SECONDS:
         return None
     return Stall(
@@ -93,7 +94,7 @@ def _failing(facts: Facts, status: Status) -> Stall | None:
     if not failing or (others and not waits(status)):
         return None
     waiting = f"the trainer waits: {status.trainer_waits_for}; " if status.trainer_waits_for else ""
-    return Stall("process_fails", f"{waiting}{enumerated(failing)}")
+    return Stall("process_fails", f"{waiting}{enumerated(failing)}{_READ_LOGS}")
 
 
 def _no_trainer(facts: Facts, status: Status) -> Stall | None:
@@ -132,7 +133,7 @@ def _trainer_at_work(_: Facts, status: Status) -> Stall | None:
         return Stall(
             "trainer_hangs",
             f"the trainer on {trainer.host} has been at work on step {status.step} for {lasting(since)}{compared}: "
-            "it may hang; look with `py-spy dump`, or end it and start it with `tba train --resume`",
+            "it may hang; inspect it with `py-spy dump`, or end it and start it again with `tba train --resume`",
         )
     if trainer.activity == "publishing" and trainer.activity_seconds > _PUBLISH_SECONDS:
         return unpublished(trainer)
@@ -140,6 +141,6 @@ def _trainer_at_work(_: Facts, status: Status) -> Stall | None:
         return Stall(
             "checkpoint",
             f"the trainer on {trainer.host} has been saving a checkpoint for {lasting(trainer.activity_seconds)}: the "
-            "disk of run.dir is slow or does not answer",
+            "disk of run.dir is slow or does not answer: check it, or save less often (train.checkpoint_every)",
         )
     return None

@@ -113,10 +113,15 @@ def total(clients: Sequence[ClientStatus], metric: str) -> float:
     return max(-_MOST, min(_MOST, sum(client.metrics.get(metric, 0.0) for client in clients)))
 
 
+def every_searcher(count: int) -> str:
+    """Return `the only searcher`, `both searchers`, or `all 7 searchers`."""
+    return {1: "the only searcher", 2: "both searchers"}.get(count, f"all {count} searchers")
+
+
 def who(clients: Sequence[ClientStatus], status: Status) -> str:
-    """Return `searcher gpu3`, `searchers gpu0 and gpu3`, or `all 7 searchers`."""
+    """Return `searcher gpu3`, `searchers gpu0 and gpu3`, `both searchers`, or `all 7 searchers`."""
     if len(clients) > 1 and len(clients) == len(living(status)):
-        return f"all {len(clients)} searchers"
+        return every_searcher(len(clients))
     return f"searcher{'s' if len(clients) > 1 else ''} {enumerated([name_of(client) for client in clients], ' and ')}"
 
 
@@ -126,8 +131,8 @@ def are(clients: Sequence[ClientStatus], status: Status) -> str:
 
 
 def enumerated(parts: Sequence[str], last: str = "; ") -> str:
-    """Join the first few, and count the others."""
-    if len(parts) > _NAMED:
-        return f"{', '.join(parts[:_NAMED])} and {len(parts) - _NAMED} more"
+    """Join the first few, and count the others. `last` is the separator of the last two."""
     separator = ", " if last != "; " else last
+    if len(parts) > _NAMED:
+        return f"{separator.join(parts[:_NAMED])} and {len(parts) - _NAMED} more"
     return last.join(filter(None, [separator.join(parts[:-1]), parts[-1]]))

@@ -11,6 +11,7 @@ from tba.common.stall.facts import (
     Stall,
     all_idle,
     are,
+    every_searcher,
     is_silent,
     live_trainer,
     living,
@@ -24,6 +25,7 @@ from tba.common.wire.status_messages import ClientStatus, Status
 _NO_DATA_SECONDS = 900.0
 # A transaction takes milliseconds.
 _SLOW_COMMIT_SECONDS = 2.0
+_CHECK_PATH = "check how they get there: search.weights_from, the network, the space in search.weights_dir"
 
 # ---------------------------------------------------------------- weights
 
@@ -31,20 +33,54 @@ _SLOW_COMMIT_SECONDS = 2.0
 def without_weights(_: Facts, status: Status) -> Stall | None:
     """No searcher can serve the newest weights, or any."""
     searchers = [client for client in living(status) if not is_silent(client)]
-    refusing = [client for client in searchers if "refused_version" in client.metrics]
+    refusing = _refusing(status, searchers)
     if refusing and len(refusing) == len(searchers):
         return _refused_weights(refusing, len(searchers))
     without = [client for client in searchers if client.weights_version is None]
     if not without or len(without) < len(searchers):
         return None
     longest = min(client.activity_seconds for client in without)
-    if longest < (LOADING_SECONDS if status.newest_version is None else RESTART_SECONDS):
+    is_due = _first_snapshot_due(status)
+    if longest < (LOADING_SECONDS if status.newest_version is None or is_due else RESTART_SECONDS):
         return None
+    if is_due:
+        return _without_first_snapshot(without, status)
     if status.newest_version is None:
         what = f"the trainer has published no weights in {lasting(longest)}: read its log"
     else:
-        what = f"weights v{status.newest_version} are published, and no searcher has them: {without[0].reason}"
+        published = f"weights v{status.newest_version} are published"
+        what = f"{published}, and no searcher has them: {without[0].reason}; {_CHECK_PATH}"
     return Stall("weights_missing", f"{are(without, status)} waiting for weights; {what}")
+
+
+def _earlier_version(status: Status) -> int:
+    """Return the newest version of an earlier start of the trainer, whose files may be gone; -1 if there is none."""
+    trainer = live_trainer(status)
+    published = None if trainer is None else trainer.weights_version
+    if status.earlier_version is None:
+        return -1
+    # A server that was restarted does not know that the trainer had announced it.
+    is_own = published is not None and published <= status.earlier_version
+    return -1 if is_own else status.earlier_version
+
+
+def _first_snapshot_due(status: Status) -> bool:
+    """Whether the newest snapshot is of an earlier start of the trainer."""
+    return status.newest_version is not None and status.newest_version <= _earlier_version(status)
+
+
+def _without_first_snapshot(searchers: Sequence[ClientStatus], status: Status) -> Stall:
+    return Stall(
+        "weights_missing",
+        f"{are(searchers, status)} waiting for the first snapshot since the trainer's start: read its log if it does "
+        f"not come; v{status.newest_version} is of an earlier start: {searchers[0].reason}",
+    )
+
+
+def _refusing(status: Status, searchers: Sequence[ClientStatus]) -> list[ClientStatus]:
+    """Return the searchers that refuse a snapshot of this start of the trainer."""
+    earlier = _earlier_version(status)
+    return [client for client in searchers if client.metrics.get("refused_version", -1) > earlier]
 
 
 def _refused_weights(refusing: Sequence[ClientStatus], count: int) -> Stall:
@@ -52,13 +88,14 @@ def _refused_weights(refusing: Sequence[ClientStatus], count: int) -> Stall:
     return Stall(
         "weights_refused",
         f"weights: snapshot {version} refused by {len(refusing)} of {quantity(count, 'searcher')}: "
-        f"{refusing[0].reason}; compare model and versions of the packages on both sides",
+        f"{refusing[0].reason}; compare the model and the package versions of both sides",
     )
 
 
 def unpublished(trainer: ClientStatus) -> Stall:
     """Return the stall of a trainer that does not get its weights published."""
-    why = trainer.reason or "the disk of run.dir or search.weights_dir is slow"
+    slow = "the disk of run.dir or search.weights_dir is slow or does not answer: check it"
+    why = f"{trainer.reason}; free some space" if trainer.reason else slow
     return Stall(
         "publication",
         f"the trainer on {trainer.host} has not published its weights for {lasting(trainer.activity_seconds)}: {why}",
@@ -87,8 +124,8 @@ def _without_searchers(facts: Facts, status: Status, searchers: Sequence[ClientS
     is_loading = "searcher" in facts.loading or not left
     if status.trainer_waits_seconds < (LOADING_SECONDS if is_loading else WAIT_SECONDS):
         return None
-    who = f"all {quantity(len(left), 'searcher')} left" if left else "no searcher is connected"
-    return Stall("no_searcher", f"{who}: start them with `tba search`, or read their logs")
+    what = f"{every_searcher(len(left))} left" if left else "no searcher is connected"
+    return Stall("no_searcher", f"{what}: start them with `tba search`, or read their logs")
 
 
 def _silent_searchers(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
@@ -100,13 +137,13 @@ def _silent_searchers(_: Facts, status: Status, searchers: Sequence[ClientStatus
     have = "has" if len(silent) == 1 else "have"
     return Stall(
         "searcher_silent",
-        f"{who(silent, status)} {have} been silent for {lasting(silent[0].silent_seconds)}{leases}: look whether "
-        "the process lives and its network works, and start it again",
+        f"{who(silent, status)} {have} been silent for {lasting(silent[0].silent_seconds)}{leases}: check that "
+        "the process is alive and its network works, or start it again",
     )
 
 
-def _refusing_searchers(_: Facts, __: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
-    refusing = [client for client in searchers if "refused_version" in client.metrics]
+def _refusing_searchers(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
+    refusing = _refusing(status, searchers)
     return _refused_weights(refusing, len(searchers)) if refusing else None
 
 
@@ -121,11 +158,12 @@ def _old_weights(_: Facts, status: Status, searchers: Sequence[ClientStatus]) ->
     behind = [client for client in searchers if newest is not None and client.weights_version != newest]
     if len(behind) < len(searchers):
         return None
+    if _first_snapshot_due(status):
+        return _without_first_snapshot(behind, status)
     versions = ", ".join(sorted({_version(client) for client in behind}))
     return Stall(
         "weights_old",
-        f"{are(behind, status)} at {versions} and v{newest} is published: {behind[0].reason}; look at the way of "
-        "the weights (search.weights_from, the network, the space in search.weights_dir)",
+        f"{are(behind, status)} at {versions} and v{newest} is published: {behind[0].reason}; {_CHECK_PATH}",
     )
 
 
@@ -136,7 +174,8 @@ def _only_errors(_: Facts, status: Status, __: Sequence[ClientStatus]) -> Stall 
     most = f", most often: {status.common_error}" if status.common_error else ""
     return Stall(
         "only_errors",
-        f"{errors} of {quantity(arrived, 'trajectory', 'trajectories')} since the last step have an error{most}",
+        f"{errors} of {quantity(arrived, 'trajectory', 'trajectories')} since the last step have an error{most}; "
+        "correct what fails: `tba task check` runs the reward function by itself",
     )
 
 
@@ -144,7 +183,7 @@ def _paused(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stal
     paused = [client for client in searchers if client.metrics.get("paused")]
     if not paused:
         return None
-    return Stall("spool", f"{are(paused, status)} paused: {paused[0].reason}{_slow_buffer(status)}")
+    return Stall("spool", f"{are(paused, status)} paused: {paused[0].reason}{_why_slow(status)}")
 
 
 def _scoring(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
@@ -170,7 +209,7 @@ def _scoring(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Sta
         return Stall(
             "unacknowledged",
             f"the buffer has not acknowledged {quantity(waiting, 'group')} of {who(searchers, status)}"
-            f"{_slow_buffer(status) or ': look at the network between them and at the log of the buffer'}",
+            f"{_why_slow(status)}",
         )
     return None
 
@@ -181,8 +220,9 @@ def _limited(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Sta
         return None
     return Stall(
         "limits",
-        f"and {are(searchers, status)} waiting: {searchers[0].reason}; both wait for each other: raise "
-        "buffer.max_staleness or lower train.prompts_per_step; if it stays, report it with `tba status --json`",
+        f"{are(searchers, status)} waiting: {searchers[0].reason}; trainer and searchers wait for each other: raise "
+        "buffer.max_staleness or lower train.prompts_per_step; if that does not help, report it with the output of "
+        "`tba status --json`",
     )
 
 
@@ -193,8 +233,8 @@ def _nothing_arrives(_: Facts, status: Status, searchers: Sequence[ClientStatus]
     return Stall(
         "no_data",
         f"{are(searchers, status)} generating {quantity(in_flight, 'response')}, and none has arrived for "
-        f"{lasting(status.last_put_seconds)}: lower search.max_tokens or search.samples_per_prompt, or look whether "
-        "the engines hang",
+        f"{lasting(status.last_put_seconds)}: lower search.max_tokens or search.samples_per_prompt, or check "
+        "whether the engines hang",
     )
 
 
@@ -215,7 +255,11 @@ def _version(client: ClientStatus) -> str:
     return "no weights" if client.weights_version is None else f"v{client.weights_version}"
 
 
-def _slow_buffer(status: Status) -> str:
+def _why_slow(status: Status) -> str:
+    """Return why the buffer does not acknowledge what searchers send, and what to do."""
     if status.commit_seconds < _SLOW_COMMIT_SECONDS:
-        return ""
-    return f"; a transaction of the buffer takes {status.commit_seconds:.1f} s: its disk is slow, or others use it"
+        return "; check the network between them and the log of the buffer"
+    return (
+        f"; a transaction of the buffer takes {status.commit_seconds:.1f} s: its disk is slow or busy, put "
+        "buffer.database on a faster one"
+    )

@@ -1,9 +1,16 @@
-"""CPU cores for several engines or ranks on one machine: disjoint, contiguous slices of those this process may use."""
+"""CPU cores for several engines or ranks on one machine: disjoint, contiguous slices, or shared by priority."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
+
+# With this nice value a process gets a quarter of a core that it shares with one that has none.
+_NICE = 5
+# Without privileges the kernel accepts one change in 0.1 s, of all processes.
+_RETRY_SECONDS, _TRIES = 0.15, 20
 
 
 def partition_cores(processes: int) -> list[list[int]]:
@@ -36,3 +43,25 @@ def starting_on(cores: Sequence[int] | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def give_way() -> None:
+    """Let other processes have the cores first. Threads and processes that this one starts afterwards inherit it.
+
+    Where the kernel divides the cores among sessions, processes that lead one do not, such as reward workers.
+
+    For a searcher on the cores of its trainer: otherwise it generates more than the trainer has time to use.
+    """
+    os.nice(_NICE)
+    # Where the kernel divides the cores among sessions, only the value of the session counts: that of `tba run`'s
+    # children is their own, and that of a terminal is the user's.
+    autogroup = Path("/proc/self/autogroup")
+    for _ in range(_TRIES if autogroup.exists() and os.getsid(0) == os.getpid() else 0):
+        try:
+            autogroup.write_text(str(_NICE))
+        except BlockingIOError:
+            time.sleep(_RETRY_SECONDS)
+        except OSError:
+            return
+        else:
+            return

@@ -101,6 +101,13 @@ def assumed_gpus(text: str) -> list[Gpu]:
     return [Gpu(str(index), total_mib=total_mib) for index in range(int(match[1]))]
 
 
+def nominal_gpus(*lists: str) -> list[Gpu]:
+    """Return GPUs with the names in some lists, for a machine that has none. `all` is one GPU, since none is known."""
+    given = [wanted for wanted in lists if wanted not in ("", CPU)]
+    names = [name for wanted in given for name in (["all"] if wanted == "all" else _expand_all(wanted))]
+    return [Gpu(name) for name in dict.fromkeys(names)]
+
+
 def count_gpus() -> int:
     """Return how many GPUs this machine has, also those that this process may not use; 0 if nvidia-smi cannot say."""
     try:
@@ -123,6 +130,12 @@ def label(group: Sequence[str]) -> str:
     """Return the name of the searcher on these GPUs: `gpu3`, `gpu0-1` for two, or UUIDs."""
     joined = "-".join(group)
     return f"gpu{joined}" if group[0].isdigit() else joined
+
+
+def number_of(label: str) -> int:
+    """Return the number that distinguishes a searcher of this machine: 3 for `gpu3` and `gpu3-4`; 0 for a UUID."""
+    found = re.match(r"(?:cpu|gpu)(\d+)", label)
+    return int(found[1]) if found else 0
 
 
 def check_free(names: Sequence[str], present: Sequence[Gpu], *, utilization: float) -> None:

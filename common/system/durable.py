@@ -15,8 +15,8 @@ from typing import Any
 
 from tba.common.errors import ConfigError, LockTaken
 
-_HASH_CHUNK_BYTES = 4 << 20
-_COPY_BYTES = 1 << 30
+_KERNEL_COPY_BYTES = 1 << 30
+_COPY_BYTES = 4 << 20
 _LOCK_ATTEMPTS = 3
 _LOCK_PAUSE_SECONDS = 0.01
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
@@ -24,11 +24,8 @@ _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as a hex digest."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -47,7 +44,7 @@ def copy_file(source: Path, target: Path) -> None:
     """
     with source.open("rb") as reader, target.open("xb") as writer:
         try:
-            while os.copy_file_range(reader.fileno(), writer.fileno(), _COPY_BYTES):
+            while os.copy_file_range(reader.fileno(), writer.fileno(), _KERNEL_COPY_BYTES):
                 pass
         except OSError as error:
             if error.errno not in _NO_KERNEL_COPY:
@@ -55,7 +52,7 @@ def copy_file(source: Path, target: Path) -> None:
             reader.seek(0)
             writer.seek(0)
             writer.truncate()
-            shutil.copyfileobj(reader, writer, _HASH_CHUNK_BYTES)
+            shutil.copyfileobj(reader, writer, _COPY_BYTES)
 
 
 def link_or_copy(source: Path, target: Path) -> str:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tba.common.errors import ConfigError, MissingExtra
+from tba.common.errors import ConfigError, MissingExtra, first_line
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 
@@ -89,9 +89,16 @@ def model_here(path: str) -> Path | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The model's safetensors files: those of its index if it has one, since some models also ship another copy."""
-    index = read_json(directory / "model.safetensors.index.json").get("weight_map", {})
-    files = [directory / name for name in sorted(set(index.values()))] or sorted(directory.glob("*.safetensors"))
+    """The model's safetensors files: those of its index if it has one, since some models also ship another copy.
+
+    Raises ConfigError if there are none, or if the index is malformed.
+    """
+    index = directory / "model.safetensors.index.json"
+    try:
+        named = sorted({directory / name for name in read_json(index).get("weight_map", {}).values()})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is malformed ({first_line(error)}): copy the model again") from error
+    files = named or sorted(directory.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
     return files
@@ -116,7 +123,7 @@ def eos_ids(directory: Path) -> list[int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, empty if the file does not exist."""
+    """Read a JSON object, empty if the file does not exist. Raises ValueError if it is not JSON."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

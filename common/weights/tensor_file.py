@@ -1,4 +1,4 @@
-"""Safetensors files: view, patch, hash and write one without loading its tensors.
+"""Safetensors files: view, patch and lay out one without loading its tensors.
 
     u64 header length | JSON header | data: the tensors, one after the other, without gaps
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
 from tba.common.errors import SnapshotCorrupt, SnapshotError
 
@@ -121,18 +120,8 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
     return layout.view(data)
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write a safetensors file. Returns its size in bytes and its BLAKE3, computed while writing."""
-    digest = blake3(max_threads=blake3.AUTO)
-    with path.open("wb") as file:
-        for view in content_of(tensors):
-            digest.update(view)
-            file.write(view)
-        return file.tell(), digest.hexdigest()
-
-
 def content_of(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """The bytes of a safetensors file, part by part: the header, then each tensor without a copy of it."""
+    """Return the bytes of a safetensors file, part by part: the header, then each tensor without a copy of it."""
     layout = layout_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     return [memoryview(layout.prefix), *(_bytes(tensors[name].bits) for name in layout.spans)]
 

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets, with every limit explicit. Only this module and `curve` import zmq.
+"""ZeroMQ sockets, with every limit explicit. Only this module, `connections` and `curve` import zmq.
 
 The buffer binds a ROUTER; every client dials it with a DEALER. Sends never block: a peer that does not read loses
 replies and repeats its requests, which are all idempotent.
@@ -18,9 +18,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tba.common.errors import AddressInUse, ConfigError, TbaError
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_FRAME_BYTES
-from tba.common.wire.curve import HANDSHAKE_FAILURES, Doorkeeper, encrypt_client, explain_failure
+from tba.common.wire.connections import HANDSHAKE_FAILURES, Connections
+from tba.common.wire.curve import Doorkeeper, encrypt_client, explain_failure
 from tba.common.wire.keys import ClientKeys, ServerKeys
-from tba.common.wire.socket_files import free_socket_file, keep_private
+from tba.common.wire.socket_files import free_socket_file, keep_private, own_socket_directory
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 # Limits in messages, not bytes. Replies are small, and a client keeps its unanswered requests in memory anyway. The
@@ -94,6 +95,7 @@ class ServerChannel:
         # A client that reconnects takes the place of its old connection, which may seem alive for another 12 s.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _HARD_REQUEST_LIMIT)
+        self._connections = Connections(self._context, self._socket, log_failures=keys is not None)
         self._doorkeeper = Doorkeeper(self._context, self._socket, keys) if keys else None
         try:
             with free_socket_file(address):
@@ -110,8 +112,9 @@ class ServerChannel:
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
-        for socket in self._doorkeeper.sockets if self._doorkeeper else ():
-            self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._connections.events, zmq.POLLIN)
+        if self._doorkeeper is not None:
+            self._poller.register(self._doorkeeper.questions, zmq.POLLIN)
         self._reading = False
 
     def wake(self) -> None:
@@ -131,6 +134,7 @@ class ServerChannel:
             self._reading = bool(limit)
             self._poller.register(self._socket, zmq.POLLIN if limit else 0)
         self._poller.poll(max(0, round(timeout_seconds * 1000)))
+        self._connections.follow()
         if self._doorkeeper is not None:
             self._doorkeeper.work()
         # Checked before each receive: catching zmq.Again costs as much as receiving a message.
@@ -140,6 +144,7 @@ class ServerChannel:
             peer, frames = self._receive_one()
             received.append((peer, frames))
             size += sum(frame.nbytes for frame in frames)
+        self._connections.end_unfinished(all_read=not _readable(self._socket))
         return received
 
     def _receive_one(self) -> tuple[Peer, list[memoryview]]:
@@ -154,8 +159,15 @@ class ServerChannel:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             if len(frames) <= _MOST_FRAMES:
                 frames.append(frame.buffer)
-        key = str(first.get("User-Id")) if self.keys else ""
-        return Peer(routing_id, str(first.get("Peer-Address")), key), frames
+        try:
+            descriptor, address = first.get(zmq.SRCFD), str(first.get("Peer-Address"))
+            key = str(first.get("User-Id")) if self.keys else ""
+        except zmq.ZMQError:
+            # A connection of ZMTP 1.0, which any program can open, has no properties.
+            return Peer(routing_id), frames
+        assert isinstance(descriptor, int)
+        self._connections.hear(descriptor)
+        return Peer(routing_id, address, key), frames
 
     def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
         """Send a reply. Returns False if the peer is gone or does not read: it will repeat its request."""
@@ -199,6 +211,7 @@ class ClientChannel:
         self._keys = keys
         # When to dial again, monotonic, after a failure that ZeroMQ takes for final.
         self._dial_at = math.inf
+        own_socket_directory(address)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _set_limits(self._socket)

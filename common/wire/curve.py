@@ -7,13 +7,9 @@ that it holds its key. The answer sets `User-Id` of every message of the connect
 """
 
 import contextlib
-import os
-import socket as sockets
-from collections.abc import Sequence
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
 from tba.common.errors import ConfigError
 from tba.common.log import RepeatedWarning, get_logger
@@ -23,15 +19,9 @@ log = get_logger(__name__)
 
 # Fixed by the protocol.
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_MONITOR_ADDRESS = "inproc://handshakes"
 _DOMAIN = b"tba"
-HANDSHAKE_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 _REFUSED = 400
-# Connections in a handshake whose addresses are remembered.
-_MOST_OPEN = 1024
-# Questions and events between two reads of the server's socket.
+# Questions between two reads of the server's socket.
 _MOST_AT_A_TIME = 100
 Socket = zmq.Socket[bytes]
 
@@ -70,39 +60,28 @@ def explain_failure(event: int, value: int, keys: ClientKeys | None) -> str:
 
 
 class Doorkeeper:
-    """Decides which keys get in to a server, and logs who was refused. Used by the thread that uses the socket."""
+    """Decides which keys get in to a server, and logs those that do not. Used by the thread that uses the socket.
+
+    `questions` is readable when there is something to do.
+    """
 
     def __init__(self, context: "zmq.Context[Socket]", socket: Socket, keys: ServerKeys) -> None:
         check_curve()
         self._keys = keys
         self._warning = RepeatedWarning(log)
-        self._questions = context.socket(zmq.REP)
-        self._questions.bind(_ZAP_ADDRESS)
+        self.questions = context.socket(zmq.REP)
+        self.questions.bind(_ZAP_ADDRESS)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(keys.own.secret))
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         # Without an answer no client gets in.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.monitor(_MONITOR_ADDRESS, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
-        self._events = context.socket(zmq.PAIR)
-        # With a limit ZeroMQ's thread would wait for this one.
-        self._events.setsockopt(zmq.RCVHWM, 0)
-        self._events.connect(_MONITOR_ADDRESS)
-        # The addresses of connections by their descriptors, and the failures whose descriptors come next.
-        self._addresses: dict[int, str] = {}
-        self._failed = False
-
-    @property
-    def sockets(self) -> Sequence[Socket]:
-        """The sockets that are readable when there is something to do."""
-        return self._questions, self._events
 
     def work(self) -> None:
-        """Answer some of the questions that are there, and log some failures: a flood must not keep the server busy."""
-        for socket, handle in ((self._questions, self._answer), (self._events, self._note)):
-            with contextlib.suppress(zmq.Again):
-                for _ in range(_MOST_AT_A_TIME):
-                    handle(socket.recv_multipart(zmq.NOBLOCK))
+        """Answer some of the questions that are there: a flood must not keep the server busy."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MOST_AT_A_TIME):
+                self._answer(self.questions.recv_multipart(zmq.NOBLOCK))
 
     def _answer(self, question: list[bytes]) -> None:
         version, request, _domain, address, _routing_id, _mechanism, *credentials = question
@@ -112,30 +91,4 @@ class Doorkeeper:
             by = address.decode(errors="replace")
             self._warning.warn(by, "connection refused", by=by, key=public, reason="the key is not authorised")
         status = (b"200", b"") if known else (b"400", b"not authorised")
-        self._questions.send_multipart([version, request, *status, public.encode() if known else b"", b""])
-
-    def _note(self, frames: list[bytes]) -> None:
-        """Follow the events of connections. A failure comes immediately before the end of its connection."""
-        message = parse_monitor_message(frames)
-        event, value = message["event"], message["value"]
-        if event == zmq.EVENT_ACCEPTED:
-            if len(self._addresses) >= _MOST_OPEN:
-                del self._addresses[next(iter(self._addresses))]
-            self._addresses[value] = _address_of(value)
-        elif event == zmq.EVENT_DISCONNECTED:
-            by = self._addresses.pop(value, "an unknown address")
-            if self._failed:
-                self._warning.warn(by, "connection refused", by=by, reason="it did not prove a key")
-            self._failed = False
-        # Refusals of keys are logged with the key.
-        elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._failed = True
-
-
-def _address_of(descriptor: int) -> str:
-    """Return the peer of a connection that ZeroMQ has accepted, and may have closed since."""
-    try:
-        with sockets.socket(fileno=os.dup(descriptor)) as connection:
-            return str(connection.getpeername()[0])
-    except OSError:
-        return "an unknown address"
+        self.questions.send_multipart([version, request, *status, public.encode() if known else b"", b""])

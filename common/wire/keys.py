@@ -43,7 +43,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 # How an address on the wire names the public key of its server.
 _KEY_MARK = "#"
-_LOCAL = re.compile(r"ipc://|tcp://(127\.|localhost:|\[::1\]:)")
+_LOCAL = re.compile(r"ipc://(?!@)|tcp://(127\.|localhost:|\[::1\]:)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,10 @@ def check_public(public: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether an endpoint can be reached only from this machine."""
+    """Whether an endpoint can be reached only from this machine, and a socket only by the users whom its file admits.
+
+    An abstract socket (`ipc://@name`) has no file: every user of the machine may connect.
+    """
     return _LOCAL.match(address) is not None
 
 
@@ -212,6 +215,11 @@ def server_keys(security: SecuritySection, address: str, setting: str) -> Server
     """Return the keys of a server at an address, None if it needs none. Raises ConfigError, also if it needs some."""
     if security.keys is not None and address.startswith("tcp://"):
         return ServerKeys(own_pair(security.keys), AuthorizedKeys(security.keys / AUTHORIZED))
+    if address.startswith("ipc://@") and not security.insecure:
+        raise ConfigError(
+            f"{setting} {address} is an abstract socket, to which every user of this machine can connect: name a "
+            "socket file, such as ipc:///run/user/1000/buffer.socket"
+        )
     if not (is_local(address) or security.insecure):
         raise ConfigError(
             f"{setting} {address} can be reached from other machines, and without keys any program there may read and"

@@ -44,6 +44,7 @@ from tba.common.wire.fields import (
     UnixTime,
     Wait,
 )
+from tba.common.wire.row_numbers import RowNumbers
 
 PROTOCOL_VERSION = 1
 
@@ -165,8 +166,8 @@ class RegisterPrompts(Request, frozen=True, omit_defaults=True):
     `texts` are the prompts as text, for people who query the database: none at all, or one per key, None where it
     is not known.
     Reply: Registered. Prompts are added in their order, so a chunk after the first missing prompt adds nothing: the
-    searcher continues from `known`, until it receives `complete`. A fingerprint other than the registered one is
-    refused: all searchers of a run must work on the same data.
+    searcher continues from `known`, until it receives `complete`. A request without keys only asks. A fingerprint other
+    than the registered one is refused: all searchers of a run must work on the same data.
     """
 
     TYPE = "register_prompts"
@@ -235,6 +236,7 @@ class ReportStep(Request, frozen=True):
     """Trainer -> buffer, after the optimiser step. Reply: Done.
 
     `reference_logprobs[i]`, the sequence log-probability of `trajectory_ids[i]` under `reference`, is computed once.
+    `rows` has as many numbers of each kind as the batch has slots.
     """
 
     TYPE = "report_step"
@@ -243,6 +245,7 @@ class ReportStep(Request, frozen=True):
     reference: Name
     trajectory_ids: Column[Id]
     reference_logprobs: Column[Finite]
+    rows: RowNumbers | None = None
 
     def __post_init__(self) -> None:
         if len(self.trajectory_ids) != len(self.reference_logprobs):
@@ -302,12 +305,16 @@ class Welcome(Reply, frozen=True):
     recorded_steps: Id
 
 
-class Registered(Reply, frozen=True):
-    """Reply to RegisterPrompts. The first `known` prompts of the task are registered."""
+class Registered(Reply, frozen=True, omit_defaults=True):
+    """Reply to RegisterPrompts. The first `known` prompts of the task are registered.
+
+    `wait`: another searcher sends the rest, so that this one need not. It asks again, a little later.
+    """
 
     TYPE = "registered"
     known: Id
     complete: bool
+    wait: bool = False
 
 
 class Leases(Reply, frozen=True):

@@ -34,10 +34,21 @@ def socket_of(run_dir: Path) -> Path:
 
 
 def make_socket_directory(address: str) -> None:
-    """Create the directory of an ipc address. Raises ConfigError if it cannot be used."""
-    directory = _path_of(address).parent if has_file(address) else None
-    if directory is None:
-        return
+    """Create the directory of an ipc address for a server. Raises ConfigError if it cannot be used."""
+    if has_file(address):
+        _make(_path_of(address).parent, address)
+
+
+def own_socket_directory(address: str) -> None:
+    """Make sure, for a client, that no other user can listen at an address in memory, where every user may write.
+
+    Raises ConfigError if another user has the directory. Otherwise it is this user's from now on.
+    """
+    if has_file(address) and _path_of(address).parent.parent == _MEMORY:
+        _make(_path_of(address).parent, address)
+
+
+def _make(directory: Path, address: str) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -44,10 +44,11 @@ class Status(Message, frozen=True):
     while it moves, and `trainer_waits_seconds` how long the trainer has waited for a batch; `last_step_seconds` and
     `last_put_seconds` are the time since a step was reported and since a row was stored, or since the server started;
     `usual_step_seconds` is the mean time between the last steps, 0 if unknown. `newest_version` is the newest
-    announced snapshot. `refuses_puts` is a sentence if trajectories cannot be stored now; `free_bytes` of `disk_bytes`
+    announced snapshot; `earlier_version` was the newest one when the trainer, or the server, started.
+    `refuses_puts` is a sentence if trajectories cannot be stored now; `free_bytes` of `disk_bytes`
     are free on the disk of the database. `rows_since_step` arrived since the last step was reported,
     `errors_since_step` of them with an error; `common_error` is the most frequent of the last 1,000 errors since the
-    server started.
+    server started. `skipped_prompts` and `postponed_prompts` are those of the epoch, by the curriculum.
     """
 
     TYPE = "status"
@@ -72,6 +73,7 @@ class Status(Message, frozen=True):
     clients: Annotated[list[ClientStatus], Meta(max_length=MAX_CLIENTS)]
     stalled_seconds: Seconds = 0.0
     newest_version: Id | None = None
+    earlier_version: Id | None = None
     trainer_waits_seconds: Seconds = 0.0
     last_step_seconds: Seconds = 0.0
     usual_step_seconds: Seconds = 0.0
@@ -82,3 +84,5 @@ class Status(Message, frozen=True):
     rows_since_step: Id = 0
     errors_since_step: Id = 0
     common_error: str = ""
+    skipped_prompts: Id = 0
+    postponed_prompts: Id = 0

@@ -132,7 +132,7 @@ def train(
     for step in range(1, steps + 1):
         loss = answer_loss(model, tokenizer, next(batches))
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

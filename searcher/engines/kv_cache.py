@@ -10,7 +10,7 @@ copied in so that it ends at `end`. A read returns the columns from `begin`, the
 nothing is copied per step, where a `DynamicCache` copies its whole content.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -63,14 +63,20 @@ class BatchKVCache(Cache):  # type: ignore[misc]
             layer.write(slice(rows, rows + len(lengths)), self.end - longest, prompt.keys, prompt.values)
         self._starts += [self.end - length for length in lengths]
 
-    def leave(self, row: int) -> None:
-        """Drop a row. The last row takes its number."""
-        last = self.rows - 1
-        if row != last:
+    def leave(self, rows: Collection[int]) -> list[int]:
+        """Drop rows; the last ones take their numbers. Returns the earlier number of each row that is left."""
+        left = self.rows - len(rows)
+        kept = list(range(left))
+        holes = [row for row in kept if row in rows]
+        last = [row for row in range(left, self.rows) if row not in rows]
+        for hole, row in zip(holes, last, strict=True):
+            kept[hole] = row
+        self._starts = [self._starts[row] for row in kept]
+        if holes:
+            begin = min(self._starts[hole] for hole in holes)
             for layer in self.layers:
-                layer.move(last, row, self._starts[last], self.end)
-        self._starts[row] = self._starts[last]
-        self._starts.pop()
+                layer.move(last, holes, begin, self.end)
+        return kept
 
     def reserve_column(self) -> None:
         """Ensure that the column at `end` exists. Call it before each step."""
@@ -127,9 +133,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.keys[rows, :, columns] = keys_BHTD
         self.values[rows, :, columns] = values_BHTD
 
-    def move(self, source: int, target: int, begin: int, end: int) -> None:
+    def move(self, sources: list[int], targets: list[int], begin: int, end: int) -> None:
         for tensor in (self.keys, self.values):
-            tensor[target, :, begin:end] = tensor[source, :, begin:end]
+            tensor[targets, :, begin:end] = tensor[sources, :, begin:end]
 
     def reallocate(self, rows: int, columns: int, used: slice, target: int) -> None:
         """Enlarge; the columns `used` move to `target`."""

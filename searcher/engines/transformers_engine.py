@@ -1,8 +1,9 @@
 """Generation with plain Transformers: runs on any device that torch supports, with no other dependency.
 
 Continuous batching: each step adds one token to all rows in one forward pass. Finished rows leave immediately. Waiting
-requests join as soon as an eighth of the rows is free, with one forward pass over their prompts. Joining one by one
-would fill the batch a little better, and cost a pass per response (docs/decisions/0016).
+requests join as soon as an eighth of the rows is free, with one forward pass over their prompts, in which samples of
+the same prompt share a row. Joining one by one would fill the batch a little better, and cost a pass per response
+(docs/decisions/0016).
 """
 
 import time
@@ -26,14 +27,14 @@ from tba.common.system.load_errors import loading
 from tba.common.weights import adapter
 from tba.common.weights.model_files import eos_ids, model_directory, weight_files
 from tba.common.weights.snapshot import Snapshot
-from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
+from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, append_version, fit_request
 from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.token_sampling import sample
 
-# Shape suffixes: B rows of the batch, T positions, V vocabulary.
+# Shape suffixes: B rows of the batch, P distinct prompts, T positions, V vocabulary.
 
 # The layer types that the KV cache supports. With a sliding window it keeps all positions, and the mask hides those
 # outside.
@@ -178,19 +179,28 @@ class TransformersEngine:
         """Fill the free rows from the queue. The forward pass over the prompts gives the first tokens."""
         before = len(self._rows)
         rows = [self._queue.popleft() for _ in range(min(self.max_in_flight - before, len(self._queue)))]
-        lengths = [len(row.request.prompt_ids) for row in rows]
-        ids_BT = np.zeros((len(rows), max(lengths)), np.int64)
-        mask_BT = np.zeros_like(ids_BT)
-        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            ids_BT[number, -length:] = row.request.prompt_ids
-            mask_BT[number, -length:] = 1
-        positions_BT = torch.from_numpy((mask_BT.cumsum(-1) - 1).clip(min=0))
-        prompts = DynamicCache()
-        logits_BV = self._forward(torch.from_numpy(ids_BT), torch.from_numpy(mask_BT), positions_BT, prompts)
-        self._cache.join(prompts, lengths)
+        # The samples of a prompt are rows of one batch, so one row of the pass serves all of them.
+        keys = [row.request.prompt_ids.tobytes() for row in rows]
+        distinct = dict(zip(keys, (row.request.prompt_ids for row in rows), strict=True))
+        prompts, logits_PV = self._read_prompts(list(distinct.values()))
+        numbers = {key: number for number, key in enumerate(distinct)}
+        of_row_B = torch.tensor([numbers[key] for key in keys], device=self._device)
+        prompts.batch_select_indices(of_row_B)
+        self._cache.join(prompts, [len(row.request.prompt_ids) for row in rows])
         self._rows += rows
-        self._add_tokens(rows, logits_BV)
+        self._add_tokens(rows, logits_PV[of_row_B])
         return self._retire()
+
+    def _read_prompts(self, prompts: Sequence[Int32]) -> tuple[DynamicCache, torch.Tensor]:
+        """Return keys and values of left-padded prompts, and the logits [P, V] after them."""
+        ids_PT = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
+        mask_PT = np.zeros_like(ids_PT)
+        for number, prompt in enumerate(prompts):
+            ids_PT[number, -len(prompt) :] = prompt
+            mask_PT[number, -len(prompt) :] = 1
+        positions_PT = torch.from_numpy((mask_PT.cumsum(-1) - 1).clip(min=0))
+        cache = DynamicCache()
+        return cache, self._forward(torch.from_numpy(ids_PT), torch.from_numpy(mask_PT), positions_PT, cache)
 
     def _advance(self) -> list[Generation]:
         """Generate one more token for every row."""
@@ -227,15 +237,10 @@ class TransformersEngine:
 
     def _retire(self) -> list[Generation]:
         """Remove the finished rows from the batch."""
-        finished = []
-        # In descending order: the last row, which takes the number of the one that leaves, was visited already.
-        for number in reversed(range(len(self._rows))):
-            row = self._rows[number]
-            if (reason := self._stop_reason(row)) is not None:
-                finished.append(_generation(row, reason))
-                self._cache.leave(number)
-                self._rows[number] = self._rows[-1]
-                self._rows.pop()
+        reasons = {number: reason for number, row in enumerate(self._rows) if (reason := self._stop_reason(row))}
+        finished = [_generation(self._rows[number], reason) for number, reason in reasons.items()]
+        if finished:
+            self._rows = [self._rows[number] for number in self._cache.leave(reasons.keys())]
         return finished
 
     def _stop_reason(self, row: _Row) -> str | None:

@@ -24,6 +24,8 @@ _MAX_LOGGED = 20
 Continue = Callable[[int], bool]
 # The text of a response that is scored, from its token ids.
 Decode = Callable[[list[int]], str]
+# The reward of a failed answer to a prompt.
+Least = Callable[[Prompt], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer. With an `error` it could not be generated or scored, and its reward is 0.
+    """One answer. With an `error` it could not be generated or scored, and has the least reward of its task.
 
     `logprob` is the sum over its tokens, in nats, under the distribution that they were sampled from.
     """
@@ -58,9 +60,10 @@ def answer(
     prompts: Sequence[Prompt],
     questions: Sequence[Question],
     go_on: Continue = lambda _: True,
+    least: Least = lambda _: 0.0,
 ) -> list[Answer] | None:
     """Return the answers in the order of the questions, None if `go_on` returned False."""
-    answering = _Answering(engine, rewards, decode, prompts, questions)
+    answering = _Answering(engine, rewards, decode, prompts, questions, least)
     while not answering.done:
         answering.step()
         if not go_on(answering.finished):
@@ -80,7 +83,9 @@ class _Answering:
         decode: Decode,
         prompts: Sequence[Prompt],
         questions: Sequence[Question],
+        least: Least,
     ) -> None:
+        self._least = least
         self._engine = engine
         self._rewards = rewards
         self._decode = decode
@@ -132,6 +137,9 @@ class _Answering:
         self.finished += 1
         if error is None:
             return
+        prompt = self._prompts[one.question.prompt]
+        # Where every reward is negative, 0 would be better than any answer.
+        one.reward = Reward(self._least(prompt), {})
         self.failures += 1
         if self.failures <= _MAX_LOGGED:
-            log.warning("answer failed", prompt=self._prompts[one.question.prompt].key, reason=error)
+            log.warning("answer failed", prompt=prompt.key, reason=error)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,21 @@ from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer
+from tba.searcher.evaluation.win_rate import GoldModel, check_references
 from tba.searcher.exploration import Exploration
-from tba.searcher.run import context_of, make_engine, make_rewards
+from tba.searcher.run import context_of, make_engine, make_rewards, mean_tokens
+from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Prompt, Task, check_answers, check_rendering, fingerprint, name_of
+from tba.searcher.tasks.task import (
+    Prompt,
+    Task,
+    check_answers,
+    check_rendering,
+    fingerprint,
+    least_reward_for,
+    name_of,
+)
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.progress import Progress
 
@@ -41,6 +52,7 @@ log = get_logger(__name__)
 
 # Of [task]: what changes neither prompts nor scores, or is part of the prompts' own hash.
 _NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "load_seconds"}
+_OF_CLASSIFIER = {"path", "weight", "template"}
 _NOT_MEASURED = {"at_end", "gpu"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
@@ -80,7 +92,7 @@ def read_subject(config: Config) -> Subject:
     check_rendering(task, prompts, renderer, context_of(config))
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
-        "reward_model": config.reward_model.model_dump(mode="json", include={"path", "weight", "template"}),
+        **_scoring_models(config),
         "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
         "max_tokens": max_tokens(config),
         "stop": config.search.stop,
@@ -90,6 +102,16 @@ def read_subject(config: Config) -> Subject:
     prompt_set = fingerprint(prompts, renderer.settings(prompts))
     stopping = read_stopping(config, renderer.tokenizer)
     return Subject(task, renderer, stopping, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
+
+
+def _scoring_models(config: Config) -> dict[str, Any]:
+    """Return the settings of the classifiers that change scores."""
+    reward, gold = config.reward_model, config.gold_model
+    served = {"url", "api", "served_model"}
+    found = {"reward_model": reward.model_dump(mode="json", include=_OF_CLASSIFIER | (served if reward.url else set()))}
+    if gold.configured:
+        found["gold_model"] = gold.model_dump(mode="json", include=_OF_CLASSIFIER | served)
+    return found
 
 
 def max_tokens(config: Config) -> int:
@@ -109,6 +131,7 @@ class Evaluator:
         rewards: Rewards,
         references: LogprobsOf | None,
         embed: measure.Embed | None,
+        gold: GoldModel | None,
         serving: contextlib.ExitStack,
     ) -> None:
         self._config = config
@@ -117,6 +140,7 @@ class Evaluator:
         self._rewards = rewards
         self._references = references
         self._embed = embed
+        self._gold = gold
         self._serving = serving
         self._questions = questions(config, subject)
 
@@ -146,6 +170,7 @@ class Evaluator:
                 self.subject.prompts,
                 self._questions,
                 step,
+                partial(least_reward_for, self.subject.task),
             )
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         return None if measured is None else self._row(manifest, measured, time.monotonic() - started)
@@ -166,6 +191,8 @@ class Evaluator:
         names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
         tasks = names if len(set(names)) > 1 else ()
         measure.measure_greedy(measured, answers[:prompts], tasks)
+        if self._gold is not None and not self._compare(measured, answers[:prompts], self._gold, go_on):
+            return None
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
@@ -179,6 +206,15 @@ class Evaluator:
         if self._embed is not None:
             measure.measure_diversity(measured, groups, self._embed, go_on)
         return measured if go_on() else None
+
+    def _compare(
+        self, measured: measure.Measured, answers: Sequence[Answer], gold: GoldModel, go_on: Callable[[], bool]
+    ) -> bool:
+        """Add the win rate. Returns False if `go_on` did."""
+        scores = gold.compare([one.text for one in answers], go_on)
+        if scores is not None:
+            measure.measure_win_rate(measured, answers, [prompt.answer for prompt in self.subject.prompts], *scores)
+        return scores is not None
 
     def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:
         assert self._references is not None
@@ -241,9 +277,13 @@ def open_evaluator(
         # Before the engine, as `WorkerPool` says.
         rewards = make_rewards(config, subject.task, device, stop)
         ending.callback(rewards.close)
+        gold = _load_gold(config, subject.prompts, device, stop)
+        if gold is not None:
+            ending.callback(gold.close)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
-        engine = make_engine(config, subject.stopping, device=device, name=name)
+        prompt_tokens = mean_tokens(subject.prompts, subject.renderer)
+        engine = make_engine(config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
         ending.callback(engine.close)
         evaluator = Evaluator(
             config,
@@ -252,9 +292,17 @@ def open_evaluator(
             rewards=rewards,
             references=_load_reference(config, device),
             embed=_load_embedder(config, device),
+            gold=gold,
             serving=serving,
         )
         yield evaluator, assembler
+
+
+def _load_gold(config: Config, prompts: Sequence[Prompt], device: str, stop: Callable[[], bool]) -> GoldModel | None:
+    if not config.gold_model.configured:
+        return None
+    check_references(prompts)
+    return GoldModel(ModelScorer(config.gold_model, device, stop, section="gold_model"), prompts)
 
 
 def _load_reference(config: Config, device: str) -> LogprobsOf | None:

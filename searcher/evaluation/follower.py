@@ -15,7 +15,7 @@ import tba
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, ConfigError, EngineFaulty, SnapshotError
-from tba.common.evaluations import EVALUATIONS_FILE, as_message, key_of, read_json_lines, record_evaluations
+from tba.common.evaluations import all_evaluations, as_message, key_of, record_evaluations
 from tba.common.log import get_logger
 from tba.common.system.process import StopSignal, notify_systemd
 from tba.common.system.watchdog import Watchdog
@@ -130,7 +130,7 @@ class Follower:
                 f"{self._config.run.name}"
             )
         subject = self._evaluator.subject
-        for row in read_json_lines(self._config.run.dir / EVALUATIONS_FILE):
+        for row in all_evaluations(self._config.run.dir):
             run, version, *same = key_of(row)
             if run == welcome.run_name and same == [subject.prompt_set, subject.settings]:
                 self._done.add(version)

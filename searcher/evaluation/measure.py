@@ -65,8 +65,34 @@ def measure_sampled(
         estimates = [pass_at_k(len(group), c, k) for group, c in zip(groups, right, strict=True)]
         measured.add(f"pass_at_{k}", estimates, graded)
     if len(groups[0]) > 1:
+        found = [len({answer.text for answer in group if _correct(answer) >= 1}) for group in groups]
+        measured.add("distinct_correct", found, graded)
         for n in _GRAMS:
             _add_known(measured, f"distinct_{n}", [distinct([a.response_ids.tolist() for a in g], n) for g in groups])
+
+
+def measure_win_rate(
+    measured: Measured,
+    answers: Sequence[Answer],
+    references: Sequence[str],
+    gold: Sequence[float | None],
+    gold_of_references: Sequence[float | None],
+) -> None:
+    """Add the share of prompts whose answer has a higher gold score than the reference answer; a tie counts half.
+
+    An answer that failed loses. Pairs that the gold model could not score are left out, and their share is reported.
+    """
+    pairs = [
+        (answer, reference, mine, theirs)
+        for answer, reference, mine, theirs in zip(answers, references, gold, gold_of_references, strict=True)
+        if reference
+    ]
+    known = [theirs is not None and (mine is not None or a.error is not None) for a, _, mine, theirs in pairs]
+    wins = [_win(*pair) for pair in pairs]
+    measured.add("win_rate", wins, known)
+    measured.add("gold_failed", [not there for there in known])
+    _add_known(measured, "gold_reward", [mine for _, _, mine, _ in pairs])
+    _add_known(measured, "gold_reward_of_references", [theirs for *_, theirs in pairs])
 
 
 def measure_divergence(
@@ -76,17 +102,21 @@ def measure_divergence(
 
     `references` has the log-probability of each answer under the reference, None where there is none.
     """
-    ratios, logprobs, tokens, counts = [], [], [], []
+    ratios, logprobs, tokens, counts, prompts = [], [], [], [], []
     for group, found in zip(groups, references, strict=True):
         pairs = [(a, r) for a, r in zip(group, found, strict=True) if r is not None and math.isfinite(a.logprob)]
         ratios.append(sum(a.logprob - r for a, r in pairs))
         logprobs.append(-sum(r for _, r in pairs))
         tokens.append(sum(len(a.response_ids) for a, _ in pairs))
         counts.append(len(pairs))
+        prompts.append(sum(len(a.question.ids) for a, _ in pairs))
     measured.add("kl", ratios, counts)
     measured.add("kl_per_token", ratios, tokens)
     measured.add("reference_nll", logprobs, tokens)
     measured.exponentiate("reference_nll", "reference_perplexity")
+    # The paper's perplexity: log-probabilities of responses, divided by the tokens of prompts and responses.
+    measured.add("diluted_nll", logprobs, [one + other for one, other in zip(tokens, prompts, strict=True)])
+    measured.exponentiate("diluted_nll", "diluted_perplexity")
 
 
 def measure_diversity(
@@ -139,6 +169,15 @@ def _graded(groups: Sequence[Sequence[Answer]], tasks: Sequence[str]) -> list[bo
 def _has_correct(answers: Sequence[Answer]) -> bool:
     """Whether the task says what is correct, or every answer failed, so that it is unknown."""
     return any(CORRECT in a.reward.parts for a in answers) or all(a.error is not None for a in answers)
+
+
+def _win(answer: Answer, reference: str, mine: float | None, theirs: float | None) -> float:
+    if answer.error is not None or mine is None or theirs is None:
+        return 0.0
+    # Scores of the same text differ by rounding if their batches differ.
+    if answer.text == reference or mine == theirs:
+        return 0.5
+    return float(mine > theirs)
 
 
 def _correct(answer: Answer) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from tba.common.config import RewardModelSection
+from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
 from tba.common.rendering import Message
@@ -33,7 +33,7 @@ class RewardModel:
     Raises ConfigError if the files are no reward model, MemoryShort.
     """
 
-    def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
+    def __init__(self, directory: Path, config: ScoringModelSection, device: str) -> None:
         self._config = config
         self._device = torch.device(device)
         self._model = _load(directory, config.dtype, self._device)
@@ -135,7 +135,7 @@ class RewardModel:
         return pad
 
 
-def check_files(section: RewardModelSection) -> str:
+def check_files(section: ScoringModelSection) -> str:
     """Describe the model of `[reward_model]` in one sentence, for `tba doctor`. Raises ConfigError if it cannot be one.
 
     The classifier is built without memory for its weights; whether the files hold a head is only seen when they load.

@@ -1,14 +1,15 @@
 """The reward model's scores: one worker per searcher, in which responses of all groups are batched together.
 
-The worker cuts what it is sent into batches by length. Once the model has been loaded, no failure of it ends the
-searcher: while there is no worker, a response fails after `reward_model.time_limit_seconds`, and generation, which is
-at most two loads of requests ahead, continues at that pace.
+The worker has the model, and cuts what it is sent into batches by length; or it asks the HTTP server that has it. Once
+there was a first score, no failure of the model ends the searcher: while there is no worker or no server, a response
+fails after `time_limit_seconds`, and generation, which is at most two loads of requests ahead, continues at that pace.
 """
 
 import multiprocessing.connection
 from collections.abc import Callable
+from typing import Any
 
-from tba.common.config import RewardModelSection
+from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError, WorkerLost
 from tba.common.log import get_logger
 from tba.common.weights.model_files import model_directory
@@ -20,47 +21,83 @@ log = get_logger(__name__)
 _BATCH = 256
 _GATHER_SECONDS = 0.05
 _POLL_SECONDS = 0.05
+# A worker that asks a server keeps its limits itself, and is replaced if it has not done so this much later.
+_GRACE_SECONDS = 5.0
 
 
 class ModelScorer(WorkerPool):
-    """Scores by the classifier of `[reward_model]`. `device` is the searcher's own: `cpu` or `cuda`.
+    """Scores by a classifier: that of `[reward_model]`, or of the `section` that `config` is.
 
-    The constructor returns when the model is loaded, so that an engine on the same GPU finds its memory taken, or
-    after `stop()`: then it scores nothing and must be closed. Raises ConfigError if the files are no reward model,
-    WorkerLost if it was not loaded for another reason.
+    `device` is the searcher's own: `cpu` or `cuda`. The constructor returns when the model is loaded, so that an
+    engine on the same GPU finds its memory taken, or after `stop()`: then it scores nothing and must be closed. Raises
+    ConfigError if it is no reward model, WorkerLost if it was not loaded or reached for another reason.
     """
 
-    def __init__(self, config: RewardModelSection, device: str, stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        config: ScoringModelSection,
+        device: str,
+        stop: Callable[[], bool] = lambda: False,
+        *,
+        section: str = "reward_model",
+    ) -> None:
         self.config = config
-        device, environment = _placement(config.device, device)
-        directory = model_directory(config.path, setting="reward_model.path")
-        super().__init__(
-            PoolSettings(
-                name="reward model",
-                section="reward_model",
-                module="tba.searcher.scoring.model_worker",
-                settings={"config": config.model_dump(mode="json"), "directory": str(directory), "device": device},
-                workers=1,
-                batch=_BATCH,
-                load_seconds=config.load_seconds,
-                work_seconds=config.time_limit_seconds,
-                gather_seconds=_GATHER_SECONDS,
-                max_wait_seconds=config.time_limit_seconds,
-                environment=environment,
-            )
-        )
+        super().__init__(_server(config, section) if config.url else _own_process(config, device, section))
         try:
             while not (self.ready or stop()):
                 self.poll()
                 if self.refusal:
                     raise ConfigError(self.refusal)
                 if self.failed_starts:
-                    raise WorkerLost(f"reward_model.path {config.path} is not loaded: {self.trouble}")
+                    what = (
+                        f"{section}.url does not answer"
+                        if config.url
+                        else f"{section}.path {config.path} is not loaded"
+                    )
+                    raise WorkerLost(f"{what}: {self.trouble}")
                 multiprocessing.connection.wait(self.channels, _POLL_SECONDS)
         except BaseException:
             self.close()
             raise
-        log.info("reward model", path=config.path, device=device, ready=self.ready)
+        log.info(section.replace("_", " "), model=config.source, ready=self.ready)
+
+
+def _own_process(config: ScoringModelSection, device: str, section: str) -> PoolSettings:
+    device, environment = _placement(config.device, device)
+    directory = model_directory(config.path, setting=f"{section}.path")
+    return PoolSettings(
+        name=section.replace("_", " "),
+        section=section,
+        module="tba.searcher.scoring.model_worker",
+        settings={"config": _sent(config), "directory": str(directory), "device": device},
+        workers=1,
+        batch=_BATCH,
+        load_seconds=config.load_seconds,
+        work_seconds=config.time_limit_seconds,
+        gather_seconds=_GATHER_SECONDS,
+        max_wait_seconds=config.time_limit_seconds,
+        environment=environment,
+    )
+
+
+def _server(config: ScoringModelSection, section: str) -> PoolSettings:
+    return PoolSettings(
+        name=section.replace("_", " "),
+        section=section,
+        module="tba.searcher.scoring.http_worker",
+        settings={"config": _sent(config), "key": config.api_key.get_secret_value()},
+        workers=1,
+        batch=max(_BATCH, config.concurrency),
+        load_seconds=config.load_seconds + _GRACE_SECONDS,
+        work_seconds=config.time_limit_seconds + _GRACE_SECONDS,
+        max_wait_seconds=config.time_limit_seconds,
+    )
+
+
+def _sent(config: ScoringModelSection) -> dict[str, Any]:
+    """Return the settings that every classifier has, as a worker reads them."""
+    fields = set(ScoringModelSection.model_fields) - {"api_key"}
+    return config.model_dump(mode="json", include=fields)
 
 
 def _placement(configured: str, own: str) -> tuple[str, dict[str, str]]:

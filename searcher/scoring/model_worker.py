@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from tba.common.config import RewardModelSection
+from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.searcher.scoring.classifier import RewardModel
@@ -29,7 +29,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     settings = next(connection.messages)
     try:
-        config = RewardModelSection.model_validate(settings["config"])
+        config = ScoringModelSection.model_validate(settings["config"])
         model = RewardModel(Path(settings["directory"]), config, settings["device"])
     except ConfigError as error:
         connection.send(["refused", storable(str(error))])

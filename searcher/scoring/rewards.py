@@ -22,12 +22,16 @@ MODEL_PART = "reward_model"
 class Rewards:
     """Scores responses in other processes; `wait` returns them.
 
-    It closes `model` with itself. Start it in the main thread and before the engine, as `WorkerPool` says.
+    It closes `model` with itself; the model's logit counts `weight` times. Start it in the main thread and before the
+    engine, as `WorkerPool` says.
     """
 
-    def __init__(self, task: Task, config: TaskSection, model: ModelScorer | None = None) -> None:
+    def __init__(
+        self, task: Task, config: TaskSection, model: ModelScorer | None = None, *, weight: float = 1.0
+    ) -> None:
         self._task = TaskScorer(task, config)
         self._model = model
+        self._weight = weight
         # By ticket: monotonic time of submission, and the results that have arrived.
         self._submitted_at: dict[int, float] = {}
         self._by_task: dict[int, Scored] = {}
@@ -68,7 +72,7 @@ class Rewards:
         self._by_model |= {result.item.ticket: result for result in self._model.poll()}
         both = self._by_task.keys() & self._by_model.keys()
         return [
-            self._finish(_sum(self._by_task[ticket], self._by_model.pop(ticket), self._model.config.weight))
+            self._finish(_sum(self._by_task[ticket], self._by_model.pop(ticket), self._weight))
             for ticket in sorted(both)
         ]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError, TbaError
+from tba.common.log import configure
 from tba.searcher.scoring.scoring import score, score_later, storable
 from tba.searcher.scoring.worker_process import Connection
 from tba.searcher.tasks import load_task
@@ -23,6 +24,7 @@ from tba.searcher.tasks.task import Prompt, Reward, Task, scores_concurrently
 def main() -> None:
     """Serve until the searcher closes the socket."""
     connection = Connection()
+    configure("reward", level="WARNING")
     settings = next(connection.messages)
     try:
         config = TaskSection.model_validate(settings)

@@ -174,9 +174,8 @@ class WorkerPool:
         worker.process.kill()
         self.workers.remove(worker)
         if not worker.ready:
-            # A refusal is final: the owner of the pool raises it.
-            if not self.refusal:
-                self._start_failed()
+            # The owner of the pool raises a refusal, or goes on without a worker: then starts have pauses, too.
+            self._start_failed()
             return
         log.warning(f"{self.settings.name} replaced", reason=self.trouble, pid=worker.process.pid)
         # At least one item fails, so that a batch which kills every worker comes to an end.

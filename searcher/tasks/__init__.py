@@ -2,17 +2,28 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from tba.common.config import TaskSection
 from tba.common.config.task import MIXTURE, TaskSource
-from tba.common.errors import TaskError, TbaError
+from tba.common.errors import MissingExtra, TaskError, TbaError
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.mixture import make_mixture
-from tba.searcher.tasks.own import find_own
+from tba.searcher.tasks.own import ATTRIBUTES, find_own
 from tba.searcher.tasks.reasoning import ReasoningGymTask
 from tba.searcher.tasks.task import LimitedTask, Task, least_reward
+
+
+def _make_red_team(**options: Any) -> Task:
+    # Its HTTP client is needed for no other task.
+    try:
+        from tba.searcher.tasks.redteam import RedTeamTask
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "httpx2", "train") from error
+    return RedTeamTask(**options)
+
 
 # The names are those of `tba.common.config.task.TASKS`, without the mixture.
 _SHIPPED: dict[str, Callable[..., Task]] = {
@@ -20,6 +31,7 @@ _SHIPPED: dict[str, Callable[..., Task]] = {
     "gsm8k": Gsm8kTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,
+    "redteam": _make_red_team,
 }
 
 
@@ -38,7 +50,7 @@ def declared_floor(config: TaskSection) -> float:
 
 def _declared(source: TaskSource) -> float:
     shipped = _SHIPPED.get(source.name)
-    # A class states it as an attribute. A factory has to be called.
+    # A class states it as an attribute. A function has to be called.
     return least_reward(shipped if inspect.isclass(shipped) else _load(source))  # type: ignore[arg-type]
 
 
@@ -58,31 +70,39 @@ def _task(source: TaskSource) -> Task:
     if source.reads_files:
         arguments |= {"train": source.train, "test": source.test}
     try:
-        factory = shipped or find_own(source.name)
-        _check_options(source, factory)
-        task = factory(**arguments)
+        make = shipped or find_own(source.name)
+        _check_options(source, make)
+        task = make(**arguments)
     # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
     except (MemoryError, TbaError):
         raise
     # User code may raise anything.
     except Exception as error:
+        raise TaskError(f"task.name {source.name} cannot be loaded: {type(error).__name__}: {error}") from error
+    if missing := [attribute for attribute in ATTRIBUTES if not hasattr(task, attribute)]:
         raise TaskError(
-            f"task.name {source.name} cannot be loaded: {type(error).__name__}: {error}; a module must be on "
-            "PYTHONPATH, and task.options are the keyword arguments of the factory"
-        ) from error
-    if missing := [name for name in ("name", "prompts", "held_out", "score") if not hasattr(task, name)]:
-        raise TaskError(f"task.name {source.name}: the object that the factory returned has no {', '.join(missing)}")
+            f"task {source.name} has no {', '.join(missing)}: a task has {', '.join(ATTRIBUTES)}, as the file that "
+            "`tba task new` writes"
+        )
     return task
 
 
-def _check_options(source: TaskSource, factory: Callable[..., Task]) -> None:
-    """Raise TaskError for an option that the task does not have, with the names of those that it has."""
-    if not source.options:
-        return
-    parameters = inspect.signature(factory).parameters.values()
+def _check_options(source: TaskSource, make: Callable[..., Task]) -> None:
+    """Raise TaskError for an option that the task lacks or does not have, with the names of those that it has."""
+    parameters = inspect.signature(make).parameters.values()
+    own = [parameter for parameter in parameters if parameter.name not in ("train", "test")]
+    if lacking := [
+        parameter.name
+        for parameter in own
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name not in source.options
+    ]:
+        keys = ", ".join(f"task.options.{name}" for name in lacking)
+        raise TaskError(f"task {source.name} needs {keys}: set it in the configuration, or with --set")
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [parameter.name for parameter in parameters if parameter.name not in ("train", "test")]
+    known = [parameter.name for parameter in own]
     if unknown := [name for name in source.options if name not in known]:
         has = f"it has {', '.join(known)}" if known else "it has none"
         raise TaskError(f"task {source.name} has no option {', '.join(unknown)}: {has}")

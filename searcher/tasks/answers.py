@@ -8,9 +8,12 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 # Of a number that is written out in digits; longer ones are compared as they are.
 _MAX_DIGITS = 100
-# In this order. Spaces and the size of brackets mean nothing, and neither do units of percent, money and degrees.
+# In this order. Spaces and the size of brackets mean nothing, and neither do units of percent, money and degrees. A
+# space between two numbers stays, as in 2 1/2, unless it separates thousands.
 _SPELLINGS = (
-    (re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle(?![a-z])|[\s~]"), ""),
+    (re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle(?![a-z])"), ""),
+    # `++` tries no shorter run: that would take time proportional to the square of the number of spaces.
+    (re.compile(r"(?<![\d\s~])[\s~]+|(?<=\d)[\s~]++(?=\d{3}(?!\d)|(?!\d))"), ""),
     (re.compile("[\N{MINUS SIGN}\N{EN DASH}]"), "-"),
     (re.compile(r"\\[dt]frac(?![a-z])"), r"\\frac"),
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r"\1"),

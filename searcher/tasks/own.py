@@ -10,21 +10,37 @@ from typing import Any
 
 from tba.common.errors import TaskError
 
-_METHODS = ("prompts", "held_out", "score")
+# What every task has.
+ATTRIBUTES = ("name", "prompts", "held_out", "score")
 
 
 def find_own(name: str) -> Callable[..., Any]:
-    """Return the factory that a `task.name` denotes: `package.module:Class`, `file.py:Class`, or `file.py`.
+    """Return the class or function that a `task.name` denotes: `package.module:Class`, `file.py:Class`, or `file.py`.
 
-    A file without a name of a class must define exactly one class with the methods of a task. Raises TaskError if it
+    A file without a name of a class must define exactly one class with the attributes of a task. Raises TaskError if it
     does not, and whatever the import raises.
     """
-    place, _, factory = name.partition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    if factory:
-        found: Callable[..., Any] = getattr(module, factory)
-        return found
-    return _only_task(module, place)
+    place, _, wanted = name.partition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else _import(name, place)
+    if not wanted:
+        return _only_task(module, place)
+    if not hasattr(module, wanted):
+        raise TaskError(f"task.name {name}: {place} has no {wanted}; {_found(_classes(module))}")
+    found: Callable[..., Any] = getattr(module, wanted)
+    return found
+
+
+def _import(name: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        # One that the module itself imports is reported by its own name.
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise
+        raise TaskError(
+            f"task.name {name}: there is no Python module {error.name} here: name the file of the task, such as "
+            "my_task.py, or add the directory of the module to PYTHONPATH"
+        ) from None
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -44,16 +60,34 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _only_task(module: ModuleType, place: str) -> Callable[..., Any]:
-    tasks = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == module.__name__ and all(hasattr(value, m) for m in _METHODS)
+def _classes(module: ModuleType) -> list[type]:
+    """Return the classes that a module defines, without those that it imports."""
+    return [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+
+
+def _lacks(kind: type) -> list[str]:
+    # The name may be set by `__init__`.
+    return [attribute for attribute in ATTRIBUTES[1:] if not hasattr(kind, attribute)]
+
+
+def _found(classes: list[type]) -> str:
+    """Return which classes a file defines, and what each one lacks to be a task."""
+    described = [
+        f"{kind.__name__}, which has no {', '.join(lacking)}" if (lacking := _lacks(kind)) else kind.__name__
+        for kind in classes
     ]
-    if len(tasks) != 1:
-        names = ", ".join(task.__name__ for task in tasks) or "none"
+    return f"it defines {'; '.join(described) or 'no class'}"
+
+
+def _only_task(module: ModuleType, place: str) -> Callable[..., Any]:
+    classes = _classes(module)
+    tasks = [kind for kind in classes if not _lacks(kind)]
+    if len(tasks) > 1:
+        names = ", ".join(task.__name__ for task in tasks)
+        raise TaskError(f"task.name {place} has several tasks, {names}: name one, as {place}:{tasks[-1].__name__}")
+    if not tasks:
         raise TaskError(
-            f"task.name {place}: the file must define one class with {', '.join(_METHODS)}, and defines {names}: "
-            f"name the one to use, such as {place}:MyTask"
+            f"task.name {place} has no task, which is a class with {', '.join(ATTRIBUTES)}; {_found(classes)}: "
+            "`tba task new` writes one that runs"
         )
     return tasks[0]

@@ -108,6 +108,12 @@ def least_reward(task: Task) -> float:
         raise TaskError(f"task {task.name}: least_reward is {least!r}: state a number") from None
 
 
+def least_reward_for(task: Task, prompt: Prompt) -> float:
+    """Return the lowest reward of a response to a prompt: in a mixture, that of the prompt's task."""
+    mixture: Any = task
+    return least_reward(mixture.tasks[name_of(task, prompt)] if hasattr(task, "label_of") else task)
+
+
 def name_of(task: Task, prompt: Prompt) -> str:
     """Return the name of the task that a prompt belongs to: of a mixture, the label of one of its tasks."""
     label_of = getattr(task, "label_of", None)

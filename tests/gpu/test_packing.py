@@ -41,8 +41,9 @@ def gradient(packing: Any, device: str, *, window: int, **keys) -> torch.Tensor:
     """Return the flattened gradient of a batch's loss: in bfloat16 on the GPU, in float64 on the CPU."""
     model = make_model(window).to(device)
     model = model if device == "cuda" else model.double()
-    config = TrainSection(packing=packing, **keys)
-    learner = Learner(model, None, config, objective("rloo"), autocast=device == "cuda")
+    half = device == "cuda"
+    packed = packs(packing, model, device, half=half)
+    learner = Learner(model, None, TrainSection(**keys), objective("rloo"), autocast=half, packed=packed)
     batch = gpu_batch()
     learner.accumulate(batch, batch.reference_BK, 0.01)
     return torch.cat([parameter.grad.flatten().cpu().double() for parameter in model.parameters()])

@@ -14,6 +14,7 @@ from tba.common.errors import MemoryShort
 from tba.tests.helpers.trainer import make_batch, make_row, objective
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.metrics.flops import Throughput
+from tba.trainer.model.packing import packs
 from tba.trainer.preflight.check import report_on
 from tba.trainer.step.learner import Learner
 
@@ -50,7 +51,8 @@ def test_a_step_reaches_a_share_of_the_peak_in_the_memory_of_the_estimate(tmp_pa
     torch.cuda.reset_peak_memory_stats()
     model = make_model(LARGE if large else SMALL)
     train = TrainSection(micro_batch_tokens=8192, gradient_checkpointing=checkpointing, warmup_steps=0)
-    learner = Learner(model, None, train, objective("rloo"), autocast=True)
+    packed = packs("auto", model, "cuda", half=True)
+    learner = Learner(model, None, train, objective("rloo"), autocast=True, packed=packed)
     shape = {"prompts": 8, "samples": 8, "prompt_tokens": 128, "response_tokens": 384}
     seconds, steps = 0.0, 6
     for step in range(2 + steps):

@@ -51,7 +51,7 @@ threads = 1
 # Every objective; some cases also cover another part of the trainer.
 CASES: dict[str, dict[str, Any]] = {
     "tb": {},
-    "tb_stale": {},
+    "tb_stale": {"objective.imitation": 0.25},
     "tb_learned_z": {"train.micro_batch_tokens": 64},
     "tba_prime": {},
     "reinforce": {"train.schedule": "cosine", "train.warmup_steps": 2},

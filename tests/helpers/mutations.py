@@ -1,7 +1,7 @@
 """Mutates valid messages with a seeded generator into what a broken, old or hostile peer might send."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -11,7 +11,7 @@ from tba.common.wire import messages
 from tba.common.wire.codec import encode_request
 from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.status_messages import GetStatus
-from tba.tests.helpers.puts import make_trajectory, put_message, reference
+from tba.tests.helpers.puts import make_trajectory, numbers_of, put_message, reference
 
 Frames = list[bytes]
 PROMPTS = [f"p{n}" for n in range(6)]
@@ -40,10 +40,14 @@ RAW = [
 
 
 class Mutator:
-    """`message()` returns a multipart: one in ten is valid, the others are mutated once or several times."""
+    """`message()` returns a multipart: one in ten is valid, the others are mutated once or several times.
 
-    def __init__(self, seed: int) -> None:
+    Those of `examples` are mutated, or else requests to a buffer.
+    """
+
+    def __init__(self, seed: int, examples: Sequence[Frames] = ()) -> None:
         self.rng = random.Random(seed)
+        self._examples = examples
         self._sequence = 0
         self._mutations: list[Callable[[Frames], Frames]] = [
             *([self._odd_value] * 8),
@@ -61,8 +65,10 @@ class Mutator:
         return frames
 
     def good(self) -> Frames:
-        """Return a valid request of any type, most often a put."""
+        """Return an example; without any a valid request of any type, most often a put."""
         rng = self.rng
+        if self._examples:
+            return rng.choice(self._examples)
         make = rng.choice([None] * 6 + list(_PLAIN))
         message, arrays = self._put() if make is None else (make(rng), [])
         role: Any = rng.choice(("searcher", "searcher", "trainer", "publisher", "monitor"))
@@ -180,7 +186,12 @@ _PLAIN: list[Callable[[random.Random], messages.Message]] = [
     lambda r: messages.LeasePrompts(want=r.randrange(4), held=[r.randrange(9)], weights_version=2, wait_seconds=0.0),
     lambda r: messages.SampleBatch(step=r.randrange(9), prompts=1, samples=2, reference="initial", wait_seconds=0.0),
     lambda r: messages.ReportStep(
-        step=r.randrange(9), metrics={"loss": 0.1}, reference="x", trajectory_ids=[1], reference_logprobs=[-2.0]
+        step=r.randrange(9),
+        metrics={"loss": 0.1},
+        reference="x",
+        trajectory_ids=[1],
+        reference_logprobs=[-2.0],
+        rows=numbers_of(r.randrange(1, 4)),
     ),
     lambda r: messages.AnnounceSnapshot(weights=reference(r.choice(VERSIONS), 0), bytes=1),
     lambda r: messages.FinishRun(step=r.randrange(9)),

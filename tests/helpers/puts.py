@@ -8,6 +8,7 @@ import numpy as np
 
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
+from tba.common.wire.row_numbers import RowNumbers
 from tba.common.wire.trajectory import Trajectory, pack
 from tba.tests.helpers.checks import PATIENCE_SECONDS
 
@@ -30,6 +31,19 @@ def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **
         "generation_seconds": 0.1,
     }
     return Trajectory(**{**fields, **changes})
+
+
+def numbers_of(rows: int, **changes: Any) -> RowNumbers:
+    """Return different numbers of the rows of a batch. The first row has none, and was skipped."""
+    columns = {
+        "logprob": [None, *(-1.5 - n for n in range(1, rows))],
+        "log_ratio": [None, *(n / 8 for n in range(1, rows))],
+        "advantage": [None, *(n / 4 - 1 for n in range(1, rows))],
+        "weight": [None, *(1 / n for n in range(1, rows))],
+        "mismatch": [None, *(0.01 * n for n in range(1, rows))],
+        "skipped": [n == 0 for n in range(rows)],
+    }
+    return RowNumbers(**{**columns, **changes})
 
 
 def put_message(rows: Sequence[Trajectory], first: int = 0) -> tuple[messages.PutTrajectories, list[bytes]]:

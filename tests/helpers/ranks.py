@@ -1,8 +1,8 @@
 """Learners on several ranks, for tests: `main` is one rank, a scenario names what it trains.
 
-Rank 0 writes DIRECTORY/SCENARIO.pt, with the metrics of each step and all tensors that can be published, and a
-checkpoint in DIRECTORY/SCENARIO.after. Training resumes from a checkpoint in DIRECTORY/SCENARIO if there is one. The
-scenario NAME/again is NAME with another directory, so that it can resume.
+Rank 0 writes DIRECTORY/SCENARIO.pt, with what `run` returns, and a checkpoint in DIRECTORY/SCENARIO.after. Training
+resumes from a checkpoint in DIRECTORY/SCENARIO if there is one. The scenario NAME/again is NAME with another directory,
+so that it can resume.
 """
 
 import os
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 
 from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
 from tba.common.errors import ConfigError
@@ -26,6 +27,7 @@ from tba.trainer.checkpoints import checkpoint
 from tba.trainer.distributed.ranks import ALONE, Ranks, join
 from tba.trainer.distributed.sharding import full_tensor
 from tba.trainer.model.adapters import BASE, FACTORS, MERGED, add_adapters, gathered
+from tba.trainer.model.packing import packs
 from tba.trainer.model.scorer import halve, weights_of
 from tba.trainer.step.build import build
 from tba.trainer.step.host_optimizer import take_masters
@@ -110,6 +112,7 @@ def make_learner(
     if double:
         policy, initial = policy.double(), initial and initial.double()
     config, masters = TrainSection.model_validate(_FLAT | keys), None
+    packed = packs(config.packing, policy, "cpu", half=autocast)
     if config.offload == "optimizer":
         masters = take_masters(policy, torch.device("cpu"), half=autocast)
     if autocast and lora is not None:
@@ -126,6 +129,7 @@ def make_learner(
         reference_config=reference,
         entropy=True,
         masters=masters,
+        packed=packed,
     )
 
 
@@ -142,7 +146,10 @@ def make_batch(scenario: str, step: int, prompts: int) -> TrainBatch:
 
 
 def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2) -> dict[str, Any]:
-    """Train a scenario. Returns metrics of each step, weights by name, and the number of gradient reductions."""
+    """Train a scenario.
+
+    Returns metrics and numbers of rows of each step, weights by name, and the number of gradient reductions.
+    """
     keys, prompts = SCENARIOS[scenario.removesuffix("/again")]
     torch.manual_seed(0)
     learner = make_learner(ranks, **keys)
@@ -151,7 +158,7 @@ def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2)
         checkpoint.restore(found, learner)
     first = learner.steps_done
     REDUCTIONS.clear()
-    metrics = [learner.step(make_batch(scenario, step, prompts)).metrics for step in range(first, first + steps)]
+    done = [learner.step(make_batch(scenario, step, prompts)) for step in range(first, first + steps)]
     weights = {
         f"{what}/{name}": tensor.clone()
         for what in (MERGED, BASE, FACTORS)
@@ -161,7 +168,12 @@ def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2)
         checkpoint.save(directory / f"{scenario}.after", learner, run="r", keep=1)
     else:
         list(checkpoint.tensors_of(learner))
-    return {"metrics": metrics, "weights": weights, "reductions": len(REDUCTIONS)}
+    return {
+        "metrics": [result.metrics for result in done],
+        "rows": [asdict(result.rows) for result in done],
+        "weights": weights,
+        "reductions": len(REDUCTIONS),
+    }
 
 
 def count_reductions() -> None:

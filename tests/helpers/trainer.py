@@ -20,6 +20,7 @@ from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import ServerKeys
 from tba.common.wire.trajectory import Trajectory
+from tba.tests.helpers.new_databases import new_database
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.objectives.from_config import Objective, make_objective
@@ -125,7 +126,7 @@ class BufferThread:
         assert not self._thread.is_alive()
 
     def _serve(self) -> None:
-        store = Store(self.config.database, durability="process")
+        store = Store(new_database(self.config.database), durability="process")
         run = store.open_run(self.config.run.name, seed=0, config={}, software={})
         channel = ServerChannel(self.address, keys=self.keys)
         self.address = channel.address

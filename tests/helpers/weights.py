@@ -1,6 +1,7 @@
 """Snapshots of random weights, with and without deltas, in the real format and without a model."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,12 +11,17 @@ from tba.common.system.durable import temporary_directory
 from tba.common.weights import delta, delta_store, snapshot
 from tba.common.weights.snapshot import MANIFEST, Canary, Delta, Manifest, Snapshot, directory_name
 from tba.common.weights.snapshot_server import SnapshotServer
-from tba.common.weights.tensor_file import Tensor, write_tensor_file
+from tba.common.weights.tensor_file import Tensor, content_of
 from tba.common.wire import messages
 from tba.common.wire.file_messages import FetchChunk
 from tba.tests.helpers.checks import not_none
 
 WEIGHTS = "model.safetensors"
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file."""
+    path.write_bytes(b"".join(content_of(tensors)))
 
 
 @dataclass

@@ -59,11 +59,11 @@ def test_an_unknown_key_in_the_file_exits_with_78(tba, make_config):
 
 def test_a_missing_extra_is_reported_in_one_sentence(tmp_path):
     """torch is hidden from this process, as on a host of the buffer."""
-    hidden = "import sys; sys.modules['torch'] = None; sys.argv = ['tba', 'train', '--cpu']; "
+    hidden = "import sys; sys.modules['torch'] = None; sys.argv = ['tba', 'train', '--cpu', '--set', 'model.path=m']; "
     code = hidden + "import importlib.util as u; f = u.find_spec; "
     code += "u.find_spec = lambda name, *a: None if name == 'torch' else f(name, *a); import tba.cli; tba.cli.main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    refused(result, 78, "torch is not installed: install tba with the extra train, by pip install 'tba[train]'")
+    refused(result, 78, "torch is not installed: in the clone of tba", "pip install '.[train]'")
 
 
 WITHOUT_PEFT = """
@@ -131,7 +131,7 @@ Mine = lambda: SimpleNamespace(name="mine", prompts=lambda: prompts, held_out=li
 @pytest.mark.parametrize(
     ("command", "source", "sentence"),
     [
-        ("run", "", "my_task:Mine cannot be loaded: AttributeError"),
+        ("run", "", "task.name my_task:Mine: my_task has no Mine; it defines no class"),
         ("run", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
         ("doctor", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
     ],

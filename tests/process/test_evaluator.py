@@ -12,6 +12,7 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import Announcer
+from tba.tests.helpers.reward_server import serving
 from tba.tests.process.conftest import arithmetic
 
 pytestmark = [pytest.mark.torch]
@@ -25,10 +26,22 @@ def wait_until(condition, what: str) -> None:
         time.sleep(0.2)
 
 
-def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(make_config, start_tba, tba):
+@pytest.fixture
+def gold():
+    """A gold model that scores a tenth of the length of a text."""
+    with serving() as server:
+        yield server
+
+
+def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(
+    make_config, start_tba, tba, gold
+):
     run = make_config(
         **arithmetic(
-            task={"held_out_limit": 8}, train={"steps": 8, "keep_snapshot_every": 4}, eval={"samples": 2, "kl": True}
+            task={"held_out_limit": 8},
+            train={"steps": 8, "keep_snapshot_every": 4},
+            eval={"samples": 2, "kl": True},
+            gold_model={"url": gold.url},
         )
     )
     start_tba("buffer", "serve", "--config", run.file)
@@ -54,3 +67,11 @@ def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_
     assert [(row["version"], row["step"], row["held_out_prompts"]) for row in rows] == [(0, 0, 8), (8, 8, 8)]
     # Every snapshot is the reference itself.
     assert all(abs(row["kl"]) < 1e-3 for row in rows)
+    first, second = read_json_lines(evaluations)
+    assert first["win_rate"] == second["win_rate"]
+    assert 0 < first["win_rate"] < 1
+    assert first["gold_failed"] == 0
+    low, high = first["intervals"]["win_rate"]
+    assert low <= first["win_rate"] <= high
+    # A first text at the start, 8 references once, and 8 answers of each snapshot.
+    assert gold.counts()["requests"] == 8 + 2 * 8 + 1

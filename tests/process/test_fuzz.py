@@ -2,24 +2,36 @@
 
 import sqlite3
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.run_state import ReplyBody
+from tba.buffer.tools.query_server import answer
 from tba.common.config import Config
 from tba.common.errors import Refused, WireError
+from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import codec, messages
-from tba.common.wire.codec import decode_reply, decode_request, encode_reply, encode_request, request_id_of
+from tba.common.wire.codec import (
+    decode_file_reply,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+    request_id_of,
+)
 from tba.common.wire.fields import Role
 from tba.common.wire.status_messages import GetStatus
 from tba.tests.conftest import ServiceHarness
+from tba.tests.helpers.examples import FILE_MESSAGES, QUERY_MESSAGES, REPLIES
 from tba.tests.helpers.mutations import Mutator
-from tba.tests.helpers.puts import make_trajectory, put_message, reference
+from tba.tests.helpers.puts import make_trajectory, numbers_of, put_message, reference
 from tba.tests.runner import size
 
 MESSAGES = size(6000, 100_000)
@@ -127,6 +139,69 @@ def test_mutated_messages_are_refused_and_do_no_harm(harness, trajectory, seed):
     check_intact(buffer, trajectory)
 
 
+# ---------------------------------------------------------------- other servers, and clients
+
+
+def mutated(seed, examples):
+    mutator = Mutator(seed, examples)
+    return [mutator.message() for _ in range(MESSAGES // 4)]
+
+
+def requests(types):
+    """Return a valid request of each of these types."""
+    examples = FILE_MESSAGES | QUERY_MESSAGES
+    return [encode_request(examples[type_], id=1, role="searcher", sender="s.1", run="") for type_ in types]
+
+
+def check_answers(replies, types):
+    """Check that all of these are replies, both to valid and to malformed requests."""
+    codes = Counter(
+        reply.message.code if isinstance(reply.message, messages.Failure) else reply.header.type
+        for reply in (decode_file_reply([memoryview(frame) for frame in frames], types) for frames in replies)
+    )
+    assert codes["malformed"] > 0.5 * codes.total()
+    return codes
+
+
+def test_a_snapshot_server_answers_mutated_messages(tmp_path):
+    (tmp_path / "snapshots").mkdir()
+    server = SnapshotServer("tcp://127.0.0.1:*", tmp_path / "snapshots")
+    replies = []
+    with closing(server), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        socket.connect(server.address)
+        for frames in mutated(1, requests(codec.FILE_REQUESTS)):
+            socket.send_multipart(frames)
+            replies.append(socket.recv_multipart())
+    assert check_answers(replies, codec.FILE_REPLIES)["no_such_file"] > MESSAGES // 50
+
+
+def test_a_query_server_answers_mutated_messages(harness):
+    path = harness().store.path
+    replies = [
+        answer(path, [memoryview(frame) for frame in frames], seconds=1.0)
+        for frames in mutated(2, requests(codec.QUERY_REQUESTS))
+    ]
+    assert check_answers(replies, codec.QUERY_REPLIES)["query_result"] > MESSAGES // 50
+
+
+def test_clients_refuse_mutated_replies_with_a_wire_error(harness, trajectory):
+    buffer = prepared(harness)
+    buffer.put([trajectory("p0", tokens=[n]) for n in range(2)], 0)
+    state = buffer.service.state.for_replies()
+    batch = buffer.sample(0, 1, 2)
+    bodies = [*map(ReplyBody, REPLIES.values()), ReplyBody(buffer.service.status()), batch]
+    examples = [encode_reply(body.message, id=1, run="", state=state, frames=body.frames) for body in bodies]
+    counts: Counter[str] = Counter()
+    for frames in mutated(3, examples):
+        try:
+            counts[decode_reply([memoryview(frame) for frame in frames]).header.type] += 1
+        except WireError:
+            counts["malformed"] += 1
+    assert set(codec.REPLIES) <= set(counts), "every type of reply was decoded"
+    assert counts["malformed"] > 0.5 * counts.total()
+
+
 # ---------------------------------------------------------------- valid messages with unusual values
 
 numbers = st.sampled_from([0, 1, 3, 2**31 - 2, 2**31 - 1, 2**53 + 1, 2**63 - 2, 2**63 - 1]) | st.integers(0, 20)
@@ -172,7 +247,12 @@ others: st.SearchStrategy[Any] = st.one_of(
     st.builds(lambda n: messages.SampleBatch(step=n, prompts=1, samples=2, reference="r", wait_seconds=0.0), numbers),
     st.builds(
         lambda n, ids, x: messages.ReportStep(
-            step=n, metrics={"m": x}, reference="r", trajectory_ids=ids, reference_logprobs=[x] * len(ids)
+            step=n,
+            metrics={"m": x},
+            reference="r",
+            trajectory_ids=ids,
+            reference_logprobs=[x] * len(ids),
+            rows=numbers_of(2, advantage=[x, None]),
         ),
         *(numbers, st.lists(numbers, max_size=3), floats),
     ),

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,10 +62,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], *, tolerance: float) -> None:
-    """Compare all metrics of each step, and the weights after the last one."""
+    """Compare all metrics and numbers of rows of each step, and the weights after the last one."""
     for mine, theirs in zip(found["metrics"], expected["metrics"], strict=True):
         assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
         assert mine["grad_norm"] > 0
+    for mine, theirs in zip(found["rows"], expected["rows"], strict=True):
+        for name, column in theirs.items():
+            found_N, expected_N = (torch.tensor(np.array(values, float)) for values in (mine[name], column))
+            assert torch.allclose(found_N, expected_N, atol=tolerance, rtol=tolerance, equal_nan=True), name
     assert found["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.allclose(found["weights"][name], weight, atol=tolerance, rtol=0), name
@@ -126,4 +131,5 @@ def test_one_process_resumes_from_two_and_two_from_one(trained, tmp_path):
 @pytest.mark.parametrize("scenario", ["reset", "ema"])
 def test_ranks_that_resume_an_updated_reference_make_the_steps_of_an_uninterrupted_process(trained, tmp_path, scenario):
     straight = helper.run(scenario, tmp_path, steps=4)
-    assert_same(trained.result(f"{scenario}/again", 2), straight | {"metrics": straight["metrics"][2:]}, tolerance=1e-9)
+    last = straight | {name: straight[name][2:] for name in ("metrics", "rows")}
+    assert_same(trained.result(f"{scenario}/again", 2), last, tolerance=1e-9)

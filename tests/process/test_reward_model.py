@@ -53,9 +53,8 @@ def rewards(classifier):
     def make(**keys):
         config = Config.model_validate({"reward_model": {"path": str(classifier), "weight": WEIGHT} | keys})
         task = load_task(config.task)
-        made.append(
-            Rewards(task, config.task.model_copy(update={"reward_workers": 1}), ModelScorer(config.reward_model, "cpu"))
-        )
+        model, workers = ModelScorer(config.reward_model, "cpu"), {"reward_workers": 1}
+        made.append(Rewards(task, config.task.model_copy(update=workers), model, weight=WEIGHT))
         return made[-1]
 
     yield make

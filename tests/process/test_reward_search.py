@@ -14,6 +14,7 @@ from tba.common.errors import EXIT_CONFIG
 from tba.common.system.orphan_guard import session_of
 from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.reward_server import serving
 from tba.tests.process.conftest import arithmetic
 
 SAMPLES = 4
@@ -135,7 +136,7 @@ def test_the_example_of_a_custom_task_runs_without_workers(searching):
 def test_a_task_that_does_not_load_in_a_worker_ends_the_searcher_with_an_error(searching):
     here = searching(name="hostile_task:HeldBack")
     assert here.search().wait(240) == EXIT_CONFIG
-    (sentence,) = [line for line in here.log.read_text().splitlines() if "no licence server" in line]
+    *_, sentence = [line for line in here.log.read_text().splitlines() if "no licence server" in line]
     assert (
         "in a reward worker: task.name hostile_task:HeldBack cannot be loaded: OSError: no licence server" in sentence
     )
@@ -145,3 +146,27 @@ def test_a_model_that_is_no_reward_model_ends_the_searcher_before_its_engine_sta
     here = searching({"path": str(example_model)})
     assert here.search().wait(240) == EXIT_CONFIG
     assert "has 2 labels: a reward needs a classifier with one" in here.log.read_text()
+
+
+def test_a_reward_server_that_fails_and_dies_leaves_rows_with_errors_and_the_search_continues(searching):
+    def counts() -> tuple[int, int]:
+        errors = [error is not None for _, _, error, _, _ in here.rows()]
+        return errors.count(False), errors.count(True)
+
+    with serving() as server:
+        here = searching({"url": server.url, "time_limit_seconds": 0.5})
+        searcher = here.search()
+        wait_until(lambda: counts()[0] > SAMPLES)
+        server.fail("400", 3)
+        wait_until(lambda: counts()[1] == 3)
+        before = counts()[0]
+        wait_until(lambda: counts()[0] > before + 10 * SAMPLES)
+    wait_until(lambda: counts()[1] > 10 * SAMPLES)
+    searcher.terminate()
+    assert searcher.wait(240) == 0
+    rows = here.rows()
+    assert all(parts["reward_model"] > 0 for _, _, error, parts, _ in rows if error is None)
+    reasons = [error for _, _, error, _, _ in rows if error is not None]
+    assert all(reason.startswith("reward: model: not scored: http://") for reason in reasons)
+    assert "status 400" in " ".join(reasons)
+    assert "ConnectError" in " ".join(reasons)

@@ -169,12 +169,13 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def evaluate(scorer, texts, go_on=lambda _: True) -> dict[str, float] | None:
+def evaluate(scorer, texts, go_on=lambda _: True, least=0.0) -> dict[str, float] | None:
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
     prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
     questions = [Question(n, np.asarray(Letters().encode(text), np.int32), greedy) for n, text in enumerate(texts)]
     engine: Any = EchoEngine()
-    answers = answer(engine, scorer, lambda ids: "".join(map(chr, ids)), prompts, questions, go_on)
+    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+    answers = answer(engine, scorer, decode, prompts, questions, go_on, lambda _: least)
     if answers is None:
         return None
     measured = Measured(seed=0)
@@ -183,11 +184,12 @@ def evaluate(scorer, texts, go_on=lambda _: True) -> dict[str, float] | None:
 
 
 def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer):
-    found = evaluate(scorer, ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")])
+    texts = ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")]
+    found = evaluate(scorer, texts, least=-1.0)
     assert found is not None
     assert found["accuracy"] == pytest.approx(2 / 14)
-    # "forks" has a reward of 1 and no part `correct`.
-    assert found["reward"] == pytest.approx(3 / 14)
+    # "forks" has a reward of 1 and no part `correct`; 11 others have an error, and the least reward.
+    assert found["reward"] == pytest.approx((3 - 11) / 14)
     assert found["unfinished"] == pytest.approx(1 / 14)
     assert found["failed"] == pytest.approx(12 / 14)
 

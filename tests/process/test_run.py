@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -108,6 +109,30 @@ def check_history(run, steps: int = STEPS, killed: Sequence[int] = ()) -> None:
         (s,) for s in range(steps)
     ]
     assert [row["step"] for row in metrics_of(run)] == list(range(steps))
+    check_numbers_of_rows(run)
+
+
+def check_rewards(run, steps: int) -> None:
+    """Check that every step was trained, on rows whose mean reward is the metric of the step."""
+    sql = "SELECT step, AVG(reward) FROM consumption WHERE trained_at IS NOT NULL GROUP BY step ORDER BY step"
+    found = [(row["step"], pytest.approx(row["reward_mean"], abs=1e-6)) for row in metrics_of(run)]
+    assert query(run, sql) == found
+    assert len(found) == steps
+
+
+def check_numbers_of_rows(run) -> None:
+    """Check that every trained row has numbers, and that their means are the metrics of the step."""
+    sql = """SELECT c.step, COUNT(*), COUNT(c.logprob + log_ratio + advantage + weight + skipped),
+             AVG(log_ratio), AVG(c.logprob - r.logprob),
+             SUM(mismatch * t.response_tokens) / SUM(CASE WHEN mismatch IS NOT NULL THEN t.response_tokens END)
+             FROM consumption c JOIN trajectory_rows t ON t.id = c.trajectory
+             JOIN reference_logprobs r ON r.trajectory = t.id
+             WHERE c.trained_at IS NOT NULL GROUP BY c.step ORDER BY c.step"""
+    for (step, rows, complete, *means), metrics in zip(query(run, sql), metrics_of(run), strict=True):
+        assert (step, complete) == (metrics["step"], rows)
+        known = [metrics.get(name, math.nan) for name in ("log_ratio_mean", "kl", "mismatch_mean")]
+        found = [math.nan if mean is None else mean for mean in means]
+        assert found == pytest.approx(known, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
 def log_of(tmp_path: Path) -> str:
@@ -166,7 +191,10 @@ def test_deltas_and_adapters_are_served_through_the_socket(small_run, tba, tmp_p
     """No file system is shared, and every snapshot of the run can be evaluated."""
     serve = {"serve_snapshots": "tcp://127.0.0.1:*", "snapshots_in": "disk", "keep_snapshots": 99}
     train = serve | {"steps": 6, "learning_rate": learning_rate}
-    run = small_run(model={"dtype": "bfloat16"}, search={"weights_from": "trainer"}, train=train, lora=lora)
+    # Limited, so that the trainer waits for responses by weights that it has published.
+    buffer = {"max_staleness": 2}
+    search = {"weights_from": "trainer"}
+    run = small_run(model={"dtype": "bfloat16"}, buffer=buffer, search=search, train=train, lora=lora)
     result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
     check_history(run, steps=6)

@@ -87,6 +87,15 @@ def test_a_second_server_on_the_same_address_exits_with_code_1_and_one_sentence(
     assert (result.returncode, f"{everywhere} is in use: another program" in result.stderr) == (1, True)
 
 
+def test_a_server_whose_database_was_deleted_stops_with_one_sentence(server, tmp_path):
+    for file in tmp_path.rglob("buffer.sqlite*"):
+        file.unlink()
+    assert server.wait(60) == 1
+    output = (tmp_path / "tba0.log").read_text()
+    assert output.endswith("buffer.sqlite was deleted or moved while it was open: nothing more is acknowledged\n")
+    assert "Traceback" not in output
+
+
 @pytest.fixture
 def ipc_config(make_config, tmp_path):
     """A `run_config` with a socket file as address."""

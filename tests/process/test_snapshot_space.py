@@ -130,6 +130,7 @@ def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memor
     for version, step in enumerate((2, 3), 1):
         publisher.publish(step)
         wait_until(lambda: memory_lab.announced_ref().version == version, what="it is announced")  # noqa: B023
+        wait_until(lambda: not publisher._busy, what="the file of the one before is free")
     wait_until(lambda: publisher.trouble.startswith("v1 waits for disk space"), what=publisher.trouble)
     assert not publisher.flush(0.1)
     memory_lab.disk.relieve()

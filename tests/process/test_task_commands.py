@@ -1,10 +1,13 @@
 """`tba task new | check | show`, as a person types them."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from tba.tests.conftest import EXAMPLE_MODEL
+from tba.tests.process.conftest import clean_environment
 
 UNSTEADY = '''
 from tba.searcher.tasks.task import Prompt, Reward
@@ -27,12 +30,12 @@ class Unsteady:
 
 @pytest.fixture
 def checked(tba):
-    """Run `tba task check` and return its exit code and the findings by check."""
+    """Run `tba task check` and return its exit code, the findings by check, and its log."""
 
     def run(*arguments):
         result = tba("task", "check", *map(str, arguments), "--json", timeout=200)
         assert result.stdout, result.stderr
-        return result.returncode, {one["check"]: one for one in json.loads(result.stdout)}
+        return result.returncode, {one["check"]: one for one in json.loads(result.stdout)}, result.stderr
 
     return run
 
@@ -40,7 +43,7 @@ def checked(tba):
 def test_a_new_task_passes_its_check_and_scores(tba, checked, tmp_path):
     assert tba("task", "new", "doubling", "--dir", str(tmp_path)).returncode == 0
     file = tmp_path / "doubling.py"
-    code, findings = checked(file, "--set", f"model.path={EXAMPLE_MODEL}")
+    code, findings, _ = checked(file, "--set", f"model.path={EXAMPLE_MODEL}")
     assert code == 0
     assert {one["result"] for one in findings.values()} == {"ok"}
     assert "'10+10='" in findings["rendering"]["detail"]
@@ -57,9 +60,53 @@ def test_a_new_task_passes_its_check_and_scores(tba, checked, tmp_path):
 def test_a_check_names_what_is_wrong_with_a_task(checked, tmp_path):
     file = tmp_path / "unsteady.py"
     file.write_text(UNSTEADY)
-    code, findings = checked(file)
+    code, findings, log = checked(file)
     assert code == 1
     assert findings["prompts"]["detail"].endswith("1 of these are training prompts too: accuracy would be too high")
     assert "training prompts" in findings["same in every process"]["detail"]
     assert "IndexError" in findings["errors"]["detail"]
     assert findings["rewards"]["detail"].startswith("-1 is below least_reward = 0")
+    workers = 2
+    assert 1 <= log.count("reward failed") <= workers, "equal errors of a worker are counted"
+    assert f"at={file}:16" in log
+    assert "IndexError" in log
+
+
+def test_a_scorer_that_never_ends_is_found_within_its_time_limit(checked, tmp_path):
+    """The two processes that compare rewards have no limit, so they score nothing then."""
+    file = tmp_path / "endless.py"
+    file.write_text(UNSTEADY.replace("return Reward", "while True: pass\n        return Reward"))
+    code, findings, _ = checked(file, "--set", "task.reward_seconds=1")
+    assert code == 1
+    assert findings["errors"]["detail"].startswith("1 of 1 responses: ")
+    assert "timed out after 1 s" in findings["errors"]["detail"]
+    assert "training prompts" in findings["same in every process"]["detail"]
+    assert "speed" not in findings
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ('["a", "b"]', "'a' is no Prompt"),
+        ('[Prompt("a", "a", None)]', "is no Prompt whose key, text and answer are texts"),
+        ("[]", "no prompts"),
+    ],
+)
+def test_prompts_that_are_none_end_the_check(checked, tmp_path, prompts, sentence):
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        UNSTEADY.replace('[Prompt(word, word, word) for word in {"stone", "river", "cloud", "maple"}]', prompts)
+    )
+    code, findings, _ = checked(file)
+    assert (code, list(findings)) == (1, ["load", "prompts"])
+    assert sentence in findings["prompts"]["detail"]
+
+
+@pytest.mark.slow
+def test_a_task_may_print_anything_and_at_its_end(tba, tmp_path):
+    assert tba("task", "new", "loud", "--dir", str(tmp_path)).returncode == 0
+    with (tmp_path / "loud.py").open("a") as file:
+        file.write("import atexit, os\natexit.register(print, 'end')\natexit.register(os.write, 1, b'\\xff')\n")
+    command = [sys.executable, "-m", "tba", "task", "check", str(tmp_path / "loud.py")]
+    result = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=200)
+    assert b"two processes load the same prompts" in result.stdout, result.stderr

@@ -109,5 +109,6 @@ def test_an_offline_run_can_be_evaluated_and_plotted(recorded, tba, tmp_path):
     where = ["--config", recorded.file, "--set", f"run.dir={directory}"]
     result = tba("eval", "--cpu", "--json", *where)
     assert [row["step"] for row in json.loads(result.stdout)] == [2], result.stderr
+    assert "is evaluated, in" in result.stderr, "without a terminal there is a line for each snapshot"
     assert tba("plot", *where).returncode == 0
     assert (directory / "run.png").stat().st_size > 10_000

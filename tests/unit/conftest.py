@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tba.buffer.store.schema import migrations
-from tba.tests.conftest import Outcome
+from tba.common.config import Config
+from tba.tests.conftest import Outcome, ServiceHarness
+from tba.tests.helpers.puts import make_trajectory, numbers_of
 
 
 @pytest.fixture
@@ -17,24 +19,33 @@ def tba_buffer(tba_here: Callable[..., Outcome]) -> Callable[..., Outcome]:
     return partial(tba_here, "buffer")
 
 
-@pytest.fixture
-def filled(harness: Callable[..., Any], trajectory: Callable[..., Any]) -> Path:
-    """A closed database: two prompts with three trajectories each, a failed one, and one step trained on."""
-    buffer = harness(train={"prompts_per_step": 2})
+@pytest.fixture(scope="session")
+def filled_once(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The content of `filled`."""
+    buffer = ServiceHarness(
+        tmp_path_factory.mktemp("filled") / "buffer.sqlite", Config.model_validate({"train": {"prompts_per_step": 2}})
+    )
     buffer.register(2)
     buffer.announce(0, 0)
     for n, visit in enumerate(buffer.lease(2).visits):
         group = [
-            trajectory(visit.prompt_key, visit.lease, tokens=[n, k, 9], reward=k / 4, text=f"answer {n}{k}")
+            make_trajectory(visit.prompt_key, visit.lease, tokens=[n, k, 9], reward=k / 4, text=f"answer {n}{k}")
             for k in range(3)
         ]
         buffer.put(group, first_sequence=3 * n)
-    failed = trajectory(tokens=[], lease=0, error="reward: no number", stop_reason="error", reward=0.0)
+    failed = make_trajectory(tokens=[], lease=0, error="reward: no number", stop_reason="error", reward=0.0)
     buffer.put([failed], first_sequence=6)
     ids = buffer.sample(0, prompts=2, samples=3).message.trajectory_ids
-    buffer.report(0, ids, [-1.5] * len(ids))
+    buffer.report(0, ids, [-1.5] * len(ids), numbers_of(len(ids)))
     buffer.store.close()
-    path: Path = buffer.store.path
+    return buffer.store.path.read_bytes()
+
+
+@pytest.fixture
+def filled(tmp_path: Path, filled_once: bytes) -> Path:
+    """A closed database: two prompts with three trajectories each, a failed one, and one step trained on."""
+    path = tmp_path / "filled.sqlite"
+    path.write_bytes(filled_once)
     return path
 
 
@@ -44,8 +55,8 @@ def next_release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 
     def register() -> str:
         monkeypatch.setattr(migrations, "_migrations", migrations._migrations[:])
-        migrations(name="0003_note")(lambda db: db.table("runs").add_column("note", str))
-        return "0003_note"
+        migrations(name="9999_note")(lambda db: db.table("runs").add_column("note", str))
+        return "9999_note"
 
     return register
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from tba.common.config.layers import resolve
 from tba.common.system.devices import list_gpus
 
 # Commands that take the configuration as an argument.
@@ -49,8 +50,8 @@ def test_version_is_printed(tba_here):
     [
         (["search", "--gpus", "0-6"], 'pass --cpu 1, or set search.gpus = "cpu"'),
         (["train", "--gpu", "7"], 'pass --cpu, or set train.gpu = "cpu"'),
-        (["sft", "pairs.jsonl", "--out", "warm"], 'pass --cpu, or set train.gpu = "cpu"'),
-        (["eval"], 'pass --cpu, or set search.gpus = "cpu"'),
+        (["sft", "/dev/null", "--out", "warm"], 'pass --cpu, or set train.gpu = "cpu"'),
+        (["eval", "--snapshot", "v1"], 'pass --cpu, or set search.gpus = "cpu"'),
         (["run"], 'installed): set search.gpus = "cpu"'),
         (["run", "--set", "search.gpus=cpu"], 'installed): set train.gpu = "cpu"'),
     ],
@@ -71,6 +72,7 @@ def examined(tba_here, example_model, tmp_path):
     return examine
 
 
+@pytest.mark.slow
 @NO_GPU
 def test_doctor_names_the_setting_that_asks_for_a_gpu(examined):
     exit_code, findings = examined(search__gpus="cpu")
@@ -84,6 +86,14 @@ def test_doctor_reports_every_check(examined):
     assert exit_code == 0
 
 
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:99999", "tcp://no-such-host.invalid:5757"])
+def test_doctor_reports_an_address_to_which_nothing_can_connect(examined, address):
+    exit_code, findings = examined(search__gpus="cpu", train__gpu="cpu", buffer__address=address)
+    assert findings["buffer address"][0] == "fail"
+    assert findings["buffer address"][1].startswith(f"{address}: ")
+    assert exit_code == 1
+
+
 def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
     (tmp_path / "run.toml").write_text('[run]\nname = "test"\n')
     shown = tba_here("config", "show", "--json", "--config", "run.toml", "--set", "train.steps=5").json
@@ -95,7 +105,7 @@ def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
 
 def test_config_check_requires_a_model(tba_here, example_model):
     assert tba_here("config", "check", *settings(model__path=example_model)).exit_code == 0
-    refused(tba_here("config", "check"), 78, "model.path is not set")
+    refused(tba_here("config", "check", *settings(train__steps=3)), 78, "model.path is not set")
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +114,12 @@ def broken(tmp_path_factory):
     from tba.tests.conftest import EXAMPLE_MODEL
 
     folder = tmp_path_factory.mktemp("broken")
-    for name, removed in (("no-tokenizer", "tokenizer*"), ("no-weights", "*.safetensors"), ("half", "nothing")):
+    for name, removed in (("no-tokenizer", "tokenizer*"), ("no-weights", "*.safetensors"), ("half", "nothing"),
+                          ("no-index", "nothing")):  # fmt: skip
         shutil.copytree(EXAMPLE_MODEL, folder / name, ignore=shutil.ignore_patterns(removed))
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (folder / "half/model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "no-index/model.safetensors.index.json").write_text("<html>")
     (folder / "taken").mkdir()
     (folder / "taken/run").touch()
     (folder / "file").touch()
@@ -122,6 +134,7 @@ def broken(tmp_path_factory):
         ({"model.path": "TMP/no-tokenizer"}, "no-tokenizer has no tokenizer"),
         ({"model.path": "TMP/no-weights"}, "has no safetensors files"),
         ({"model.path": "TMP/half"}, "half lacks model-2.safetensors, which its index names"),
+        ({"model.path": "TMP/no-index"}, "no-index/model.safetensors.index.json is malformed"),
         ({"reward_model.path": "./nothing"}, "reward_model.path ./nothing does not exist"),
         ({"task.name": "gsm8k", "task.train": "missing.jsonl"}, "task.train missing.jsonl does not exist"),
         ({"run.dir": "TMP/file/run"}, "file is not a directory"),
@@ -150,6 +163,43 @@ def test_a_missing_model_setting_is_refused_before_anything_is_created(tba_here,
 def test_the_configuration_is_an_argument_or_an_option(tba_here, command):
     for way in (["nowhere.toml"], ["--config", "nowhere.toml"], ["-c", "nowhere.toml"]):
         refused(tba_here(*command, *way), 78, "nowhere.toml does not exist")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["eval"], ["generate", "47+38="], ["plot"], *(["buffer", one] for one in ("stats", "tail", "check"))],
+)
+def test_a_command_on_a_run_asks_for_its_configuration(tba_here, command):
+    refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["run"], ["run", "--dry-run"], ["train", "--cpu"], ["search", "--cpu", "1"], ["sft", "/dev/null", "--out", "x"],
+     ["buffer", "serve"], ["config", "check"]],
+)  # fmt: skip
+def test_what_starts_asks_for_its_configuration(tba_here, tmp_path, command):
+    refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE", "`tba init`")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_any_setting_is_a_configuration():
+    assert not resolve(None, environment={}, overrides={"train.gpu": "cpu"}).configured
+    assert resolve(None, environment={}, overrides={"model.path": "m"}).configured
+    assert resolve(None, environment={}, assignments=["run.name=a"]).configured
+    assert resolve(None, environment={"TBA_RUN__NAME": "a"}).configured
+
+
+@pytest.mark.slow
+def test_doctor_says_first_that_it_has_no_configuration(tba_here, example_model):
+    start = "no ./tba.toml here: pass the configuration of the run with -c FILE. These are checks of this machine"
+    assert tba_here("doctor").message.startswith(start)
+    assert "no ./tba.toml" not in tba_here("doctor", *settings(model__path=example_model)).message
+
+
+def test_missing_data_is_named_first(tba_here):
+    refused(tba_here("sft", "nope.jsonl", "--out", "x"), 2, "nope.jsonl does not exist: name a jsonl file")
+    refused(tba_here("sft", "/dev/null", "--held-out", "no.jsonl", "--out", "x"), 2, "no.jsonl does not exist")
 
 
 def test_a_configuration_given_twice_is_a_usage_error(tba_here):

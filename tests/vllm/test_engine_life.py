@@ -54,7 +54,7 @@ def test_a_directory_without_safetensors_is_a_config_error(lab, old, monkeypatch
 
 def test_without_vllm_the_missing_extra_is_named(lab, old, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingExtra, match="with the extra vllm"):
+    with pytest.raises(MissingExtra, match="vllm is not installed: in the clone of tba"):
         lab.engine(old)
 
 

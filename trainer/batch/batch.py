@@ -164,7 +164,7 @@ def pad(rows: Sequence[Row], device: torch.device) -> Layout:
 
 
 def known(rows: Sequence[Row]) -> Tensor:
-    """Return of which rows the sampler's log-probabilities can be compared with a policy's: [N], bool."""
+    """Return which rows have sampling log-probabilities that can be compared with a policy's: [N], bool."""
     return torch.tensor([row.temperature > 0 for row in rows])
 
 

@@ -30,9 +30,10 @@ class HeartbeatThread:
     def __init__(self, dial: Dial) -> None:
         # Reported from the next `show` on.
         self.weights_version: int | None = None
+        # What is sent next.
+        self.shown = messages.Heartbeat(activity="connected", reason="", weights_version=None, metrics={})
         self._dial = dial
         self._metrics: dict[str, float] = {}
-        self._heartbeat = messages.Heartbeat(activity="connected", reason="", weights_version=None, metrics={})
         self._logged: set[type[Exception]] = set()
         self._thread = Background("heartbeat", self._run)
 
@@ -43,7 +44,7 @@ class HeartbeatThread:
     def show(self, activity: str, reason: str = "", metrics: dict[str, float] | None = None) -> None:
         """Set what `tba status` shows of the trainer, without waiting. Without `metrics` the last ones stay."""
         self._metrics = metrics or self._metrics
-        self._heartbeat = messages.Heartbeat(
+        self.shown = messages.Heartbeat(
             activity=activity,
             reason=reason[: fields.MAX_REASON],
             weights_version=self.weights_version,
@@ -76,9 +77,7 @@ class HeartbeatThread:
     def _send(self, client: Client) -> bool:
         """Send one heartbeat. Returns False if the buffer will never accept another one."""
         try:
-            client.call(
-                self._heartbeat, messages.Done, deadline_seconds=_REPLY_SECONDS, stop=self._thread.stopping.is_set
-            )
+            client.call(self.shown, messages.Done, deadline_seconds=_REPLY_SECONDS, stop=self._thread.stopping.is_set)
         except BufferUnavailable:
             # The requests of the training thread wait and warn by themselves.
             pass

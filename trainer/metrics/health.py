@@ -49,7 +49,7 @@ class Smoothed:
 
 @dataclass(slots=True)
 class Health:
-    """Watches the metrics of the steps. `warning` is the sentence of the limits that are exceeded now, else empty."""
+    """Watches the metrics of the steps. `warning` says which limits are exceeded now; empty if none is."""
 
     objective: ObjectiveSection
     warning: str = ""
@@ -86,7 +86,7 @@ class Health:
         if not self.objective.lacks_imitation:
             return "lower train.learning_rate or buffer.max_staleness"
         balance = self.objective.name in ("tb", "tba_prime")
-        stale = 'objective.name = "tb_stale"' if balance else "objective.imitation = 0.25"
+        stale = 'objective.name = "tb_stale"' if balance else "objective.imitation = 0.5"
         return f"lower train.learning_rate, or set {stale}"
 
     def _lost_share(self, metrics: Mapping[str, float]) -> str:

@@ -19,6 +19,7 @@ from tba.common.errors import CheckpointError, TbaError
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.system.durable import write_text
+from tba.trainer.metrics.answers import Answer
 from tba.trainer.metrics.sinks.background import BackgroundSink
 
 log = get_logger(__name__)
@@ -44,15 +45,22 @@ class MetricsLog:
             raise TbaError(f"{path} cannot be written: {error.strerror}; see to it, and start again") from error
         self._sinks = sinks
 
-    def record(self, step: int, time: float, numbers: dict[str, float], blamed: Sequence[int] = ()) -> None:
+    def record(
+        self,
+        step: int,
+        time: float,
+        numbers: dict[str, float],
+        blamed: Sequence[int] = (),
+        answers: Sequence[Answer] = (),
+    ) -> None:
         """Record a step; `time` is Unix time. Returns after the write to the operating system, unless the disk is full.
 
-        `blamed` are the ids of the trajectories that caused the step to be skipped.
+        `blamed` are the ids of the trajectories that caused the step to be skipped. `answers` go to the sinks alone.
         """
         trajectories = {"skipped_trajectories": list(blamed)} if blamed else {}
         self._file.append(json.dumps({"step": step, "time": time, **numbers, **trajectories}))
         for sink in self._sinks:
-            sink.record(step, time, numbers)
+            sink.record(step, time, numbers, answers)
 
     def sync(self) -> None:
         """Fsync the file before a checkpoint, whose steps will not be repeated. Raises CheckpointError."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from tba.common.clock import Clock
 
 PHASES = ("wait", "data", "reference", "forward", "backward", "optimizer", "publish", "checkpoint", "other")
@@ -42,3 +44,10 @@ class Stopwatch:
         now = self._clock.monotonic()
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = name, now
+
+
+def wait_for_compute(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for queued computation, but not for copies to the host on other streams."""
+    if device.type != "cuda":
+        return lambda: None
+    return lambda: torch.cuda.current_stream(device).synchronize()

@@ -78,8 +78,8 @@ def _model_kwargs(boundaries: np.ndarray[Any, np.dtype[np.int32]], device: torch
 def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, device: str, *, half: bool) -> bool:
     """Decide whether forward passes over a model are packed. `packing` is `train.packing`.
 
-    `device` is where the model will compute, `half` whether in 16 bits. Raises ConfigError if packing is required but
-    not possible.
+    `device` is where the model will compute, `half` whether in 16 bits. The model has float32 weights, since the trial
+    tells a wrong result from rounding. Raises ConfigError if packing is required but not possible.
     """
     if packing == "padded" or (packing == "auto" and device == "cpu"):
         return False

@@ -66,6 +66,11 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
     return model
 
 
+def in_half(device: torch.device, dtype: str) -> bool:
+    """Whether a trainer on this device computes in bfloat16, under autocast. `dtype` is `model.dtype`."""
+    return device.type == "cuda" and dtype == "bfloat16"
+
+
 def halve(model: PreTrainedModel, *, frozen_only: bool = True) -> None:
     """Round weights to bfloat16, in place, for computation under autocast.
 

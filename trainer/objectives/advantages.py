@@ -47,7 +47,7 @@ def leave_one_out(reward_bK: Tensor) -> Tensor:
 
 
 def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"]) -> Tensor:
-    """Return what raises advantages so that good stale answers are kept: [b, K], zero for `weight` 0.
+    """Return the term that is added to advantages so that good stale answers are kept: [b, K], zero for `weight` 0.
 
         lambda (1/(K-1) sum_{k != j} r_ik - floor)
 
@@ -58,9 +58,10 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
 
     Where the policy has left its sampler, the group's mean under the sampler is no baseline that keeps the probability
     of the sampled answers: a common fall of all of them changes no centred residual. This term pulls the policy to the
-    sampler, as strongly as the sampler was good at the prompt. It leaves the response's own reward out, mean and floor,
-    so it does not depend on the response, and on fresh data the gradient that it adds has the mean 0. With the least
-    reward of the whole group it would have not: it would lower the expected minimum of K responses.
+    sampler, in proportion to how good the sampler was at the prompt. Neither its mean nor its floor includes the
+    response's own reward, so it does not depend on the response, and on fresh data the gradient that it adds has the
+    mean 0. That would not hold with the least reward of the whole group, which would lower the expected minimum of K
+    responses.
     """
     if not weight:
         return torch.zeros_like(reward_bK)
@@ -119,7 +120,7 @@ def regularised(reward_bK: Tensor, responses: Responses, beta: float, kl: str, e
 
 @torch.no_grad()
 def level_of_sampler(responses: Responses, beta: float) -> Tensor:
-    """Return what the mean KL of the sampler adds to an advantage of Eq. 7 in place of the policy's: [b, 1].
+    """Return the change of an advantage of Eq. 7 if the mean KL is that of the sampler, not of the policy: [b, 1].
 
         beta (mean_k KL(mu)_ik - mean_k KL_ik) = -beta mean_k log rho_ik
 

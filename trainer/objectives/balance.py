@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tba.trainer.objectives.advantages import imitation, taper
-from tba.trainer.objectives.responses import Responses
+from tba.trainer.objectives.responses import Responses, Terms
 
 
 def trajectory_balance(
@@ -19,7 +19,7 @@ def trajectory_balance(
     imitation_weight: float = 0.0,
     floor: float | Literal["group"] = 0.0,
     taper_kind: str = "off",
-) -> Tensor:
+) -> Terms:
     """Return the Trajectory Balance loss with VarGrad's log Z (Bartoldson et al. 2025, Eq. 4 and 5), times beta / 2.
 
         log Z_i = 1/K sum_j [ log ref_ij - log pi_ij + r_ij / beta ]                   (Eq. 4, detached)
@@ -43,12 +43,14 @@ def trajectory_balance(
     reward_bK = responses.reward_bK
     residual_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, reward_bK, beta)
     raised_bK = imitation(reward_bK, imitation_weight, floor)
-    weight_bK = taper(responses, raised_bK - beta * residual_bK, taper_kind)
+    advantage_bK = (raised_bK - beta * residual_bK).detach()
+    weight_bK = taper(responses, advantage_bK, taper_kind)
     loss = beta / 2 * (weight_bK * residual_bK.square()).sum()
-    return (loss - (weight_bK * raised_bK * responses.at_sampling_bK).sum()) / responses.totals.rows
+    loss = (loss - (weight_bK * raised_bK * responses.at_sampling_bK).sum()) / responses.totals.rows
+    return Terms(loss, advantage_bK, weight_bK)
 
 
-def trajectory_balance_learned_z(responses: Responses, beta: float) -> Tensor:
+def trajectory_balance_learned_z(responses: Responses, beta: float) -> Terms:
     """Return the Trajectory Balance loss with a learned log Z (Malkin et al. 2022; Lee et al. 2024), times beta / 2.
 
         loss = beta/2 * 1/(BK) sum_ij ( log Z(x_i) + log pi_ij - log ref_ij - r_ij / beta )^2
@@ -60,10 +62,11 @@ def trajectory_balance_learned_z(responses: Responses, beta: float) -> Tensor:
         raise ValueError("tb_learned_z needs a learned log Z")
     target_bK = responses.reference_bK + responses.reward_bK / beta
     residual_bK = responses.log_z_b[:, None] + responses.policy_bK - target_bK
-    return beta / 2 * residual_bK.square().sum() / responses.totals.rows
+    loss = beta / 2 * residual_bK.square().sum() / responses.totals.rows
+    return Terms(loss, -beta * residual_bK.detach(), torch.ones_like(target_bK))
 
 
-def optimal_advantage(responses: Responses, *, beta: float, value_beta: float) -> Tensor:
+def optimal_advantage(responses: Responses, *, beta: float, value_beta: float) -> Terms:
     """Return the OAPL loss: regression on the optimal advantage (Ritter et al. 2026, arXiv 2602.19362).
 
         V_i  = value_beta * log( 1/K sum_j exp(r_ij / value_beta) )
@@ -80,7 +83,8 @@ def optimal_advantage(responses: Responses, *, beta: float, value_beta: float) -
     soft_bK = torch.where(known_bK, responses.reward_bK / value_beta, -torch.inf)
     value_b1 = value_beta * (soft_bK.logsumexp(dim=1, keepdim=True) - known_bK.double().sum(dim=1, keepdim=True).log())
     residual_bK = beta * responses.log_ratio_bK - (responses.reward_bK - value_b1)
-    return torch.where(known_bK, residual_bK, 0.0).square().sum() / (2 * beta * responses.totals.rows)
+    loss = torch.where(known_bK, residual_bK, 0.0).square().sum() / (2 * beta * responses.totals.rows)
+    return Terms(loss, -residual_bK.detach(), known_bK.double())
 
 
 def vargrad_residual(policy_bK: Tensor, reference_bK: Tensor, reward_bK: Tensor, beta: float) -> Tensor:

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tba.common.config import ObjectiveSection
@@ -20,7 +22,7 @@ from tba.trainer.objectives.advantages import (
 )
 from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
 from tba.trainer.objectives.preference import online_dpo
-from tba.trainer.objectives.responses import Responses
+from tba.trainer.objectives.responses import Responses, Terms, row_totals
 from tba.trainer.objectives.second_moment import second_moment_mask
 
 # A response whose sampler is unknown is left out of their losses.
@@ -31,13 +33,13 @@ Advantage = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss, and what it needs. `loss(responses, beta)` is a micro-batch's part of the loss, a float64 scalar.
+    """A loss, and what it needs. `terms(responses, beta)` has a micro-batch's part of the loss.
 
     `ratio_bounds` are the bounds to which it clips pi / mu: of tokens, or with `ratio_of_response` of responses.
     """
 
     name: str
-    loss: Callable[[Responses, float], Tensor]
+    terms: Callable[[Responses, float], Terms]
     needs_reference: bool
     learns_log_z: bool = False
     log_z_learning_rate: float = 0.0
@@ -45,6 +47,23 @@ class Objective:
     ratio_of_response: bool = False
     # The least reward that the task is said to give, or -inf if the loss does not depend on it.
     reward_floor: float = -math.inf
+
+    def loss(self, responses: Responses, beta: float) -> Tensor:
+        """Return a micro-batch's part of the loss, a float64 scalar."""
+        return self.terms(responses, beta).loss
+
+
+class _PolicyGradient(NamedTuple):
+    """The loss of an advantage, the advantage, and the bounds of the ratio.
+
+    With `clips`, tokens or responses have no gradient beyond the bound to which their advantage pushes the ratio, as
+    with PPO; without it their weight is the ratio, limited.
+    """
+
+    loss: Loss
+    advantage: Advantage
+    bounds: tuple[float, float] | None = None
+    clips: bool = False
 
 
 def make_objective(config: ObjectiveSection, *, longest_response: int) -> Objective:
@@ -66,65 +85,82 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
         return Objective(config.name, online_dpo, True)
     if config.name == "oapl":
         return Objective(config.name, partial(_optimal_advantage, config), False)
-    loss, advantage, ratio_bounds = _policy_gradient(config, longest_response)
+    chosen = _policy_gradient(config, longest_response)
     return Objective(
         config.name,
-        partial(_with_advantage, config, loss, advantage),
+        partial(_with_advantage, config, chosen),
         needs_reference=config.anchor == "reference",
-        ratio_bounds=ratio_bounds,
+        ratio_bounds=chosen.bounds,
         ratio_of_response=config.name == "proximal_rloo",
         reward_floor=floor,
     )
 
 
-def _policy_gradient(
-    config: ObjectiveSection, longest_response: int
-) -> tuple[Loss, Advantage, tuple[float, float] | None]:
-    """Return the loss of an advantage, the advantage, and the bounds of the ratio."""
+def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _PolicyGradient:
     low, high = config.clip_low, config.clip_high
     bounds = 1 - low, 1 + high
     cap = None if config.truncation == "off" else config.truncation
-    on_tokens = partial(pg.truncated_importance, cap=cap), centred, None if cap is None else (0.0, cap)
-    choices: dict[str, tuple[Loss, Advantage, tuple[float, float] | None]] = {
-        "reinforce": (pg.reinforce, lambda reward_bK: reward_bK, None),
-        "rloo": (pg.reinforce, leave_one_out, None),
+    on_tokens = _PolicyGradient(partial(pg.truncated_importance, cap=cap), centred, None if cap is None else (0.0, cap))
+    dr_grpo = partial(pg.dr_grpo, low=low, high=high, length=longest_response)
+    proximal_rloo = partial(pg.proximal_rloo, low=low, high=high)
+    choices = {
+        "reinforce": _PolicyGradient(pg.reinforce, lambda reward_bK: reward_bK),
+        "rloo": _PolicyGradient(pg.reinforce, leave_one_out),
         "tb_stale": on_tokens,
         "tba_prime": on_tokens,
-        "grpo": (partial(pg.grpo, low=low, high=high), standardised, bounds),
-        "dr_grpo": (partial(pg.dr_grpo, low=low, high=high, length=longest_response), centred, bounds),
-        "ppo_clip": (partial(pg.ppo_clip, low=low, high=high), leave_one_out, bounds),
-        "proximal_rloo": (partial(pg.proximal_rloo, low=low, high=high), leave_one_out, bounds),
-        "cispo": (partial(pg.cispo, cap=config.cispo_cap), standardised, (0.0, config.cispo_cap)),
+        "grpo": _PolicyGradient(partial(pg.grpo, low=low, high=high), standardised, bounds, clips=True),
+        "dr_grpo": _PolicyGradient(dr_grpo, centred, bounds, clips=True),
+        "ppo_clip": _PolicyGradient(partial(pg.ppo_clip, low=low, high=high), leave_one_out, bounds, clips=True),
+        "proximal_rloo": _PolicyGradient(proximal_rloo, leave_one_out, bounds, clips=True),
+        "cispo": _PolicyGradient(partial(pg.cispo, cap=config.cispo_cap), standardised, (0.0, config.cispo_cap)),
     }
     return choices[config.name]
 
 
-def _with_advantage(
-    config: ObjectiveSection, loss: Loss, advantage: Advantage, responses: Responses, beta: float
-) -> Tensor:
+def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, beta: float) -> Terms:
     reward_bK = responses.reward_bK
-    advantage_bK = advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
+    advantage_bK = chosen.advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
     raised_bK = imitation(reward_bK, config.imitation_weight, config.floor)
     if config.weights_tokens and config.mean_kl == "sampler" and config.anchor != "none":
         advantage_bK = advantage_bK + level_of_sampler(responses, beta)
-    weight_bK = taper(responses, advantage_bK + raised_bK, config.taper)
+    total_bK = advantage_bK + raised_bK
+    weight_bK = taper(responses, total_bK, config.taper)
     if config.name in _NEEDS_SAMPLER:
         weight_bK = responses.only_known(weight_bK)
+    kept = responses
     if config.second_moment != "off":
         # The advantage is of the whole response: the reference has no log-probabilities of single tokens.
         kept = replace(responses, mask_R=second_moment_mask(responses, config.second_moment))
-        if config.name == "grpo":
-            # Its mean stays that over the whole response, or the tokens that are kept would weigh more.
-            weight_bK = weight_bK * kept.tokens_bK / responses.tokens_bK.clamp(min=1)
-        return loss(kept, weight_bK * (advantage_bK + raised_bK))
+    truncated_bK = weight_bK * _truncation(config, chosen, responses, kept, total_bK)
+    if kept is not responses and config.name == "grpo":
+        # Its mean stays that over the whole response, or the tokens that are kept would weigh more.
+        weight_bK = weight_bK * kept.tokens_bK / responses.tokens_bK.clamp(min=1)
     if config.weights_tokens and config.imitation_weight:
         # Eq. 7 is at temperature 1, but the sampler is imitated at its own temperature.
         tempered = replace(responses, logprob_R=responses.at_sampling_R)
-        return loss(responses, weight_bK * advantage_bK) + loss(tempered, weight_bK * raised_bK)
-    return loss(responses, weight_bK * (advantage_bK + raised_bK))
+        loss = chosen.loss(responses, weight_bK * advantage_bK) + chosen.loss(tempered, weight_bK * raised_bK)
+    else:
+        loss = chosen.loss(kept, weight_bK * total_bK)
+    return Terms(loss, total_bK, truncated_bK)
 
 
-def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Tensor:
+@torch.no_grad()
+def _truncation(
+    config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, kept: Responses, advantage_bK: Tensor
+) -> Tensor:
+    """Return the mean weight of the counted tokens of each response: [b, K]; those outside `kept` have weight 0."""
+    if chosen.bounds is None:
+        return torch.ones_like(advantage_bK)
+    if config.name == "proximal_rloo":
+        return pg.ratio_weight(responses.log_ratio_bK, advantage_bK, chosen.bounds, clips=True)
+    advantage_R = responses.per_token(advantage_bK)
+    weight_R = pg.ratio_weight(responses.log_ratio_R, advantage_R, chosen.bounds, clips=chosen.clips)
+    total_N = row_totals(torch.where(kept.mask_R, weight_R, 0.0), responses.lengths)
+    counted_N = row_totals(responses.mask_R, responses.lengths)
+    return (total_N / counted_N.clamp(min=1)).view_as(advantage_bK)
+
+
+def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Terms:
     return optimal_advantage(
         responses, beta=beta, value_beta=beta if config.value_beta == "beta" else config.value_beta
     )

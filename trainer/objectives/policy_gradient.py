@@ -102,6 +102,20 @@ def cispo(responses: Responses, advantage_bK: Tensor, *, cap: float) -> Tensor:
     return -surrogate_bK.sum() / max(responses.totals.tokens, 1)
 
 
+def ratio_weight(log_ratio: Tensor, advantage: Tensor, bounds: tuple[float, float], *, clips: bool) -> Tensor:
+    """Return the factor of advantage x grad log pi for a ratio that is truncated or clipped, of tokens or responses.
+
+    With `clips` it is rho, or 0 where the clipped losses have no gradient: beyond the bound to which the advantage
+    pushes rho, and beyond e^20. Otherwise it is rho limited to `bounds`.
+    """
+    low, high = bounds
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+    if not clips:
+        return ratio.clamp(low, high)
+    has_gradient = torch.where(advantage < 0, ratio >= low, ratio <= high) & (log_ratio <= LARGEST_LOG_RATIO)
+    return torch.where(has_gradient, ratio, 0.0)
+
+
 def _clipped(responses: Responses, advantage_bK: Tensor, low: float, high: float) -> Tensor:
     """Return min(rho A, clip(rho) A) of each token: [R]."""
     ratio_R, advantage_R = _ratio(responses), responses.per_token(advantage_bK)

@@ -7,6 +7,7 @@ Shape suffixes: b prompts of a micro-batch, K responses to each, N = b x K rows,
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +101,20 @@ class Responses:
         return value_bK.flatten().repeat_interleave(lengths_N)
 
 
+class Terms(NamedTuple):
+    """A micro-batch's part of the loss, a float64 scalar, and what the loss makes of each response.
+
+    The gradient of the loss is the sum of -weight * advantage * grad log pi, up to the divisor of the objective.
+    `advantage_bK` is in units of the reward; for a squared residual it is -beta times that. `weight_bK` is what
+    truncation leaves of the response: 1 without any, the mean over its counted tokens if each has a weight of its own,
+    0 if the response has no gradient. Both are [b, K] and detached.
+    """
+
+    loss: Tensor
+    advantage_bK: Tensor
+    weight_bK: Tensor
+
+
 def row_sums(value_R: Tensor, mask_R: Tensor, lengths: list[int]) -> Tensor:
     """Sum over the counted tokens of each row: [N] in float64.
 
@@ -107,3 +122,9 @@ def row_sums(value_R: Tensor, mask_R: Tensor, lengths: list[int]) -> Tensor:
     """
     counted_R = torch.where(mask_R, value_R, 0.0).double()
     return torch.stack([row.sum() for row in torch.split(counted_R, lengths)])
+
+
+def row_totals(value_R: Tensor, lengths: list[int]) -> Tensor:
+    """Sum over all tokens of each row: [N] in float64, with rounding that no loss depends on, and so faster."""
+    row_R = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, row_R, value_R.double())

@@ -9,7 +9,8 @@ chunks are scored without a graph, the loss gives its gradient at each token, an
 chunk carries that gradient to the weights: the chain rule, exact for every objective, at the cost of one more forward
 pass. (GradCache, Gao et al. 2021, arXiv 2101.06983, does this for contrastive losses.)
 
-Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-batch, R response tokens.
+Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-batch, R response tokens,
+Q quantities of a row.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tba.common.wire.row_numbers import QUANTITIES
 from tba.trainer.batch.batch import Row, TrainBatch, counted, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
 from tba.trainer.distributed.ranks import Ranks
@@ -28,6 +30,7 @@ from tba.trainer.model.log_z import LogZHead
 from tba.trainer.model.scorer import Scorer, Scores
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.step.row_numbers import quantities
 from tba.trainer.step.step_metrics import on_policy_differences
 
 
@@ -36,9 +39,9 @@ class Accumulator:
     """Adds the gradient of one batch to the parameters, and adds up what the metrics need.
 
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
-    `policy_BK` are log-probabilities of whole responses under the policy, and `log_ratio_BK` those at the temperature
-    of sampling minus those of the sampler. The lists hold one tensor per micro-batch: trainer minus engine of on-policy
-    tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of counted tokens.
+    `quantities_QBK` are those of the rows (`tba.trainer.step.row_numbers`). The lists hold one tensor per micro-batch:
+    trainer minus engine of on-policy tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of
+    counted tokens.
     """
 
     scorer: Scorer
@@ -51,8 +54,7 @@ class Accumulator:
     beta: float
     entropy: bool
     retain_gathered: bool
-    policy_BK: Tensor = field(init=False)
-    log_ratio_BK: Tensor = field(init=False)
+    quantities_QBK: Tensor = field(init=False)
     loss: float = 0.0
     differences: list[Tensor] = field(default_factory=list)
     log_ratios: list[Tensor] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Accumulator:
 
     def run(self, plan: Sequence[MicroBatch]) -> None:
         """Process all micro-batches. The results are then sums over all ranks, on every rank."""
-        self.policy_BK, self.log_ratio_BK = (torch.zeros_like(self.batch.reward_BK) for _ in range(2))
+        self.quantities_QBK = torch.zeros(len(QUANTITIES), *self.batch.reward_BK.shape, dtype=torch.float64)
         for micro_batch in plan:
             last = micro_batch is plan[-1]
             if len(micro_batch.chunks) == 1:
@@ -69,6 +71,16 @@ class Accumulator:
                 self._in_chunks(micro_batch, last=last)
         if self.ranks.size > 1:
             self._sum_over_ranks()
+
+    @property
+    def policy_BK(self) -> Tensor:
+        """Log-probabilities of whole responses under the policy."""
+        return self.quantities_QBK[QUANTITIES.index("logprob")]
+
+    @property
+    def log_ratio_BK(self) -> Tensor:
+        """`policy_BK` at the temperature of sampling, minus those of the sampler; 0 where it is unknown."""
+        return self.quantities_QBK[QUANTITIES.index("log_ratio")]
 
     def _in_one_graph(self, micro_batch: MicroBatch, *, last: bool) -> None:
         self._set_gathering(last=last)
@@ -115,17 +127,16 @@ class Accumulator:
         """Backward pass from the loss of some groups to wherever the graph of their scores begins."""
         with self.watch.phase("forward"):
             responses = self._responses(micro_batch.groups, rows, scores)
-            loss = self.objective.loss(responses, self.beta)
+            terms = self.objective.terms(responses, self.beta)
         with self.watch.phase("backward"):
-            torch.autograd.backward(loss)
-        self.loss += loss.item()
+            torch.autograd.backward(terms.loss)
+        self.loss += terms.loss.item()
         tempered_R, mask_R = responses.at_sampling_R.detach(), responses.mask_R
         known_R = mask_R & responses.per_token(known(rows))
         self.log_ratios.append((tempered_R - responses.sampled_logprob_R)[known_R])
         if scores.entropy_R is not None:
             self.entropies.append(scores.entropy_R.cpu()[mask_R])
-        self.policy_BK[micro_batch.groups] = responses.policy_bK.detach()
-        self.log_ratio_BK[micro_batch.groups] = responses.log_ratio_bK.detach()
+        self.quantities_QBK[:, micro_batch.groups] = quantities(rows, responses, terms)
         self.differences += on_policy_differences(rows, tempered_R)
 
     def _responses(self, groups: list[int], rows: list[Row], scores: Scores) -> Responses:
@@ -155,7 +166,8 @@ class Accumulator:
             for parameter in self.log_z.parameters():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = ranks.sum(gradient)
-        self.policy_BK, self.log_ratio_BK = ranks.sum(self.policy_BK), ranks.sum(self.log_ratio_BK)
+        # Each row is computed by one rank, and 0 on the others.
+        self.quantities_QBK = ranks.sum(self.quantities_QBK)
         self.loss = float(ranks.sum(torch.tensor(self.loss, dtype=torch.float64)))
         self.differences, self.log_ratios = self._concat(self.differences), self._concat(self.log_ratios)
         if self.entropy:

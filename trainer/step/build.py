@@ -10,7 +10,8 @@ from tba.common.config import Config
 from tba.common.weights.model_files import eos_ids
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.model.adapters import add_adapters, fingerprint
-from tba.trainer.model.scorer import halve, load_model, structure_of
+from tba.trainer.model.packing import packs
+from tba.trainer.model.scorer import halve, in_half, load_model, structure_of
 from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.preflight.check import Report
 from tba.trainer.step.host_optimizer import take_masters
@@ -37,12 +38,13 @@ def build(
     # FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.
     host = torch.device("cpu" if ranks.rank == 0 else "meta")
     home = device if ranks.size == 1 else host
-    half = device.type == "cuda" and config.model.dtype == "bfloat16"
+    half = in_half(device, config.model.dtype)
     offload = config.train.offload == "optimizer"
     policy = load_model(files, host if offload else home)
     unwrapped, reference, adapter, masters = policy, None, None, None
     if ranks.rank == 0 and (config.lora.rank or ranks.size > 1 or offload):
         unwrapped = structure_of(policy)
+    packed = ranks.rank == 0 and packs(config.train.packing, policy, device.type, half=half)
     if config.lora.rank:
         add_adapters(policy, config.lora)
         if half:
@@ -67,6 +69,7 @@ def build(
         lineage=lineage_of(config),
         masters=masters,
         fits_gathered=report is None or report.setup.gathered,
+        packed=packed,
     )
     learner.adapter = adapter
     learner.end_ids = end_ids(config, files)

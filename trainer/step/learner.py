@@ -8,6 +8,7 @@ Shape suffixes: B prompts of the batch, K samples of each, N rows.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import MemoryShort, TbaError, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
+from tba.common.wire.row_numbers import RowNumbers
 from tba.trainer.batch.batch import Row, TrainBatch, known
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed.ranks import ALONE, Ranks
@@ -26,7 +28,6 @@ from tba.trainer.distributed.sharding import full_tensor, shard
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.adapters import has_adapters
 from tba.trainer.model.log_z import LogZHead
-from tba.trainer.model.packing import packs
 from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, sequence_logprobs
 from tba.trainer.objectives.diagnostics import (
@@ -38,6 +39,7 @@ from tba.trainer.objectives.diagnostics import (
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import HostAdamW
+from tba.trainer.step.row_numbers import no_numbers, row_numbers
 from tba.trainer.step.schedule import beta_at, learning_rate_schedule
 from tba.trainer.step.step_metrics import batch_metrics, gradient_cosine, only_finite, stale_metrics
 
@@ -51,12 +53,14 @@ _NAMED_IDS = 20
 class StepResult:
     """What a step did.
 
-    `reference` are the reference log-probabilities that the buffer did not have, by trajectory id. `skipped` is the
+    `reference` are the reference log-probabilities that the buffer did not have, by trajectory id. `rows` are numbers
+    of each row of the batch. `skipped` is the
     reason why no update was made, `blamed` the trajectories that caused it; both are empty after an update.
     """
 
     metrics: dict[str, float]
     reference: dict[int, float]
+    rows: RowNumbers
     skipped: str = ""
     blamed: list[int] = field(default_factory=list)
 
@@ -72,7 +76,8 @@ class Learner:
     agree with it. `end_ids` are the tokens that end a response. `trained` are the parameters in the order of the
     optimiser. `masters` are the results of `take_masters`, if the optimiser is on the host. `fits_gathered` is whether
     a GPU has memory for all gathered weights and gradients, for `train.sharding = "auto"`. `states_fill` is whether
-    states, not activations, fill it.
+    states, not activations, fill it. `packed` is whether rows are packed (`tba.trainer.model.packing.packs`); that of
+    rank 0 counts, since the other ranks have no weights to try it with.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Learner:
         exact_logits: bool = False,
         masters: Mapping[str, Tensor] | None = None,
         fits_gathered: bool = True,
+        packed: bool = False,
     ) -> None:
         assert reference is not None or has_adapters(policy) or not objective.needs_reference
         self.policy = policy
@@ -100,17 +106,17 @@ class Learner:
         self.end_ids: frozenset[int] = frozenset()
         self.states_fill = False
         self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
-        self._config = config
-        self._objective = objective
+        self._config, self._objective = config, objective
         self._ranks = ranks
         self._entropy = entropy
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(policy, autocast=autocast)
-        packed = _decide_packing(config, policy, ranks, half=autocast)
-        self.scorer = scorer = Scorer(policy, autocast=autocast, packed=packed, exact_logits=exact_logits)
+        # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
+        packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
+        scorer_of = partial(Scorer, autocast=autocast, packed=packed, exact_logits=exact_logits)
+        self.scorer = scorer = scorer_of(policy)
         if reference is not None:
-            reference.requires_grad_(False)
-            scorer = Scorer(reference, autocast=autocast, packed=packed, exact_logits=exact_logits)
+            scorer = scorer_of(reference.requires_grad_(False))
         self.reference = Reference(scorer, reference_config or ReferenceSection(), lineage)
         # Of the previous step: the name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})
@@ -166,14 +172,17 @@ class Learner:
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
         if len(finite) < len(computed):
             blamed = sorted(computed.keys() - finite.keys())
-            return self._skip(batch, finite, "a reference log-probability is not finite", blamed)
+            reason = "a reference log-probability is not finite"
+            return self._skip(batch, finite, no_numbers(batch.rows), reason, blamed)
         beta = beta_at(self._config, self.steps_done)
         sums = self.accumulate(batch, reference_BK, beta)
         with self.watch.phase("optimizer"):
             norms = self._clip_gradients()
             if not all(map(math.isfinite, (sums.loss, *norms))):
                 reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
-                return self._skip(batch, finite, reason, _not_finite(batch, sums))
+                blamed = _not_finite(batch, sums)
+                rows = row_numbers(sums.quantities_QBK, batch.rows, skipped=True)
+                return self._skip(batch, finite, rows, reason, blamed)
             cosine = gradient_cosine(self.optimizer, self._ranks)
             ratios = self._policy_metrics(batch, sums)
             by_ess = self._config.learning_rate_by_ess
@@ -192,7 +201,7 @@ class Learner:
             "reference_computed": float(len(computed)),
             "skipped": 0.0,
         }
-        return StepResult(only_finite(metrics), computed)
+        return StepResult(only_finite(metrics), computed, row_numbers(sums.quantities_QBK, batch.rows, skipped=False))
 
     def step_in_memory(self, batch: TrainBatch) -> StepResult:
         """Make one update, like `step`, but raise MemoryShort with advice if memory runs out.
@@ -243,14 +252,16 @@ class Learner:
         self.reference.update(self.policy, self.steps_done)
         return learning_rate
 
-    def _skip(self, batch: TrainBatch, reference: dict[int, float], reason: str, blamed: list[int]) -> StepResult:
+    def _skip(
+        self, batch: TrainBatch, reference: dict[int, float], rows: RowNumbers, reason: str, blamed: list[int]
+    ) -> StepResult:
         """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
         self.before_writing()
         self.optimizer.zero_grad()
         self.steps_done += 1
         self.reference.update(self.policy, self.steps_done)
         metrics = {**batch_metrics(batch, self.end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
-        return StepResult(only_finite(metrics), reference, f"{reason}: {_ids(blamed)}", blamed)
+        return StepResult(only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
         """Return metrics of the policy's log-probabilities against those of sampling."""
@@ -348,16 +359,6 @@ class Learner:
                 reward_floor=floor,
                 step=batch.step,
             )
-
-
-def _decide_packing(config: TrainSection, policy: PreTrainedModel, ranks: Ranks, *, half: bool) -> bool:
-    """Return rank 0's answer, on every rank: the others have no weights to try it with.
-
-    They wait here for as long as rank 0 loads, since commands have no time limit, unlike the collectives of NCCL.
-    """
-    device = policy.device.type if ranks.mesh is None else ranks.mesh.device_type
-    packed = ranks.rank == 0 and packs(config.packing, policy, device, half=half)
-    return bool(ranks.sum(torch.tensor(int(packed))))
 
 
 def _ids(ids: Sequence[int]) -> str:

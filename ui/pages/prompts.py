@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +14,7 @@ from tba.common.errors import UsageError
 from tba.ui.runs import Run
 from tba.ui.site import missing, run_of, site_of
 from tba.ui.svg import points_chart, sparkline
+from tba.ui.trajectory_filter import words_of
 
 # A prompt of a run whose prompts have many responses each is read up to this number of its newest ones.
 _MOST_RESPONSES = 2000
@@ -31,52 +34,80 @@ _RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_to
 # A list needs no texts, and they are on pages of their own.
 _WITH_TEXT = _RESPONSES.replace("t.error,", "t.error, substr(t.text, 1, 200) AS text,")
 # The plus keeps SQLite from sorting by an index on the run: ids are in the order of registration.
-_PROMPTS = """SELECT id, key, position, substr(text, 1, 500) AS text FROM prompts
-    WHERE +run = ? AND id > ? %s ORDER BY id LIMIT ?"""
-_BY_KEY = """SELECT id, key, position, substr(text, 1, 500) AS text FROM prompts
-    WHERE run = ? AND key >= ? AND key < ? AND key > ? %s ORDER BY key LIMIT ?"""
-_ANSWERED = "AND EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = prompts.id)"
+_COLUMNS = "p.id, p.key, p.position, substr(p.text, 1, 500) AS text"
+_PROMPTS = f"SELECT {_COLUMNS} FROM prompts p WHERE +p.run = ? AND p.id > ? %s ORDER BY p.id LIMIT ?"  # noqa: S608
+_BY_KEY = f"""SELECT {_COLUMNS} FROM prompts p
+    WHERE p.run = ? AND p.key >= ? AND p.key < ? AND p.key > ? %s ORDER BY p.key LIMIT ?"""  # noqa: S608
+_BY_WORDS = f"""SELECT {_COLUMNS} FROM search.prompts_fts f CROSS JOIN prompts p ON p.id = f.rowid
+    WHERE f.prompts_fts MATCH ? AND f.rowid > ? AND p.run = ? AND p.key >= ? AND p.key < ? %s
+    ORDER BY f.rowid LIMIT ?"""  # noqa: S608
+_ANSWERED = "AND EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id)"
 _LAST_CHARACTER = "\U0010ffff"
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What a list of prompts shows: those of a kind, with a prefix of the key, with words in the text."""
+
+    kind: str
+    prefix: str
+    words: str
+
+    def window(self, rows: PageRows, run: Run, after: str) -> list[dict[str, Any]]:
+        """Return the next prompts after a key (with a prefix alone) or an id."""
+        condition = "" if self.kind == "all" else _ANSWERED
+        span = (self.prefix, self.prefix + _LAST_CHARACTER)
+        if self.prefix and not self.words:
+            return rows.all(_BY_KEY % condition, run.id, *span, after, _PAGE_ROWS)
+        if after and not (after.isascii() and after.isdigit() and len(after) < 19):
+            raise UsageError(f"after = {after[:100]}: give the id of a prompt")
+        if self.words:
+            return rows.all(_BY_WORDS % condition, self.words, int(after or 0), run.id, *span, _PAGE_ROWS)
+        return rows.all(_PROMPTS % condition, run.id, int(after or 0), _PAGE_ROWS)
+
+    def continue_after(self, prompt: dict[str, Any]) -> str:
+        """Return what the window after a prompt continues after."""
+        return str(prompt["key"] if self.prefix and not self.words else prompt["id"])
+
+
 def listing(request: Request) -> Response:
-    """List prompts with their pass rates, optionally only those of one kind or with a prefix of the key."""
+    """List prompts with their pass rates, optionally only those of one kind, with a prefix of the key or with words."""
     run, query = run_of(request), request.query_params
-    kind, prefix, after = query.get("kind", ""), query.get("key", ""), query.get("after", "")
-    if kind not in KINDS:
-        raise UsageError(f"kind = {kind[:100]}: give all, never, solved or flat")
+    given = {name: query.get(name, "").strip() for name in ("kind", "key", "text")}
+    if given["kind"] not in KINDS:
+        raise UsageError(f"kind = {given['kind'][:100]}: give all, never, solved or flat")
     with run.rows() as rows:
-        found, following, examined = _find(rows, run, kind=kind, prefix=prefix, after=after)
+        indexed = rows.has_text_index
+        words = words_of(rows, given["text"]) if given["text"] else ""
+        wanted = _Wanted(given["kind"], given["key"], words)
+        found, following, examined = _find(rows, run, wanted, query.get("after", ""))
     return site_of(request).page(
-        "prompts.html", run=run, prompts=found, kinds=KINDS, kind=kind, key=prefix, after=following, examined=examined
+        "prompts.html",
+        run=run,
+        prompts=found,
+        kinds=KINDS,
+        given=given,
+        indexed=indexed,
+        following=urlencode({**given, "after": following}) if following is not None else None,
+        examined=examined,
     )
 
 
-def _find(
-    rows: PageRows, run: Run, *, kind: str, prefix: str, after: str
-) -> tuple[list[dict[str, Any]], str | None, int]:
+def _find(rows: PageRows, run: Run, wanted: _Wanted, after: str) -> tuple[list[dict[str, Any]], str | None, int]:
     """Return a page of prompts, what the next page continues after (None at the end), and how many were examined."""
     deadline, found, examined = time.monotonic() + _BUDGET_SECONDS, [], 0
     while True:
-        window = _window(rows, run, prefix, after, "" if kind == "all" else _ANSWERED)
+        window = wanted.window(rows, run, after)
         for prompt in window:
             examined += 1
-            after = prompt["key"] if prefix else str(prompt["id"])
+            after = wanted.continue_after(prompt)
             prompt.update(summary(rows.all(_RESPONSES, prompt["id"], _MOST_RESPONSES)))
-            if kind in ("", "all") or prompt[kind]:
+            if wanted.kind in ("", "all") or prompt[wanted.kind]:
                 found.append(prompt)
             if len(found) == _PAGE_ROWS or time.monotonic() > deadline:
                 return found, after, examined
         if len(window) < _PAGE_ROWS:
             return found, None, examined
-
-
-def _window(rows: PageRows, run: Run, prefix: str, after: str, condition: str) -> list[dict[str, Any]]:
-    if prefix:
-        return rows.all(_BY_KEY % condition, run.id, prefix, prefix + _LAST_CHARACTER, after, _PAGE_ROWS)
-    if after and not (after.isascii() and after.isdigit() and len(after) < 19):
-        raise UsageError(f"after = {after[:100]}: give the id of a prompt")
-    return rows.all(_PROMPTS % condition, run.id, int(after or 0), _PAGE_ROWS)
 
 
 def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:

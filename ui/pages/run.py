@@ -19,6 +19,13 @@ from tba.ui.site import run_of, site_of
 _CLIENTS = 200
 # While a server answers, its words change without a new row.
 _CLOCK_SECONDS = 10
+# Trainers deliver nothing, and are not to be cut off by many searchers.
+_NEWEST_CLIENTS = """SELECT * FROM clients WHERE run = ? AND role IN ('searcher', 'trainer', 'importer')
+    ORDER BY role = 'trainer' DESC, last_received_at DESC LIMIT ?"""
+# What the clients have delivered, without reading the trajectories.
+_TOTALS = """SELECT COALESCE(SUM(trajectories), 0) AS trajectories, COALESCE(SUM(errors), 0) AS errors,
+    COALESCE(SUM(response_tokens), 0) AS response_tokens,
+    SUM(reward_sum) / NULLIF(SUM(trajectories) - SUM(errors), 0) AS mean_reward FROM senders WHERE run = ?"""
 _NEWEST_BATCH = (
     "SELECT step, trained_at FROM batches WHERE run = ? AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
 )
@@ -69,7 +76,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     """Return the facts of a run: totals, clients, and what its server says if one answers."""
     sections = run.config(rows)
     status = run.status(sections)
-    clients = rows.all("SELECT * FROM clients WHERE run = ? ORDER BY last_received_at DESC LIMIT ?", run.name, _CLIENTS)
+    clients = rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS)
     batch = rows.first(_NEWEST_BATCH, run.id)
     about = rows.first("SELECT created_at, finished_step, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
@@ -82,7 +89,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "steps": sections.get("train", {}).get("steps"),
         "newest": newest,
         "doing": _doing(status) if status else "",
-        "totals": _totals(clients),
+        "totals": rows.first(_TOTALS, run.id),
         "clients": _with_status(clients, status),
         "state": _state(run, about, status),
         "seen": _version(run, rows, status),
@@ -97,24 +104,10 @@ def _version(run: Run, rows: PageRows, status: Status | None) -> str:
     return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}"
 
 
-def _totals(clients: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add up what the clients have delivered, without reading the trajectories."""
-    names = ("trajectories", "errors", "response_tokens")
-    totals: dict[str, Any] = {name: sum(client[name] or 0 for client in clients) for name in names}
-    good = [(c["mean_reward"], c["trajectories"] - c["errors"]) for c in clients if c["mean_reward"] is not None]
-    count = sum(number for _, number in good)
-    totals["mean_reward"] = sum(mean * number for mean, number in good) / count if count else None
-    return totals
-
-
 def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[dict[str, Any]]:
-    """Return the searchers and the trainer, with what the server knows of those that are connected."""
+    """Return clients with what the server knows of those that are connected."""
     connected = {client.sender: client for client in status.clients} if status else {}
-    return [
-        {**client, "now": connected.get(client["sender"])}
-        for client in clients
-        if client["role"] in ("searcher", "trainer", "importer")
-    ]
+    return [{**client, "now": connected.get(client["sender"])} for client in clients]
 
 
 def _doing(status: Status) -> str:

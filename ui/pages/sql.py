@@ -3,7 +3,10 @@
 import csv
 import io
 import threading
+from collections.abc import Mapping
+from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,35 +14,27 @@ from tba.buffer.tools.limited_query import query_limited
 from tba.buffer.tools.printing import csv_value
 from tba.common.errors import StorageError, UsageError
 from tba.common.wire.query_messages import MAX_QUERY_ROWS, QueryResult
+from tba.ui import queries
 from tba.ui.site import run_of, site_of
 
 SECONDS = 5.0
 _TABLE_ROWS = 200
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 # One statement at a time: together they would take the memory and the cores of the run.
 _turn = threading.Lock()
-EXAMPLES = {
-    "best answers": "SELECT id, reward, policy_version, text FROM trajectories WHERE run = '{run}'"
-    " ORDER BY reward DESC LIMIT 20",
-    "reward and staleness by step": "SELECT step, mean_reward, mean_staleness, max_staleness FROM staleness"
-    " WHERE run = '{run}' ORDER BY step DESC LIMIT 100",
-    "searchers": "SELECT sender, host, trajectories, errors, mean_reward FROM clients WHERE run = '{run}'",
-    "newest errors": "SELECT id, prompt, searcher, error FROM trajectories WHERE run = '{run}' AND error IS NOT NULL"
-    " ORDER BY received_at DESC LIMIT 20",
-}
 
 
 def page(request: Request) -> Response:
     """Show a statement and its result, or the error that it raised."""
-    run, sql = run_of(request), request.query_params.get("sql", "").strip()
+    run = run_of(request)
+    built_in, own = queries.built_in(run), queries.own(run)
+    sql, name = _asked(request, {**built_in, **own})
     result, sentence = None, ""
     if sql:
         try:
             result = _run(request, sql, _TABLE_ROWS)
         except (UsageError, StorageError, MemoryError) as error:
             sentence = str(error) or "the query needs too much memory"
-    # A quote in the name of a run is doubled in SQL.
-    name = run.name.replace("'", "''")
-    examples = {title: text.replace("{run}", name) for title, text in EXAMPLES.items()}
     return site_of(request).page(
         "sql.html",
         http_status=400 if sentence else 200,
@@ -47,7 +42,10 @@ def page(request: Request) -> Response:
         sql=sql,
         result=result,
         sentence=sentence,
-        examples=examples,
+        name=name,
+        built_in=list(built_in),
+        own=list(own),
+        directory=run.directory / queries.DIRECTORY,
         seconds=SECONDS,
     )
 
@@ -56,15 +54,34 @@ def csv_file(request: Request) -> Response:
     """Return the result of a statement as CSV."""
     run = run_of(request)
     try:
-        result = _run(request, request.query_params.get("sql", ""), MAX_QUERY_ROWS)
+        sql, _ = _asked(request, {**queries.built_in(run), **queries.own(run)})
+        result = _run(request, sql, MAX_QUERY_ROWS)
     except MemoryError as error:
         raise UsageError("the query needs too much memory") from error
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(result.headings)
-    writer.writerows([csv_value(value) for value in row] for row in result.rows)
+    writer.writerows([_cell(value) for value in row] for row in [result.headings, *result.rows])
     headers = {"Content-Disposition": f'attachment; filename="{run.key}.csv"'}
     return Response(text.getvalue().encode(errors="replace"), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _cell(value: Any) -> Any:
+    """Return a value for CSV: a text that a spreadsheet would run as a formula begins with an apostrophe."""
+    if not isinstance(value, str) or not value.startswith(_FORMULA_STARTS):
+        return csv_value(value)
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def _asked(request: Request, saved: Mapping[str, str]) -> tuple[str, str]:
+    """Return the statement that the address holds or names, and the name of the saved query, "" for none."""
+    name = request.query_params.get("query", "")
+    if name and name not in saved:
+        raise HTTPException(404, f"no query is called {name[:100]}: there are {', '.join(saved)}")
+    return (saved[name], name) if name else (request.query_params.get("sql", "").strip(), "")
 
 
 def _run(request: Request, sql: str, rows: int) -> QueryResult:

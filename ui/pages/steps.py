@@ -14,6 +14,9 @@ _STEPS = "SELECT * FROM staleness WHERE run = ? AND step < ? ORDER BY step DESC 
 _LARGEST = (1 << 62) - 1
 # Shown by the page's own columns or the same in all rows.
 _HIDDEN = {"run", "step", "handed_out_at", "trained_at", "trained_at_text", "trajectory", "prompt"}
+_UNITS = {"staleness": "steps", "logprob": "nats", "log_ratio": "nats", "mismatch": "nats/token"}
+# Others only if they differ: weights are all 1 with many objectives.
+_ALWAYS_DRAWN = {"staleness", "log_ratio", "advantage"}
 # A batch of this many slots is more than a browser sorts with ease.
 _MOST_SLOTS = 5000
 
@@ -22,7 +25,7 @@ def listing(request: Request) -> Response:
     """List the steps, newest first."""
     run = run_of(request)
     text = request.query_params.get("before", str(_LARGEST))
-    if not text.isascii() or not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise UsageError(f"before = {text[:100]}: give a step")
     with run.rows() as rows:
         steps = rows.all(_STEPS, run.name, min(int(text), _LARGEST), _PAGE_ROWS)
@@ -56,7 +59,9 @@ def page(request: Request) -> Response:
     numeric = [name for name in columns if _is_numeric(slots, name)]
     order = request.query_params.get("sort", "slot")
     slots = _sorted(slots, order, ["slot", *numeric])
-    pictures = [(name, histogram(values, f"histogram of {name}")) for name in numeric if (values := _of(slots, name))]
+    known = {name: values for name in numeric if (values := _of(slots, name))}
+    drawn = {name: values for name, values in known.items() if name in _ALWAYS_DRAWN or len(set(values)) > 1}
+    pictures = [(name, histogram(values, f"histogram of {name}")) for name, values in drawn.items()]
     return site_of(request).page(
         "step.html",
         run=run,
@@ -65,6 +70,7 @@ def page(request: Request) -> Response:
         slots=slots,
         extra=extra,
         columns=columns,
+        units=_UNITS,
         order=order,
         pictures=pictures,
         metrics=metrics,

@@ -12,6 +12,7 @@ from tba.buffer.tools.page_rows import PageRows
 from tba.buffer.tools.show import describe, recorded_model
 from tba.buffer.tools.tokenizer import decoder_of
 from tba.common.errors import UsageError
+from tba.common.wire.row_numbers import QUANTITIES
 from tba.ui.runs import Run
 from tba.ui.site import missing, run_of, site_of
 from tba.ui.tokens import COLOURS, STRIP_TOKENS, strip
@@ -32,6 +33,7 @@ def listing(request: Request) -> Response:
         found = find(rows, run, given)
         known = read_rows(rows, found.ids)
         searchers = rows.all(_SEARCHERS, run.name)
+        indexed = rows.value("SELECT MAX(id) FROM search.responses") if rows.has_text_index else None
     following = urlencode({**given, "after": found.after}) if found.after else None
     return site_of(request).page(
         "trajectories.html",
@@ -42,6 +44,7 @@ def listing(request: Request) -> Response:
         following=following,
         searchers=searchers,
         sorts=SORTS,
+        indexed=indexed,
     )
 
 
@@ -102,6 +105,7 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
         "next_token": int(first) + STRIP_TOKENS if int(first) + STRIP_TOKENS < total else None,
         "logprob_sum": sum(known["logprobs"]) if known["logprobs"] else None,
         "colour": colour,
+        "quantities": QUANTITIES,
     }
 
 

@@ -15,13 +15,27 @@ function axis(label) {
   };
 }
 
+// uPlot's own format has three decimals: a KL divergence of 0.0004 would be 0.
+const NUMBER = new Intl.NumberFormat("en", { maximumSignificantDigits: 6 });
+
+function number(value) {
+  if (value == null) return "--";
+  return value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1) : NUMBER.format(value);
+}
+
+// Steps are whole numbers.
+const STEPS_APART = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((power) => [power, 2 * power, 5 * power]);
+
 function options(chart, width, open) {
   const series = chart.series.map((one, n) => ({
-    label: one.label, stroke: colour(`--s${n}`), width: 1.6, spanGaps: true, points: { show: one.dots || chart.steps.length < 2, size: 6 },
+    label: one.label, stroke: colour(`--s${n}`), width: 1.6, value: (plot, value) => number(value), spanGaps: true, points: { show: one.dots || chart.steps.length < 2, size: 6 },
   }));
   return {
     width, height: HEIGHT, scales: { x: { time: false } }, cursor: { drag: { x: true, y: false } },
-    axes: [{ ...axis("optimiser step"), size: 30 }, axis(chart.unit)],
+    axes: [
+      { ...axis("optimiser step"), size: 30, incrs: STEPS_APART },
+      { ...axis(chart.unit), values: (plot, ticks) => ticks.map(number) },
+    ],
     series: [{ label: "step" }, ...series],
     hooks: { ready: [(plot) => openOnClick(plot, open)] },
   };
@@ -52,7 +66,8 @@ function width(box) {
 }
 
 function draw(place, box, chart) {
-  const open = (step) => { location.href = place.dataset.steps + step; };
+  // Charts of two runs lead to no step.
+  const open = (step) => { if (place.dataset.steps) location.href = place.dataset.steps + step; };
   const values = chart.series.map((one) => one.values);
   charts.push({ box, plot: new uPlot(options(chart, width(box), open), [chart.steps, ...values], box) });
 }
@@ -106,7 +121,7 @@ const KEYS = {
   Enter: () => follow("tr.selected a"),
   "]": () => follow("a[rel=next]"),
   "[": () => follow("a[rel=prev]") || history.back(),
-  "/": () => { const field = document.querySelector("[data-focus]"); if (field) { field.focus(); field.select(); } },
+  "/": () => { const field = document.querySelector("[data-focus]"); if (field) { const closed = field.closest("details"); if (closed) closed.open = true; field.focus(); field.select(); } },
 };
 
 document.addEventListener("keydown", (event) => {
@@ -125,6 +140,9 @@ document.addEventListener("formdata", (event) => {
 });
 
 document.addEventListener("DOMContentLoaded", () => {
+  // On a telephone a long filter would hide the list.
+  const filters = document.querySelector("details.filters");
+  if (filters && matchMedia("(max-width: 700px)").matches) filters.open = false;
   const place = document.getElementById("charts");
   if (!place) return;
   load(place);

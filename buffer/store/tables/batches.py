@@ -2,15 +2,23 @@
 
 import json
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
+
+from msgspec.structs import astuple
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.references_migration import SUMMARISE_BATCHES
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
 from tba.common.wire.messages import ReportStep
+from tba.common.wire.row_numbers import RowNumbers
 
 _CONSUMPTION_COLUMNS = ("batch", "slot", "trajectory", "staleness")
+_SET_NUMBERS = """
+UPDATE consumption_rows SET (logprob, log_ratio, advantage, weight, mismatch, skipped) = (?, ?, ?, ?, ?, ?)
+WHERE batch = ? AND slot = ?
+"""
 _SELECT_BATCH = """
 SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.staleness,
        CASE WHEN json_extract(t.sampling, '$.top_p') = 1 THEN json_extract(t.sampling, '$.temperature') ELSE 0.0
@@ -45,6 +53,11 @@ class Batches:
         """Return whether the batch of a step is recorded."""
         return bool(self._database.all("SELECT 1 FROM batches WHERE run = ? AND step = ?", run.id, step))
 
+    def slots(self, run: Run, step: int) -> int:
+        """Return the number of slots of the recorded batch of a step."""
+        query = "SELECT prompts * samples FROM batches WHERE run = ? AND step = ?"
+        return int(self._database.one(query, run.id, step)[0])
+
     def record(
         self,
         run: Run,
@@ -65,7 +78,7 @@ class Batches:
         )
         count = len(trajectories)
         columns = ([cursor.lastrowid] * count, range(count), trajectories, staleness)
-        self._database.insert("OR ROLLBACK", "consumption_rows", _CONSUMPTION_COLUMNS, columns)
+        self._database.insert("consumption_rows", _CONSUMPTION_COLUMNS, columns)
         self._database.execute(f"{SUMMARISE_BATCHES} WHERE id = ?", (cursor.lastrowid,))
 
     def recency(self, run: Run, step: int) -> Recency:
@@ -83,19 +96,27 @@ class Batches:
         return {name: column for (name, *_), column in zip(cursor.description, columns, strict=True)}
 
     def report(self, run: Run, message: ReportStep, now: float) -> None:
-        """Record that a step was trained, and its reference log-probabilities.
+        """Record that a step was trained, the numbers of its rows, and its reference log-probabilities.
 
-        A repeated report changes only the metrics.
+        A repeated report changes only the metrics and the numbers.
         """
         self._database.execute(
             "UPDATE batches SET trained_at = COALESCE(trained_at, ?), metrics = ? WHERE run = ? AND step = ?",
             (now, json.dumps(message.metrics), run.id, message.step),
         )
+        if message.rows is not None:
+            self._set_numbers(run, message.step, message.rows)
         rows = [
             (trajectory, message.reference, logprob)
             for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
         ]
         self._trajectories.insert_references(rows)
+
+    def _set_numbers(self, run: Run, step: int, numbers: RowNumbers) -> None:
+        (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)
+        columns = astuple(numbers)
+        rows = zip(*columns, repeat(batch), range(len(columns[0])), strict=False)
+        self._database.execute_many(_SET_NUMBERS, list(rows))
 
     def steps_done(self, run: Run) -> int:
         """Return the number of steps that were trained."""

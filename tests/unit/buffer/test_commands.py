@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -64,6 +65,8 @@ def test_a_table_shows_two_columns_of_the_same_name(tba_buffer, filled):
     "sql",
     [
         "DELETE FROM trajectory_rows",
+        "DELETE FROM trajectories",
+        "UPDATE trajectories SET reward = 1",
         "INSERT INTO runs (uuid, name, created_at, seed) VALUES ('u', 'n', 0, 0)",
         "ATTACH 'other.sqlite' AS other",
         "CREATE TEMP TABLE t (a)",
@@ -281,6 +284,17 @@ def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer
     assert "\nresponse:\n1\n\\x1b]0;title\\x07\\r2\\u2028é\n" in tba_buffer("show", 1, "-b", path).output
     assert "\x1b" not in tba_buffer("query", "SELECT text FROM trajectories", "-b", path).output
     assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
+
+
+def test_names_of_searchers_are_escaped_for_the_terminal(tba_buffer, filled):
+    with closing(sqlite3.connect(filled)) as database, database:
+        database.execute("UPDATE senders SET sender = 'a' || char(27) || '[2J'")
+    assert "a\\x1b[2J" in tba_buffer("tail", "-n", 1, "-b", filled).output
+
+
+@pytest.mark.parametrize("heading", ["[/b]", "[bold]a", ":smile:"])
+def test_headings_are_printed_as_they_are(heading, tba_buffer, filled):
+    assert tba_buffer("query", f'SELECT 1 AS "{heading}"', "-b", filled).output.split() == [heading, "1"]
 
 
 def test_ctrl_c_ends_tail_without_an_error(tba_buffer, filled, monkeypatch):

@@ -217,7 +217,7 @@ BREAKAGES = {
     "DELETE FROM trajectory_rows WHERE id = 7": NO_SUCH_ROW,
     "UPDATE trajectory_rows SET prompt = 77 WHERE id = 7": NO_SUCH_ROW,
     "UPDATE consumption_rows SET trajectory = 77 WHERE slot = 2": NO_SUCH_ROW,
-    "INSERT INTO consumption_rows VALUES (9, 0, 1, 0)": NO_SUCH_ROW,
+    "INSERT INTO consumption_rows (batch, slot, trajectory, staleness) VALUES (9, 0, 1, 0)": NO_SUCH_ROW,
     "INSERT INTO reference_logprobs VALUES (77, 'initial', -1.0)": NO_SUCH_ROW,
     "DELETE FROM payloads WHERE trajectory = 3": "every trajectory has its tokens",
     "UPDATE trajectory_rows SET compacted_at = 1.0 WHERE id = 3": "compacted trajectories have no tokens",

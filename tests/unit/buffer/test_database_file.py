@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from tba.buffer.store.store import Store
-from tba.common.errors import LockTaken
+from tba.common.errors import LockTaken, SyncFailed
 
 
 @pytest.fixture
@@ -36,6 +36,13 @@ def test_the_lock_on_the_content_ends_with_the_writer_and_excludes_no_reader(ser
     reader.close()
     served.close()
     Store(served.path, durability="process").close()
+
+
+def test_a_database_that_was_deleted_while_it_was_open_stores_nothing_more(served, tmp_path):
+    assert served.database.size_bytes() > 0
+    served.path.rename(tmp_path / "moved.sqlite")
+    with pytest.raises(SyncFailed, match="was deleted or moved while it was open"):
+        served.database.size_bytes()
 
 
 def test_a_database_is_served_through_a_symbolic_link(tmp_path):

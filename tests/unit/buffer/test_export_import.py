@@ -226,7 +226,7 @@ def test_a_missing_parquet_extra_gives_one_sentence(command, tba_buffer, filled,
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     refused = tba_buffer(*command, "-b", filled, "--set", "run.name=test")
     assert refused.exit_code == 78
-    assert "pyarrow is not installed: install tba with the extra parquet" in refused.message
+    assert "pyarrow is not installed: in the clone of tba, pip install '.[parquet]'" in refused.message
 
 
 # ---------------------------------------------------------------- import

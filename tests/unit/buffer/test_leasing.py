@@ -229,9 +229,9 @@ def test_prompts_are_added_in_their_order_and_only_once(harness):
     # The chunk at 2 leaves a gap at first, the one at 1 overlaps.
     assert [register(offset) for offset in (2, 0, 0, 1, 2)] == [0, 2, 2, 3, 4]
     state = buffer.service.state
-    order, ids = state.leases.order(0), dict(state.prompt_ids)
+    order, ids = state.leases.order, dict(state.prompt_ids)
     state.rebuild()
-    assert (state.leases.order(0), list(state.prompt_ids.items())) == (order, list(ids.items()))
+    assert (state.leases.order, list(state.prompt_ids.items())) == (order, list(ids.items()))
     assert list(ids) == ["p0", "p1", "p2", "p3"]
 
 
@@ -241,6 +241,26 @@ def test_a_chunk_that_is_known_needs_no_transaction(harness):
     assert not buffer.service.writes_nothing(chunk)
     buffer.ask(chunk)
     assert buffer.service.writes_nothing(chunk)
+
+
+def test_one_searcher_sends_the_prompts_and_another_goes_on_if_it_falls_silent(harness):
+    buffer = harness()
+
+    def register(sender: str, offset: int, keys: list[str]) -> messages.Registered:
+        message = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=offset, keys=keys)
+        return buffer.ask(message, sender=sender).message
+
+    assert not register("a.1", 0, []).wait
+    assert register("b.1", 0, []).wait
+    assert not register("a.1", 0, ["p0"]).wait
+    buffer.clock.advance(9)
+    assert register("b.1", 1, []).wait
+    buffer.clock.advance(2)
+    assert not register("b.1", 1, []).wait
+    # The first one was only slow: what it sends counts, and it leaves the rest to the other.
+    assert register("a.1", 1, ["p1"]) == messages.Registered(known=2, complete=False, wait=True)
+    assert register("b.1", 1, ["p1", "p2", "p3"]) == messages.Registered(known=4, complete=True)
+    assert register("a.1", 2, []) == messages.Registered(known=4, complete=True)
 
 
 @pytest.mark.parametrize("keys", [["p0", "p1", "p0"], ["a", "p2"]])

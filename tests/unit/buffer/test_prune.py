@@ -132,6 +132,15 @@ def test_a_whole_run_is_deleted_and_the_others_stay(prune, trained):
     assert {finding["result"] for finding in check(trained)} == {"ok"}
 
 
+def test_only_trajectories_of_the_run_count_as_kept(prune, trained):
+    store = Store(trained, durability="process")
+    other = store.open_run("second", seed=0, config={}, software={})
+    store.database.execute("UPDATE trajectory_rows SET run = ? WHERE id > 6", (other.id,))
+    store.close()
+    done = prune(*OLD, "--run", "test", "--dry-run", "--json").json
+    assert (done["trajectories"], done["trajectories_kept"]) == (4, 2)
+
+
 def test_prune_needs_the_server_stopped(prune, trained, harness):
     harness(trained)
     assert "a buffer server has" in prune(*OLD, "--yes").message

@@ -2,11 +2,16 @@
 
 import contextlib
 import sqlite3
+import time
 
 import pytest
 
+from tba.buffer.store.reader import open_reader
 from tba.buffer.tools.query_server import answer
+from tba.buffer.tools.remote_query import remote_query
+from tba.common.errors import BufferUnavailable
 from tba.common.wire import query_messages as wire
+from tba.common.wire.channels import ServerChannel
 from tba.common.wire.codec import QUERY_REPLIES, decode_file_reply, encode_request
 from tba.common.wire.messages import Failure, Heartbeat
 
@@ -63,13 +68,33 @@ def test_functions_of_texts_are_those_of_sqlite_and_take_linear_time(filled):
     # SQLite's own take minutes.
     long = "trim(hex(zeroblob(400000)), hex(zeroblob(400000)) || '1')"
     assert ask(filled, f"SELECT {long}, instr(hex(zeroblob(999999)), hex(zeroblob(499999)) || '1')").rows == [["", 0]]
+    rare = "replace(hex(zeroblob(900000)), '0', 'x'), hex(zeroblob(900000)) || 'x'"
+    assert ask(filled, f"SELECT trim({rare}), ltrim({rare}), rtrim({rare})").rows == [["", "", ""]]
     failure = ask(filled, "SELECT length(replace(hex(zeroblob(1000000)), '0', hex(zeroblob(1000000))))")
     assert isinstance(failure, Failure)
+    assert "too big" in failure.message
 
 
 def test_a_query_of_few_long_rows_has_its_limit_of_time(filled):
     failure = ask(filled, f"{MANY.replace('10000', '2000')} SELECT MAX(hex(randomblob(100000))) FROM n", seconds=0.05)
     assert "takes longer than 0.05 s" in failure.message
+
+
+def test_many_calls_of_a_function_have_the_limit_of_time(filled):
+    calls = ", ".join(f"trim(hex(zeroblob(900000)), '0{n}')" for n in range(100))
+    failure = ask(filled, f"SELECT {calls}", seconds=0.05)
+    assert "takes longer than 0.05 s" in failure.message
+
+
+def test_the_time_to_open_the_database_is_not_that_of_the_query(filled, monkeypatch):
+    @contextlib.contextmanager
+    def slowly(path):
+        with open_reader(path) as connection:
+            time.sleep(0.2)
+            yield connection
+
+    monkeypatch.setattr("tba.buffer.tools.limited_query.open_reader", slowly)
+    assert ask(filled, "SELECT trim('xa', 'x')", seconds=0.1).rows == [["a"]]
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
@@ -84,6 +109,9 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
         ("PRAGMA hard_heap_limit = 0", "only reads"),
         ("SELECT load_extension('x')", "only reads"),
         ("SELECT zeroblob(1000000000)", "too big"),
+        ("SELECT JSON_PATCH('{}', '{}')", "not authorized to use function: JSON_PATCH"),
+        # An earlier SQLite than 3.45 does not have it.
+        ("SELECT jsonb_patch('{}', '{}')", "function: jsonb_patch"),
         ("SELECT 'a' LIKE '" + "%a" * 100 + "'", "too complex"),
         ("SELECT 1; SELECT 2", "one statement"),
         ("SELEC 1", "syntax error"),
@@ -100,6 +128,16 @@ def test_a_message_to_the_buffer_is_refused(filled):
     reply = decode_file_reply([memoryview(f) for f in answer(filled, views(frames), seconds=1.0)])
     assert isinstance(reply.message, Failure)
     assert (reply.header.id, reply.message.code) == (3, "malformed")
+
+
+def test_without_a_reply_the_error_says_whether_a_server_is_there(monkeypatch, tmp_path):
+    monkeypatch.setattr("tba.buffer.tools.remote_query._PATIENCE_SECONDS", 0.5)
+    address = f"ipc://{tmp_path}/queries"
+    with pytest.raises(BufferUnavailable, match=r"is `tba buffer serve-queries` running there\?"):
+        remote_query(address, "SELECT 1", limit=1, keys=None)
+    busy = pytest.raises(BufferUnavailable, match="this query takes longer, or one of another client")
+    with contextlib.closing(ServerChannel(address, setting="ADDRESS", unsent=1, keys=None)), busy:
+        remote_query(address, "SELECT 1", limit=1, keys=None)
 
 
 def test_a_query_waits_for_no_writer(filled):

@@ -9,6 +9,7 @@ from tba.common.wire import fields, messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.status_messages import GetStatus
+from tba.tests.helpers.puts import numbers_of
 
 
 def report(ids):
@@ -41,6 +42,34 @@ def test_log_probabilities_of_trajectories_that_do_not_exist_are_refused(harness
     buffer.ask(report(sorted(set(known))), role="trainer", sender="t.1")
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_report_with_numbers_of_more_or_fewer_rows_than_slots_is_refused_and_changes_nothing(harness, rows):
+    buffer = harness()
+    buffer.fill(1, 4)
+    buffer.ask(sample(), role="trainer", sender="t.1")
+    with pytest.raises(Refused, match=f"has numbers of {rows} rows?, and its batch 2 slots: report one row") as refused:
+        buffer.report(0, rows=numbers_of(rows))
+    assert refused.value.code == "row_numbers"
+    assert buffer.store.database.all("SELECT trained_at FROM batches") == [(None,)]
+    assert buffer.store.database.all("SELECT DISTINCT skipped FROM consumption") == [(None,)]
+
+
+def test_the_numbers_of_a_report_are_stored_slot_by_slot_and_those_of_a_repeated_one_replace_them(harness):
+    buffer = harness()
+    buffer.fill(1, 4)
+    buffer.ask(sample(), role="trainer", sender="t.1")
+    numbers = "SELECT logprob, log_ratio, advantage, weight, mismatch, skipped FROM consumption ORDER BY slot"
+    buffer.report(0)
+    assert buffer.store.database.all(numbers) == [(None,) * 6] * 2
+    buffer.report(0, rows=numbers_of(2))
+    assert buffer.store.database.all(numbers) == [(*[None] * 5, 1), (-2.5, 0.125, -0.75, 1.0, 0.01, 0)]
+    buffer.report(0, rows=numbers_of(2, advantage=[1e308, -1e308]))
+    assert buffer.store.database.all("SELECT advantage FROM consumption ORDER BY slot") == [(1e308,), (-1e308,)]
+    # A report without numbers, of an older trainer, keeps them.
+    buffer.report(0)
+    assert buffer.store.database.all("SELECT advantage FROM consumption ORDER BY slot") == [(1e308,), (-1e308,)]
+
+
 def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(harness, monkeypatch):
     buffer = harness()
     buffer.fill(1, 4)
@@ -51,17 +80,35 @@ def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(h
     assert not buffer.store.batches.has(buffer.run, 0)
 
 
-def test_a_crowd_of_names_is_refused_and_those_at_work_are_not(harness):
+def test_a_crowd_of_names_is_refused_and_those_at_work_are_not(harness, monkeypatch):
+    monkeypatch.setattr(fields, "MAX_CLIENTS", 30)
     buffer = harness()
+    buffer.register(2)
     beat = messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={})
     for n in range(fields.MAX_CLIENTS):
-        buffer.ask(beat, sender=f"s{n}.1")
-    with pytest.raises(Refused, match="1024 clients"):
+        buffer.lease(1, sender=f"s{n}.1")
+    with pytest.raises(Refused, match="30 clients"):
         buffer.ask(beat, sender="late.1")
     buffer.ask(beat, sender="s0.1")
     assert len(buffer.ask(GetStatus(), role="monitor", sender="m.1").message.clients) == fields.MAX_CLIENTS
     buffer.clock.advance(buffer.config.buffer.lease_seconds + 1)
     buffer.ask(beat, sender="late.1")
+
+
+def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeypatch):
+    monkeypatch.setattr(fields, "MAX_CLIENTS", 30)
+    buffer = harness()
+    buffer.register(2)
+    hello = messages.Hello(host="h", pid=1, software="t")
+    buffer.ask(hello, role="trainer", sender="t.1")
+    buffer.lease(1, sender="searcher.1")
+    for n in range(fields.MAX_CLIENTS + 100):
+        buffer.clock.advance(0.001)
+        buffer.ask(hello, sender=f"idle{n}.1")
+    for sender in ("t.1", "searcher.1"):
+        assert sender in buffer.service.state.clients
+    assert len(buffer.lease(1, sender="new.1").visits) == 1
+    buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={}), sender="idle0.1")
 
 
 def arrival(message, peer=b"p", role="monitor"):

@@ -11,7 +11,17 @@ from tba.common.errors import StorageError
 from tba.common.wire import messages
 from tba.tests.conftest import ROOT
 
-VIEWS = ("trajectories", "groups", "consumption", "staleness", "clients", "evaluations")
+VIEWS = (
+    "trajectories",
+    "groups",
+    "consumption",
+    "staleness",
+    "clients",
+    "evaluations",
+    "lengths",
+    "waste",
+    "curriculum",
+)
 
 
 def columns(buffer, table: str) -> list[str]:
@@ -39,7 +49,7 @@ def test_a_migration_that_fails_leaves_no_trace(harness, monkeypatch, tmp_path):
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(migrations, "_migrations", migrations._migrations[:])
-    migrations(name="0003_note")(fail)
+    migrations(name="9999_note")(fail)
     with pytest.raises(StorageError, match="the disk is full"):
         Store(buffer.store.path, durability="process")
     monkeypatch.undo()

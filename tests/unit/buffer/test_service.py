@@ -178,7 +178,7 @@ def test_columns_of_different_lengths_are_not_inserted(harness):
     """Otherwise values would end up in the wrong rows."""
     store = harness().store
     with pytest.raises(ValueError, match="columns of prompts are not equally long"), store.transaction():
-        store.database.insert("OR ROLLBACK", "prompts", ("run", "key"), ([1, 1], ["a", "b", "c"]))
+        store.database.insert("prompts", ("run", "key"), ([1, 1], ["a", "b", "c"]))
     assert store.database.all("SELECT * FROM prompts") == []
 
 
@@ -235,3 +235,13 @@ def test_the_status_says_why_puts_are_refused(harness):
     status = harness(buffer={"min_free_mib": 1 << 40}).ask(GetStatus()).message
     assert "buffer.min_free_mib" in status.refuses_puts
     assert 0 < status.free_bytes <= status.disk_bytes
+
+
+def test_the_status_has_the_newest_version_from_before_the_trainer_started(harness):
+    buffer = harness()
+    buffer.announce(0, 0)
+    assert buffer.ask(GetStatus()).message.earlier_version is None
+    buffer.ask(messages.Hello(host="h", pid=1, software="t"), role="trainer", sender="trainer.2")
+    buffer.announce(1, 0)
+    status = buffer.ask(GetStatus()).message
+    assert (status.earlier_version, status.newest_version) == (0, 1)

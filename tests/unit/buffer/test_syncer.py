@@ -21,6 +21,7 @@ from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.new_databases import new_database
 from tba.tests.helpers.puts import prepare, put_message
 
 
@@ -28,7 +29,7 @@ class SlowStore(Store):
     """A store whose disk can block, fail, or be full for trajectories."""
 
     def __init__(self, path) -> None:
-        super().__init__(path, durability="power")
+        super().__init__(new_database(path), durability="power")
         self.released = threading.Event()
         self.released.set()
         self.broken: BaseException | None = None
@@ -104,7 +105,7 @@ def test_a_committed_put_is_acknowledged_only_after_its_sync(serving, trajectory
     serving.store.released.clear()
     put = serving.put([trajectory()])
     wait_until(lambda: serving.committed() == 1)
-    assert serving.client.poll(0.3) == []
+    assert serving.client.poll(0.1) == []
     serving.store.released.set()
     (reply,) = serving.client.poll(60)
     assert (reply.header.id, reply.message.stored) == (put, 1)
@@ -142,7 +143,7 @@ def test_a_server_stopped_while_the_log_is_finished_ends_afterwards(serving, tra
     done = hold_the_finish(serving)
     serving.put([trajectory()])
     serving.stopped.set()
-    assert not serving.ended(0.3)
+    assert not serving.ended(0.1)
     done.set()
     assert serving.ended()
     assert serving.raised is None
@@ -169,7 +170,7 @@ def test_a_batch_is_handed_out_only_after_its_record_is_synced(serving, trainer,
     serving.store.released.clear()
     trainer.post(REQUEST)
     wait_until(lambda: serving.committed("batches") == 1)
-    assert trainer.poll(0.3) == []
+    assert trainer.poll(0.1) == []
     serving.store.released.set()
     (batch,) = trainer.poll(60)
     assert len(batch.message.trajectory_ids) == 4
@@ -222,7 +223,7 @@ def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, traj
     serving.put([trajectory()])
     assert serving.ended()
     assert serving.raised is error
-    assert serving.client.poll(0.3) == []
+    assert serving.client.poll(0.1) == []
 
 
 def test_a_failed_sync_of_the_checkpointer_stops_acknowledgements_and_commits(serving, trajectory):
@@ -234,7 +235,7 @@ def test_a_failed_sync_of_the_checkpointer_stops_acknowledgements_and_commits(se
     serving.store.released.set()
     assert serving.ended()
     assert serving.raised is serving.store.log.failure
-    assert serving.client.poll(0.3) == []
+    assert serving.client.poll(0.1) == []
     assert serving.committed() == 1
 
 
@@ -262,11 +263,11 @@ def test_a_sync_that_fails_after_the_stop_is_raised(serving, trajectory):
     serving.store.broken = OSError(5, "Input/output error")
     put_more_than_the_writer_may_be_ahead(serving, trajectory)
     serving.stopped.set()
-    assert not serving.ended(0.3)
+    assert not serving.ended(0.1)
     serving.store.released.set()
     assert serving.ended()
     assert isinstance(serving.raised, OSError)
-    assert serving.client.poll(0.3) == []
+    assert serving.client.poll(0.1) == []
 
 
 def test_a_server_that_stops_acknowledges_what_is_committed(serving, trajectory):
@@ -274,7 +275,7 @@ def test_a_server_that_stops_acknowledges_what_is_committed(serving, trajectory)
     put = serving.put([trajectory()])
     wait_until(lambda: serving.committed() == 1)
     serving.stopped.set()
-    assert not serving.ended(0.3)
+    assert not serving.ended(0.1)
     serving.store.released.set()
     assert serving.ended()
     (reply,) = serving.client.poll(60)

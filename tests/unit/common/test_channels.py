@@ -1,17 +1,23 @@
 """Binding an address: by one server at a time, and without replacing existing files."""
 
+import contextlib
 import fcntl
 import os
 import shutil
 import socket
+import stat
+import subprocess
+import sys
 import tempfile
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tba.common.errors import AddressInUse, ConfigError
-from tba.common.wire.channels import ServerChannel
+from tba.common.wire.channels import ClientChannel, Peer, ServerChannel
 from tba.common.wire.socket_files import make_socket_directory, socket_of
 
 
@@ -63,6 +69,18 @@ def test_a_file_that_is_not_a_socket_is_not_replaced(tmp_path):
 def test_a_socket_file_that_cannot_be_created_is_a_configuration_error(tmp_path, path):
     with pytest.raises(ConfigError, match="cannot be bound"):
         ServerChannel(f"ipc://{tmp_path}/{path}")
+
+
+def test_a_server_on_a_socket_file_receives(tmp_path):
+    address = f"ipc://{tmp_path}/socket"
+    with closing(ServerChannel(address)) as server, closing(ClientChannel(address)) as client:
+        deadline = time.monotonic() + 60
+        while not client.connections:
+            assert time.monotonic() < deadline
+            server.receive(0.1, 0)
+        assert client.send([b"hello"])
+        ((_, frames),) = server.receive(60, 1)
+        assert bytes(frames[0]) == b"hello"
 
 
 def test_addresses_without_a_file_are_bound():
@@ -138,3 +156,90 @@ def test_a_socket_directory_in_memory_that_others_can_use_is_refused(tmp_path, m
     (tmp_path / "tba-7").chmod(0o755)
     with pytest.raises(ConfigError, match="other users have access"):
         make_socket_directory(address)
+    with pytest.raises(ConfigError, match="other users have access"):
+        ClientChannel(address)
+
+
+def test_a_client_takes_the_socket_directory_in_memory_before_another_user_can(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.common.wire.socket_files._MEMORY", tmp_path)
+    with closing(ClientChannel(f"ipc://{tmp_path}/tba-7/x.socket")):
+        assert stat.S_IMODE((tmp_path / "tba-7").stat().st_mode) == 0o700
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="other users have access"):
+        ClientChannel(f"ipc://{tmp_path}/tba-7/x.socket")
+
+
+def test_a_peer_of_the_oldest_protocol_does_not_end_the_server():
+    with closing(ServerChannel("tcp://127.0.0.1:*")) as server:
+        host, port = server.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            # ZMTP 1.0 (https://rfc.zeromq.org/spec/13): an empty identity, then one frame.
+            connection.sendall(b"\x01\x00" + b"\x02\x00x")
+            deadline = time.monotonic() + 60
+            received: list[tuple[Peer, list[memoryview]]] = []
+            while not received:
+                assert time.monotonic() < deadline
+                received = server.receive(0.05, 64)
+            ((peer, frames),) = received
+            assert (peer.address, peer.key, bytes(frames[0])) == ("", "", b"x")
+
+
+def send_without_end(address: str) -> None:
+    """Send frames of one multipart, as a ZMTP peer (https://rfc.zeromq.org/spec/23), until the connection is closed."""
+    host, port = address.removeprefix("tcp://").split(":")
+    ready = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    frame = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
+    with socket.create_connection((host, int(port))) as connection, contextlib.suppress(OSError):
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        for _ in range(1000):
+            connection.sendall(frame)
+
+
+@pytest.mark.parametrize("limit", ["_UNFINISHED_BYTES", "_ALL_UNFINISHED_BYTES"])
+def test_a_connection_whose_message_has_no_end_is_closed_and_others_are_not(monkeypatch, caplog, limit):
+    monkeypatch.setattr(f"tba.common.wire.connections.{limit}", 16 << 20)
+    with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(ClientChannel(server.address)) as client:
+        attackers = [threading.Thread(target=send_without_end, args=(server.address,), daemon=True) for _ in range(2)]
+        for attacker in attackers:
+            attacker.start()
+        # More than the limit in all, but in whole messages.
+        sent, received = 0, 0
+        deadline = time.monotonic() + 60
+        while received < 20 or any(attacker.is_alive() for attacker in attackers):
+            assert time.monotonic() < deadline
+            if sent == received < 20 and client.connections:
+                sent += client.send([bytes(4 << 20)])
+            received += len(server.receive(0.05, 64))
+    lines = [record for record in caplog.records if record.getMessage() == "connection closed"]
+    assert lines
+    assert "a message has no end" in lines[0].fields["reason"]
+
+
+def test_a_file_with_the_number_of_a_closed_connection_keeps_its_locks(tmp_path):
+    with contextlib.ExitStack() as closed_at_the_end:
+        server = closed_at_the_end.enter_context(closing(ServerChannel("tcp://127.0.0.1:*")))
+        client = ClientChannel(server.address)
+        deadline = time.monotonic() + 60
+        while not server._connections._open:
+            assert time.monotonic() < deadline
+            server.receive(0.05, 1)
+        (number,) = server._connections._open
+        client.close()
+        while Path(f"/proc/self/fd/{number}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        # ZeroMQ has closed the connection, and its event is not read yet.
+        path = tmp_path / "buffer.sqlite"
+        opened = closed_at_the_end.enter_context(path.open("w"))
+        assert opened.fileno() <= number
+        if opened.fileno() < number:
+            os.dup2(opened.fileno(), number)
+            closed_at_the_end.callback(os.close, number)
+        fcntl.lockf(opened, fcntl.LOCK_EX)
+        before = len(os.listdir("/proc/self/fd"))
+        server._connections.end_unfinished(all_read=True)
+        assert len(os.listdir("/proc/self/fd")) == before
+        blocked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        other = subprocess.run([sys.executable, "-c", blocked, path], capture_output=True, text=True, check=False)
+        assert "BlockingIOError" in other.stderr

@@ -75,6 +75,11 @@ def test_the_hint_names_a_similar_key_or_none(key, hint):
     assert str(error.value) == f"unknown key {key} (--set): {hint}"
 
 
+def test_a_python_file_in_the_place_of_the_configuration_is_named_as_a_task():
+    with pytest.raises(ConfigError, match=r"pass a task as --set task\.name=doubling\.py"):
+        resolve(Path("doubling.py"), environment={})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -99,15 +104,33 @@ def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
         (["search.stop=[-1]"], "write a list of strings and token ids"),
         (["task.truncated=drop"], 'write "score", "mask", or the reward'),
         (["task.template=raw", "task.system=Be brief."], 'have no effect with task.template = "raw": remove them'),
-        (["task.name=arithmetik"], "use arithmetic, gsm8k, math, "),
+        (["task.name=arithmetik"], "use arithmetic, "),
     ],
 )
 def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):
     assert words in refusal(assignments=assignments)
 
 
-def test_the_error_of_a_secret_does_not_show_it():
-    assert "SECRET" not in refusal(environment={"TBA_ALARM__WEBHOOK": "hooks.example/SECRET"})
+@pytest.mark.parametrize("key", ["ALARM__WEBHOOK", "REWARD_MODEL__API_KEY", "GOLD_MODEL__API_KEY"])
+def test_the_error_of_a_secret_does_not_show_it(key):
+    sentence = refusal(environment={f"TBA_{key}": "hooks.example/SECRET é"})
+    assert "(not shown)" in sentence
+    assert "SECRET" not in sentence
+
+
+@pytest.mark.parametrize("text", ["123", "true", "1e5", "[1]", '"quoted"', "2026-11-23"])
+def test_a_secret_of_the_environment_is_the_text_of_the_variable(text):
+    config = resolve(None, environment={"TBA_REWARD_MODEL__API_KEY": text}).config
+    assert config.reward_model.api_key.get_secret_value() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("2026-11-23", "2026-11-23"), ("1e5", "1e5"), ("true", "true"), ("007", "007"), ('"a"', "a")]
+)
+def test_a_name_that_looks_like_another_type_is_a_text(text, name):
+    assert resolve(None, environment={"TBA_RUN__NAME": text}).config.run.name == name
+    assert resolve(None, environment={}, assignments=[f"run.name={text}"]).config.run.name == name
+    assert resolve(None, environment={}, assignments=[f"run.dir={text}"]).config.run.dir == Path(name)
 
 
 def test_an_unknown_key_in_the_environment_is_an_error():
@@ -175,6 +198,12 @@ def test_every_key_has_a_value():
 @pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.toml")), ids=lambda path: path.name)
 def test_every_shipped_configuration_is_valid(file):
     assert resolve(file, environment={}).config.model.path
+
+
+def test_the_run_by_hand_is_the_demo_in_another_directory():
+    demo, by_hand = (resolve(ROOT / f"examples/arithmetic/{name}.toml", environment={}) for name in ("demo", "by-hand"))
+    assert by_hand.config.model_copy(update={"run": demo.config.run}) == demo.config
+    assert by_hand.config.run.dir != demo.config.run.dir
 
 
 def test_an_engine_argument_with_dots_is_told_the_form_of_the_table():

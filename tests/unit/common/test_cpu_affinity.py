@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tba.common.system.cpu_affinity import openmp_threads, partition_cores, starting_on
+
+AUTOGROUP = Path("/proc/self/autogroup")
 
 
 @pytest.mark.parametrize("processes", range(1, 9))
@@ -37,3 +40,16 @@ def test_processes_that_share_cores_get_one_openmp_thread():
     assert openmp_threads([[0, 1], [0, 1], [0, 1]]) == 1
     assert openmp_threads([[0, 1, 2], [3, 4]]) == 2
     assert openmp_threads([[0, 1]]) == 2
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not divide the cores among sessions")
+def test_a_process_that_gives_way_is_nice_and_its_session_too_if_it_leads_one():
+    show = "import os; print(os.nice(0), open('/proc/self/autogroup').read().split()[-1])"
+    command = [sys.executable, "-c", f"from tba.common.system.cpu_affinity import give_way; give_way(); {show}"]
+    own, shared = (
+        subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=new).stdout.split()
+        for new in (True, False)
+    )
+    nice = str(os.nice(0) + 5)
+    assert own == [nice, "5"]
+    assert shared == [nice, AUTOGROUP.read_text().split()[-1]]

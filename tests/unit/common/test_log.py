@@ -19,6 +19,9 @@ def test_equal_warnings_are_counted_for_a_minute():
     assert [warnings.keep(one) for one in many] == [True, *[False] * 999]
     assert warnings.keep(record("rollout failed", prompt="p0", reason="another")), "another reason is another warning"
     assert warnings.keep(record("rollout failed", level=logging.ERROR, reason="too long")), "errors are never left out"
+    traces = [record("reward failed", at="task.py:10", prompt=f"p{n}", trace=f"ValueError: {n}") for n in range(9)]
+    assert [warnings.keep(one) for one in traces] == [True, *[False] * 8], "the errors of one line are equal"
+    assert warnings.keep(record("reward failed", at="task.py:11", prompt="p0", trace="ValueError: 0"))
     clock.advance(61)
     later = record("rollout failed", prompt="p7", reason="too long")
     assert warnings.keep(later)
@@ -26,3 +29,16 @@ def test_equal_warnings_are_counted_for_a_minute():
     clock.advance(61)
     assert warnings.keep(last := record("rollout failed", prompt="p8", reason="too long"))
     assert "repeated" not in last.__dict__["fields"]
+
+
+def test_warnings_that_stand_for_others_are_counted_with_them():
+    clock = ManualClock()
+    warnings = EqualWarnings(clock.monotonic)
+    kept = []
+    for seconds in (0, 10, 10, 50):
+        clock.advance(seconds)
+        # A sender of bad requests has a line in ten seconds, each for a thousand others.
+        line = record("request refused", peer="10.0.0.1", repeated=1000)
+        if warnings.keep(line):
+            kept.append(line.__dict__["fields"]["repeated"])
+    assert kept == [1000, 2 * 1001 + 1000]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import REASONS, Facts
+from tba.common.stall.facts import REASONS, Facts, enumerated
 from tba.tests.helpers.statuses import make_client, make_status
 
 _LACK = "412 of 512 prompts have trajectories at staleness <= 4"
@@ -50,6 +50,8 @@ def new_run(*clients: Any, seconds: float, **changes: Any) -> Facts:
 
 _DISK = "96 MiB are free on the disk of b.sqlite, buffer.min_free_mib is 128: make room"
 _CANARY = "v812 does not match the trainer: its log-probabilities differ by 0.9 on the canary"
+_OLD_REFUSED = {"refused_version": 7.0}
+_GONE = "v00000007/manifest.json: No such file or directory: already collected, or not on this machine"
 _FETCH = "waiting for the trainer at tcp://a:1 to send model.safetensors: silent for 31 s"
 _FULL = "the spool is full (512 MiB): waiting for the buffer at tcp://a:5757"
 _REFUSING = {"refused_version": 812.0}
@@ -85,7 +87,7 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
         ("searcher gpu1 is paused",),
     ),
     "database cannot be written": (
-        run(trainer(), searcher(), refuses_puts="attempt to write a readonly database"),
+        run(trainer(), searcher(), refuses_puts="b.sqlite: attempt to write a readonly database; check that disk"),
         "buffer_refuses",
         ("readonly database",),
     ),
@@ -175,7 +177,7 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
     "all searchers left": (
         starved(searcher("gpu0", activity="gone"), searcher("gpu1", activity="gone")),
         "no_searcher",
-        ("all 2 searchers left", *_STARVED_WORDS),
+        ("both searchers left", *_STARVED_WORDS),
     ),
     "a searcher is silent": (
         starved(searcher("gpu0"), searcher("gpu3", silent_seconds=94.0, leases=56)),
@@ -199,6 +201,29 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
         ),
         "weights_refused",
         ("snapshot 812 refused by 7 of 7 searchers", "0.9 on the canary"),
+    ),
+    "the server restarted after the announcement": (
+        run(
+            trainer(weights_version=7),
+            searcher(reason=_CANARY, metrics=_OLD_REFUSED),
+            earlier_version=7,
+        ),
+        "weights_refused",
+        ("0.9 on the canary",),
+    ),
+    "a resumed trainer has not published yet": (
+        starved(waiting(reason=_GONE, metrics=_OLD_REFUSED, weights_version=None), earlier_version=7),
+        "weights_missing",
+        ("waiting for the first snapshot since the trainer's start", "v7 is of an earlier start", *_STARVED_WORDS),
+    ),
+    "a resumed trainer publishes nothing": (
+        run(
+            trainer(),
+            waiting(reason=_GONE, weights_version=None, activity_seconds=700.0),
+            earlier_version=7,
+        ),
+        "weights_missing",
+        ("waiting for the first snapshot since the trainer's start", "already collected"),
     ),
     "one searcher refuses while the trainer waits": (
         starved(searcher("gpu0"), searcher("gpu1", reason=_CANARY, metrics=_REFUSING)),
@@ -227,7 +252,7 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
     "newer weights do not arrive": (
         starved(waiting("gpu0", _FETCH), waiting("gpu1", _FETCH), newest_version=8),
         "weights_old",
-        ("all 2 searchers are at v7 and v8 is published", "silent for 31 s", "search.weights_from"),
+        ("both searchers are at v7 and v8 is published", "silent for 31 s", "search.weights_from"),
     ),
     "every reward fails": (
         starved(searcher(), rows_since_step=4096, errors_since_step=4090, common_error="reward: KeyError: 'answer'"),
@@ -237,7 +262,7 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
     "spool full of a slow buffer": (
         starved(waiting(reason=_FULL, metrics={"paused": 1.0}), commit_seconds=4.2),
         "spool",
-        ("searcher gpu0 is paused", "spool is full", "4.2 s", "disk is slow"),
+        ("searcher gpu0 is paused", "spool is full", "4.2 s", "disk is slow or busy"),
     ),
     "the spool's disk is full": (
         starved(waiting(reason="/spool: No space left on device: waiting for", metrics={"paused": 1.0})),
@@ -267,7 +292,7 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
     "both sides wait": (
         starved(waiting("gpu0", _UNDER_WAY), waiting("gpu1", _UNDER_WAY)),
         "limits",
-        ("all 2 searchers are waiting", _UNDER_WAY, "buffer.max_staleness", *_STARVED_WORDS),
+        ("both searchers are waiting", _UNDER_WAY, "buffer.max_staleness", *_STARVED_WORDS),
     ),
     "engines hang": (
         starved(searcher(), last_put_seconds=1800.0, trainer_waits_seconds=1790.0),
@@ -292,8 +317,29 @@ HEALTHY: dict[str, Facts] = {
     "searchers at work for a batch": starved(searcher(), last_put_seconds=100.0),
     "some errors": starved(searcher(), rows_since_step=100, errors_since_step=20),
     "one of two searchers crashes": Facts(run(trainer(), searcher()).status, failing=["gpu1 failed 2 times: x"]),
+    "a searcher has only the address of weights that are gone": run(
+        waiting(reason=_GONE, metrics=_OLD_REFUSED, weights_version=None), earlier_version=7, uptime_seconds=90.0
+    ),
+    "a resumed trainer writes its first snapshot": run(
+        trainer(weights_version=8),
+        waiting(reason=_GONE, metrics=_OLD_REFUSED, weights_version=None),
+        earlier_version=7,
+    ),
+    "a searcher has not heard of the first snapshot": run(
+        trainer(weights_version=8),
+        waiting(reason=_GONE, metrics=_OLD_REFUSED, weights_version=None, activity_seconds=30.0),
+        earlier_version=7,
+        newest_version=8,
+    ),
     "a long step of a slow model": run(trainer(), searcher(), last_step_seconds=400.0, usual_step_seconds=60.0),
 }
+
+
+def test_of_many_the_first_few_are_named():
+    assert enumerated(["one"]) == "one"
+    assert enumerated(["a", "b", "c"], " and ") == "a, b and c"
+    assert enumerated(["a", "b", "c", "d", "e"], " and ") == "a, b, c and 2 more"
+    assert enumerated(["a: no disk", "b", "c: no disk", "d"]) == "a: no disk; b; c: no disk and 1 more"
 
 
 @pytest.mark.parametrize(("facts", "reason", "words"), STALLS.values(), ids=STALLS)
@@ -314,6 +360,44 @@ def test_metrics_whose_sum_is_not_finite_are_explained_too():
     stall = find_stall(starved(waiting("gpu0", metrics=metrics), waiting("gpu1", metrics=metrics)))
     assert stall is not None
     assert stall.reason == "rewards"
+
+
+# Of each reason, what every sentence says to do; that of a refused put comes from the server.
+REMEDIES = {
+    "buffer_silent": "start it again with `tba buffer serve`",
+    "buffer_refuses": "make room|check that disk",
+    "process_fails": "read the logs in run.dir/logs",
+    "no_trainer": "start it with `tba train",
+    "trainer_silent": "start it again with `tba train --resume`",
+    "trainer_hangs": "inspect it with `py-spy dump`",
+    "publication": "free some space|check it",
+    "checkpoint": "train.checkpoint_every",
+    "no_searcher": "start them with `tba search`",
+    "searcher_silent": "start it again",
+    "weights_refused": "compare the model and the package versions",
+    "weights_missing": "read its log|search.weights_from",
+    "weights_old": "search.weights_from",
+    "only_errors": "`tba task check`",
+    "spool": "check the network|on a faster one",
+    "rewards": "raise task.reward_workers",
+    "references": "set search.reference_logprobs = false",
+    "unacknowledged": "check the network|on a faster one",
+    "limits": "raise buffer.max_staleness",
+    "no_data": "lower search.max_tokens",
+}
+
+
+@pytest.mark.parametrize(("facts", "reason"), [(facts, reason) for facts, reason, _ in STALLS.values()], ids=STALLS)
+def test_the_sentence_of_a_stall_says_what_to_do(facts: Facts, reason: str):
+    stall = find_stall(facts)
+    assert stall is not None
+    assert any(remedy in stall.sentence for remedy in REMEDIES[reason].split("|")), stall.sentence
+
+
+def test_a_single_searcher_that_left_is_named_so():
+    stall = find_stall(starved(searcher("gpu0", activity="gone")))
+    assert stall is not None
+    assert "; the only searcher left: start" in stall.sentence
 
 
 def test_every_reason_has_a_stall_in_the_table():

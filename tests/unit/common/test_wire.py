@@ -1,6 +1,7 @@
 """The messages: their exact bytes, and an error for everything malformed."""
 
 import hashlib
+import math
 
 import msgpack
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from msgspec.structs import asdict
 
 from tba.common.errors import Oversize, VersionMismatch, WireError
-from tba.common.wire import codec, file_messages, messages, query_messages
+from tba.common.wire import codec, fields, messages
 from tba.common.wire.codec import (
     MAX_HEADER_BYTES,
     decode_file_reply,
@@ -19,67 +20,12 @@ from tba.common.wire.codec import (
     encode_request,
     request_id_of,
 )
-from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.status_messages import GetStatus
 from tba.common.wire.trajectory import pack, unpack_arrays
+from tba.tests.helpers.examples import FILE_MESSAGES, QUERY_MESSAGES, REPLIES, REQUESTS, STATE
 from tba.tests.helpers.puts import put_message
 
-REF = messages.WeightsRef(version=7, step=14, path="/s/v00000007", manifest_sha256="ab" * 32)
-STATE = messages.RunState(weights=REF, step=14, finished=False)
 COUNTS = {f"{name}_count": [1] for name in ("prompt_ids", "response_ids", "logprobs", "version_runs")}
-
-# One of each request and reply. If these bytes change, the protocol changes: raise its version.
-REQUESTS = {
-    "hello": messages.Hello(host="node", pid=42, software="tba 0.1.0"),
-    "register_prompts": messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=1, offset=0, keys=["p0"]),
-    "lease_prompts": messages.LeasePrompts(want=2, held=[3], weights_version=7, wait_seconds=1.0),
-    "sample_batch": messages.SampleBatch(step=14, prompts=2, samples=4, reference="initial", wait_seconds=0.5),
-    "report_step": messages.ReportStep(
-        step=14, metrics={"loss": 0.5}, reference="initial", trajectory_ids=[9], reference_logprobs=[-1.5]
-    ),
-    "announce_snapshot": messages.AnnounceSnapshot(weights=REF, bytes=100),
-    "finish_run": messages.FinishRun(step=15),
-    "heartbeat": messages.Heartbeat(
-        activity="waiting", reason="prompts", weights_version=None, metrics={"x": 1.0}, serves="tcp://n:1"
-    ),
-    "goodbye": messages.Goodbye(),
-    "get_status": GetStatus(),
-    "put_evaluation": PutEvaluation(
-        version=7,
-        step=14,
-        prompts=32,
-        prompt_set="0f",
-        settings="1e",
-        evaluated_at=5.0,
-        seconds=0.5,
-        metrics={"accuracy": 0.5},
-        intervals={"accuracy": (0.25, 0.75)},
-    ),
-}
-REPLIES = {
-    "welcome": messages.Welcome(run_name="demo", next_version=8, recorded_steps=15),
-    "registered": messages.Registered(known=1, complete=True),
-    "leases": messages.Leases(visits=[messages.Visit(lease=5, epoch=0, prompt_key="p0")], reason=""),
-    "put_ack": messages.PutAck(first_sequence=0, stored=4, duplicates=0),
-    "not_ready": messages.NotReady(reason="3 of 7 prompts have trajectories"),
-    "sources": messages.Sources(addresses=["tcp://node:5759"]),
-    "done": messages.Done(),
-    "failure": messages.Failure(code="malformed", message="field body: missing"),
-}
-
-
-FILE_MESSAGES = {
-    "fetch_chunk": file_messages.FetchChunk(version=7, file="model.safetensors", offset=1 << 33, length=1 << 20),
-    "chunk": file_messages.Chunk(offset=1 << 33, file_bytes=(1 << 33) + 3),
-    "failure": REPLIES["failure"],
-}
-
-
-QUERY_MESSAGES = {
-    "run_query": query_messages.RunQuery(sql="SELECT 1", limit=10),
-    "query_result": query_messages.QueryResult(headings=["a"], rows=[[1], [0.5], ["x"], [b"y"], [None]], cut=""),
-    "failure": REPLIES["failure"],
-}
 
 
 def request(message: messages.Message, frames: list[bytes] | None = None) -> list[bytes]:
@@ -107,6 +53,45 @@ def test_every_request_survives_the_wire(name):
     decoded = decode_request(views(request(REQUESTS[name])))
     assert (decoded.header.type, decoded.header.id, decoded.header.sender) == (name, 3, "s.1")
     assert decoded.message == REQUESTS[name]
+
+
+def decode_report(**numbers):
+    """Decode a report with these columns of numbers, whatever they hold."""
+    sent = request(REQUESTS["report_step"])
+    body = msgpack.unpackb(sent[0])["body"]
+    body["rows"] |= numbers
+    return decode_request(repacked(sent, body=body)).message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1", True, [1.0]])
+def test_numbers_of_rows_are_finite_or_null(value):
+    assert decode_report(log_ratio=[None]).rows.log_ratio == [None]
+    assert decode_report(log_ratio=[-1e308]).rows.log_ratio == [-1e308]
+    with pytest.raises(WireError, match="rows.log_ratio"):
+        decode_report(log_ratio=[value])
+
+
+def test_numbers_of_rows_have_one_length_and_a_limit():
+    with pytest.raises(WireError, match="the columns of numbers of rows differ in length"):
+        decode_report(weight=[1.0, 1.0])
+    with pytest.raises(WireError, match="rows.weight"):
+        decode_report(weight=[1.0] * (fields.MAX_ROWS + 1))
+    with pytest.raises(WireError, match="rows"):
+        decode_report(median=[1.0])
+
+
+def test_a_report_of_a_release_without_numbers_of_rows_is_read():
+    sent = request(REQUESTS["report_step"])
+    body = msgpack.unpackb(sent[0])["body"]
+    del body["rows"]
+    message = decode_request(repacked(sent, body=body)).message
+    assert isinstance(message, messages.ReportStep)
+    assert message.rows is None
+    # The bytes of protocol version 1, from before the field.
+    assert msgpack.packb(body).hex() == (
+        "85a4737465700ea76d65747269637381a46c6f7373cb3fe0000000000000a97265666572656e6365a7696e697469616c"
+        "ae7472616a6563746f72795f6964739109b27265666572656e63655f6c6f6770726f627391cbbff8000000000000"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(REPLIES))

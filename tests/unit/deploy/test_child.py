@@ -1,5 +1,7 @@
 """What is quoted of a child that fails."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,15 @@ def test_a_failed_child_is_quoted_with_its_last_error(tmp_path: Path, output: st
     log = tmp_path / "c.log"
     log.write_text(output)
     assert Child("c", "c", [], log).quoted_error() == quoted
+
+
+def test_the_number_of_a_child_that_has_ended_stays_taken_until_it_is_collected():
+    with subprocess.Popen(["/bin/true"]) as process:
+        child = Child("c", "c", [], None, process=process)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not child.running
+        os.kill(process.pid, 0)
+        assert process.wait() == 0
 
 
 def test_only_a_child_that_failed_and_does_not_work_is_in_trouble():

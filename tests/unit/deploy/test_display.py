@@ -52,6 +52,23 @@ def test_the_explanation_names_what_a_starting_run_waits_for():
     )
 
 
+def test_who_has_left_a_finished_run_is_not_called_gone():
+    gone = make_client("searcher", sender="vm-cpu0.1", activity="gone", reason="it said goodbye")
+    status = make_status(80, clients=[gone])
+    assert "gone: it said goodbye" in shown(status)
+    done = msgspec.structs.replace(status, finished=True)
+    assert summary_line(Facts(done), done, 80, None) == "step 80/80  finished after 80 steps"
+    after = shown(msgspec.structs.replace(status, finished=True))
+    assert "finished" in after
+    assert "gone" not in after
+
+
+def shown(status) -> str:
+    text = io.StringIO()
+    Console(file=text, width=200).print(clients_table(status))
+    return text.getvalue()
+
+
 def test_a_batch_without_recent_data_is_named():
     lagging = make_status(5, clients=[make_client("trainer")], no_recent_data="the last batch found no data")
     assert explain(Facts(lagging)) == "the trainer is training; the last batch found no data"
@@ -87,8 +104,9 @@ def test_names_from_the_network_are_neither_markup_nor_escape_sequences():
 def test_a_stall_replaces_the_numbers_and_names_its_reason_for_machines():
     failing = ["trainer starts again in 8 s (failed 3 times, last exit code 1): CUDA out of memory"]
     facts = Facts(make_status(5, clients=[make_client("searcher", activity="generating")]), failing=failing)
-    assert summary_line(facts, not_none(facts.status), 80, None) == f"step 5/80  {failing[0]}"
-    assert for_machines(facts)["stall"] == {"reason": "process_fails", "sentence": failing[0]}
+    sentence = f"{failing[0]}; correct what the error names, and read the logs in run.dir/logs for more"
+    assert summary_line(facts, not_none(facts.status), 80, None) == f"step 5/80  {sentence}"
+    assert for_machines(facts)["stall"] == {"reason": "process_fails", "sentence": sentence}
     assert for_machines(Facts(make_status()))["stall"] is None
 
 

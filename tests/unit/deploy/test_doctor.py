@@ -13,9 +13,9 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError
-from tba.common.weights.tensor_file import Tensor, write_tensor_file
+from tba.common.weights.tensor_file import Tensor
 from tba.deploy import doctor_gpu, doctor_storage
-from tba.deploy.doctor import examine
+from tba.deploy.doctor import Checks, examine
 from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology, parse_topology
 from tba.deploy.doctor_storage import (
     check_disk,
@@ -25,6 +25,7 @@ from tba.deploy.doctor_storage import (
     deleted_at_logout,
     mount_of,
 )
+from tba.tests.helpers.weights import write_tensor_file
 from tba.trainer.loop import prepare
 
 HEADER = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |"
@@ -47,6 +48,11 @@ def config_of(**sections: Any) -> Config:
     return Config.model_validate(sections)
 
 
+def not_known(_: Config) -> None:
+    """The number of parameters of a model that is not here."""
+
+
+UNKNOWN = Checks(lambda _: None, lambda _: "", lambda *_: "not asked", not_known)
 ON_GPUS = config_of(search={"gpus": "0-2"}, train={"gpu": "3"})
 ON_CPU = config_of(search={"gpus": "cpu"}, train={"gpu": "cpu"})
 
@@ -143,7 +149,7 @@ def test_topology_is_advice(node):
     node()
     result, detail = check_topology(config_of(search={"gpus": "0,3"}, train={"gpu": "GPU-1aaa,2"}))
     assert (result, detail.split("; ")[:2]) == (
-        "ok", ["1 pairs of GPUs have NVLink", "GPUs that train together without it, which is slow: 1 and 2 (SYS)"],
+        "ok", ["1 pair of GPUs with NVLink", "GPUs that train together without it, which is slow: 1 and 2 (SYS)"],
     )  # fmt: skip
     assert "`numactl --cpunodebind=1 --membind=1` for GPUs 2,3" in detail
     assert "slow" not in check_topology(config_of(train={"gpu": "0,1"}))[1]
@@ -197,13 +203,13 @@ def test_disk_is_compared_with_what_the_run_stores_at_the_size_of_its_model(mode
     """Checkpoints take 12 bytes per parameter, snapshots 2 in bfloat16: 3 and 4 + 10 + 2 of them, and 4 on the node."""
     config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10, "keep_checkpoints": 2})
     assert count_parameters(config) == 1_000_000
-    needs = doctor_storage._needs(config)
-    assert [size for _, _, size in needs or []] == [36_000_000, 32_000_000, 8_000_000]
+    needs = doctor_storage._needs(config, 1_000_000)
+    assert [size for _, _, size in needs] == [36_000_000, 32_000_000, 8_000_000]
     usage = shutil.disk_usage(tmp_path)
     for free, expected in ((76_000_000, "ok"), (75_999_999, "warn")):
         monkeypatch.setattr(doctor_storage, "_LOW_DISK_GIB", 0)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        assert check_disk(config)[0] == expected
+        assert check_disk(config, not_known)[0] == expected
 
 
 def test_what_a_run_has_stored_already_is_not_asked_for_again(model, tmp_path):
@@ -211,15 +217,24 @@ def test_what_a_run_has_stored_already_is_not_asked_for_again(model, tmp_path):
     config.checkpoints.mkdir(parents=True)
     (config.checkpoints / "old").write_bytes(bytes(10_000_000))
     before = storage(model, tmp_path / "other")
-    sizes = [{what: size for what, _, size in doctor_storage._needs(one) or []} for one in (config, before)]
+    sizes = [{what: size for what, _, size in doctor_storage._still_needs(one, 1_000_000)} for one in (config, before)]
     assert sizes[1]["checkpoints"] - sizes[0]["checkpoints"] >= 10_000_000
     assert sizes[1]["snapshots"] == sizes[0]["snapshots"]
 
 
+def test_the_size_of_a_model_without_weights_is_that_of_its_configuration(tmp_path):
+    config = config_of(run={"dir": tmp_path}, model={"path": "org/model"}, train={"keep_checkpoints": 2})
+    here = check_disk(config, lambda _: 7_620_000_000)
+    assert "(checkpoints 255.5, snapshots" in here[1]
+    elsewhere = check_disk(config, lambda _: 7_620_000_000, here=False)
+    assert elsewhere[0] == "unchecked"
+    assert elsewhere[1].startswith("up to")
+
+
 def test_space_for_a_model_that_is_not_here_is_unchecked(tmp_path):
     config = config_of(run={"dir": tmp_path}, model={"path": "org/model"})
-    assert check_disk(config)[0] in ("unchecked", "warn")
-    assert "its needs are unknown" in check_disk(config)[1]
+    assert check_disk(config, not_known)[0] in ("unchecked", "warn")
+    assert "its needs are unknown" in check_disk(config, not_known)[1]
     assert check_weights_directory(config)[0] == "unchecked"
 
 
@@ -288,6 +303,6 @@ def test_what_was_not_looked_at_is_unchecked(tmp_path):
         run={"dir": tmp_path}, model={"path": "org/model"}, task={"name": "gsm8k", "train": "openai/gsm8k"},
         search={"gpus": "cpu"}, train={"gpu": "cpu"}, buffer={"address": f"ipc://{tmp_path}/b"},
     )  # fmt: skip
-    findings = {row["check"]: row for row in examine(config, lambda _: None, lambda _: "", lambda *_: None)}
+    findings = {row["check"]: row for row in examine(config, UNKNOWN)}
     assert [findings[name]["result"] for name in ("model", "task", "weights directory")] == ["unchecked"] * 3
     assert findings["task"]["detail"] == "openai/gsm8k: a data set of the hub, downloaded at the start"

@@ -27,7 +27,7 @@ def keys(tmp_path):
 
 def test_keys_are_created_authorised_listed_and_revoked(keys, tmp_path):
     here, there = tmp_path / "keys", tmp_path / "node1"
-    keys("new", "node0", "--role", "trainer", "--role", "searcher")
+    assert f'keys = "{here}" in [security]' in keys("new", "node0", "--role", "trainer", "--role", "searcher")
     keys("new", "node1", "--role", "searcher", "--folder", str(there))
     keys("authorize", "laptop", "0f" * 32, "--role", "monitor")
     assert (there / OWN).stat().st_mode & 0o777 == 0o600
@@ -72,7 +72,8 @@ def test_a_file_in_authorized_that_others_can_write_or_that_is_not_valid_admits_
     assert AuthorizedKeys(path.parent).find(public) is None
 
 
-def test_the_last_keys_hold_while_the_directory_cannot_be_read(keys, tmp_path, caplog):
+def test_the_last_keys_hold_while_the_directory_cannot_be_read(keys, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("tba.common.wire.keys._RELOAD_SECONDS", 0.0)
     keys("new", "node0", "--role", "trainer")
     directory, public = tmp_path / "keys" / AUTHORIZED, own_pair(tmp_path / "keys").public
     admitted = AuthorizedKeys(directory)

@@ -1,12 +1,20 @@
 """A directory belongs to one `tba run`. Two locks in one process exclude each other like those of two processes."""
 
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tba.buffer.server.start import serve
+from tba.buffer.store.store import Store
+from tba.buffer.tools.run_results import read_results
 from tba.common.config import Config
-from tba.common.errors import RunTaken
+from tba.common.errors import ConfigError, RunTaken, UsageError
 from tba.deploy import run_directory
-from tba.deploy.launcher import evaluate_in_child
+from tba.deploy.launcher import check_start, evaluate_in_child
 from tba.deploy.run_directory import await_previous, mark_ending, sole_launcher
+from tba.deploy.run_list import ReadResults
 
 
 @pytest.fixture
@@ -66,3 +74,59 @@ def test_a_run_that_is_stopped_before_its_evaluation_is_marked_as_ending(config)
         assert "ending" not in lock_file.read_text()
         assert not evaluate_in_child(config, [], stop=lambda: True)
         assert "ending" in lock_file.read_text()
+
+
+def refusal(config: Config, read: ReadResults = read_results, *, resume: bool) -> str:
+    with pytest.raises(UsageError) as refused:
+        check_start(config, read, resume=resume)
+    return str(refused.value)
+
+
+@pytest.fixture
+def own(tmp_path, example_model) -> Config:
+    """The run `own`, with a database and metrics."""
+    config = Config.model_validate(
+        {
+            "run": {"dir": tmp_path / "run", "name": "own"},
+            "model": {"path": str(example_model)},
+            "task": {"name": "arithmetic"},
+            "search": {"engine": "transformers", "gpus": "cpu"},
+            "train": {"gpu": "cpu", "steps": 30},
+        }
+    )
+    config.run.dir.mkdir()
+    with closing(Store(config.database, durability="process")) as store:
+        store.open_run("own", seed=0, config={"train": {"steps": 30}}, software={})
+    (config.run.dir / "metrics.jsonl").write_text('{"step": 0}\n')
+    return config
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_start_under_another_name_is_refused_and_writes_nothing(own, resume):
+    renamed = own.model_copy(update={"run": own.run.model_copy(update={"name": "doubling"})})
+    before = own.database.read_bytes()
+    sentence = refusal(renamed, resume=resume)
+    assert 'holds own, and run.name is doubling: set run.name = "own"' in sentence
+    assert own.database.read_bytes() == before
+    with pytest.raises(ConfigError, match="holds own and no run doubling: set run.name or another run.dir"):
+        serve(renamed, lambda: True)
+    assert [row["run"] for row in read_results(own.database)] == ["own"]
+    check_start(own, read_results, resume=True)
+
+
+def test_a_finished_run_is_only_extended(own):
+    def read(database: Path) -> list[dict[str, Any]]:
+        return [result | {"steps": 30, "finished": True} for result in read_results(database)]
+
+    for resume in (True, False):
+        assert "run own, which is finished (30 of 30 steps): extend it with --resume" in refusal(
+            own, read, resume=resume
+        )
+    longer = own.model_copy(update={"train": own.train.model_copy(update={"steps": 31})})
+    check_start(longer, read, resume=True)
+    assert "finished (30 of 30 steps)" in refusal(longer, read, resume=False)
+
+
+def test_a_run_that_is_not_finished_is_resumed(own):
+    assert "already holds a run: add --resume" in refusal(own, resume=False)
+    check_start(own, read_results, resume=True)

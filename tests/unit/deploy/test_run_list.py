@@ -2,15 +2,18 @@
 
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tba.buffer.tools.run_results import read_results
+from tba.common.config import Config
 from tba.common.errors import StorageError
+from tba.common.evaluations import read_evaluations, record_evaluations
 from tba.common.system.durable import exclusive_lock
-from tba.deploy.run_list import list_runs
+from tba.deploy.run_list import ended_run, list_runs
 
 
 @pytest.fixture
@@ -58,6 +61,20 @@ def test_the_state_of_a_run_follows_from_its_locks_and_its_end(make_run, tmp_pat
     assert {state for state, _ in states(tmp_path, finished=True).values()} == {"finished"}
 
 
+def test_a_finished_run_whose_buffer_serves_is_finished(make_run, tmp_path):
+    served = make_run("served")
+    with exclusive_lock(served / "buffer.sqlite.lock", ""):
+        assert states(tmp_path, finished=True) == {"served": ("finished", "the buffer still serves")}
+        assert states(tmp_path) == {"served": ("running", "")}
+
+
+def test_runs_without_a_name_are_listed_by_their_directory(make_run, tmp_path):
+    make_run("first")
+    make_run("second")
+    rows = list_runs(tmp_path, lambda _: [{"run": "run", "changed_at": 1e9, "finished": True}])
+    assert {(row["name"], row["run"]) for row in rows} == {("first", "run"), ("second", "run")}
+
+
 def test_a_run_is_listed_with_its_steps_and_its_last_reward(filled, tmp_path):
     (row,) = read_results(filled)
     assert (row["run"], row["steps"], row["finished"]) == ("test", 1, False)
@@ -78,3 +95,49 @@ def test_a_database_that_cannot_be_read_is_a_row(make_run, tmp_path):
 
     (row,) = list_runs(tmp_path, read)
     assert (row["state"], row["why"]) == ("unreadable", "buffer.sqlite is not a buffer database")
+
+
+def test_a_finished_run_that_nothing_serves_is_described_with_its_result(make_run):
+    folder = make_run("done")
+    (folder / "eval.jsonl").write_text(
+        json.dumps({"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.887}) + "\n"
+    )
+    config = Config.model_validate({"run": {"dir": str(folder), "name": "r"}})
+
+    def read(_: Path, **changes: Any) -> list[dict[str, Any]]:
+        done = {"run": "r", "steps": 8, "planned": 8, "reward": 0.746, "changed_at": 1e9, "finished": True}
+        return [done | changes]
+
+    found = ended_run(config, read)
+    assert found is not None
+    assert (
+        "is finished, and nothing serves it any more: 8/8 steps, reward 0.746, accuracy 0.887" in found["explanation"]
+    )
+    with exclusive_lock(folder / "buffer.sqlite.lock", ""):
+        assert ended_run(config, read) is None
+        assert ended_run(config, partial(read, finished=False)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lock", "expected"),
+    [("pid 1 on h\nending\n", "is stopped"), ("pid 1 on h\nfailed: no disk\nending\n", "has crashed (no disk)")],
+)
+def test_the_status_of_a_run_that_ended_early_says_how_to_continue_it(filled, make_run, tba_here, lock, expected):
+    folder = make_run("early", lock)
+    filled.rename(folder / "buffer.sqlite")
+    outcome = tba_here("status", "--set", f"run.dir={folder}", "--set", "run.name=test")
+    assert outcome.exit_code == 0
+    assert f"run test in {folder} {expected}, and nothing serves it any more: 1" in outcome.output
+    assert "`tba run --resume` continues it" in outcome.output
+
+
+def test_lines_of_the_evaluations_that_are_none_are_skipped(make_run, tmp_path):
+    folder = make_run("done")
+    good = {"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.5}
+    bad = [3, ["run"], {"run": "r"}, {**good, "step": "9"}, {"step": 9, "version": 9, "prompts": 4, "accuracy": 1}]
+    (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, [*bad, good])))
+    (listed,) = list_runs(tmp_path, lambda _: [{"run": "r", "changed_at": 1e9, "finished": True}])
+    assert listed["accuracy"] == 0.5
+    record_evaluations(folder, [{**good, "version": 9, "step": 9}])
+    assert [row["step"] for row in read_evaluations(folder, "r")] == [8, 9]

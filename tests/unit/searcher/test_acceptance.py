@@ -27,7 +27,7 @@ def snapshot(logprobs):
     return Snapshot(Path("v1"), Manifest("run", 1, 1, 0.0, {}, Canary(sequences, logprobs)), [])
 
 
-def test_mismatch_by_hand():
+def test_the_mismatch_of_a_hand_computed_case():
     found = mismatch(np.array([-1.0, -2.0, -3.0]), np.array([-1.0, -2.5, -2.9]))
     assert found.maximum == pytest.approx(0.5)
     assert found.mean == pytest.approx(0.2)

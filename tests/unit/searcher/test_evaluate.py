@@ -13,6 +13,7 @@ from tba.common.errors import SnapshotCorrupt, SnapshotError
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import WeightsRef
+from tba.searcher.evaluation.evaluator import open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Fetching, Follower
 from tba.searcher.evaluation.snapshots import _prepared
 from tba.searcher.weights.assembly import SnapshotAssembler
@@ -101,6 +102,23 @@ def test_a_delta_is_deleted_before_its_base(trainer, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", watched)
     collect(trainer.directory, keep_last=1, keep_every=0)
     assert seen == ["v00000003", "v00000002", "v00000001"]
+
+
+class Asked(Exception):
+    """Raised in place of starting an engine."""
+
+
+def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, monkeypatch, example_model):
+    """vLLM derives from it how many answers its KV cache holds."""
+
+    def make_engine(*_: Any, **named: Any) -> None:
+        raise Asked(named["prompt_tokens"])
+
+    monkeypatch.setattr("tba.searcher.evaluation.evaluator.make_engine", make_engine)
+    settings = {"run": {"dir": str(tmp_path)}, "model": {"path": str(example_model)}, "task": {"reward_workers": 0}}
+    config = Config.model_validate(settings)
+    with pytest.raises(Asked, match="^6$"), open_evaluator(config, read_subject(config), device="cpu", name="eval"):
+        pass
 
 
 def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path):

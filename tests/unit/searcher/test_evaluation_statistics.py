@@ -13,6 +13,7 @@ from tba.searcher.evaluation.measure import (
     measure_diversity,
     measure_greedy,
     measure_sampled,
+    measure_win_rate,
 )
 from tba.searcher.evaluation.statistics import bootstrap, cosine_distance, distinct, pass_at_k
 from tba.searcher.tasks.task import Reward
@@ -33,6 +34,7 @@ def test_pass_at_k_has_no_rounding_error_with_many_samples():
         pass_at_k(2, 0, 3)
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_true_mean_as_often_as_they_say():
     generator = np.random.default_rng(0)
     trials = 200
@@ -84,6 +86,8 @@ def test_the_metrics_of_sampled_answers_by_hand():
     assert found["distinct_1"] == pytest.approx(0.75)
     assert found["distinct_2"] == pytest.approx(0.75)
     assert "distinct_4" not in found
+    # One correct text of the first prompt, none of the second.
+    assert found["distinct_correct"] == 0.5
 
 
 def test_each_task_of_a_mixture_has_its_own_accuracy():
@@ -114,6 +118,25 @@ def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_referen
     assert measured.metrics["kl"] == 2.0
     assert measured.metrics["kl_per_token"] == 1.0
     assert measured.metrics["reference_perplexity"] == pytest.approx(np.exp(1.5))
+    # Two tokens of the response and one of the prompt.
+    assert measured.metrics["diluted_perplexity"] == pytest.approx(np.exp(1.0))
+
+
+def test_the_win_rate_counts_ties_half_and_leaves_out_what_the_gold_model_could_not_score():
+    answers = [answered([1], text=text) for text in ("a", "b", "c", "same", "unscored", "unpaired")]
+    answers += [answered([1], text="failed", error="reward: no") for _ in range(2)]
+    references = ["r", "r", "r", "same", "r", "", "r", "r"]
+    measured = Measured(seed=0)
+    gold = [2.0, 1.0, 1.0, 1.00001, None, None, 9.0, None]
+    of_references = [1.0, 1.0, 2.0, 1.0, 1.0, None, 1.0, 1.0]
+    measure_win_rate(measured, answers, references, gold, of_references)
+    # A win, a tie, a loss, a tie, two losses by failure.
+    assert measured.metrics["win_rate"] == pytest.approx((1 + 0.5 + 0 + 0.5 + 0 + 0) / 6)
+    assert measured.metrics["gold_failed"] == pytest.approx(1 / 7)
+    assert measured.metrics["gold_reward"] == pytest.approx((2 + 1 + 1 + 1.00001 + 9) / 5)
+    assert measured.metrics["gold_reward_of_references"] == pytest.approx(8 / 7)
+    low, high = measured.intervals["win_rate"]
+    assert low < measured.metrics["win_rate"] < high
 
 
 def test_the_diversity_leaves_out_empty_answers():

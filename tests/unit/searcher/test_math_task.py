@@ -67,6 +67,9 @@ ODD = [
     ("x^2-1", r"\boxed{(x-1)(x+1)}", True),
     ("p-q", r"\boxed{q-p}", False),
     ("6-5i", r"\boxed{-5i+6}", True),
+    # Two numbers.
+    ("21/2", r"\boxed{2 1/2}", False),
+    ("123", r"\boxed{12 3}", False),
     # Without a box.
     ("42", "The answer is 42.", True),
     ("42", "I cannot help with that.", False),
@@ -170,10 +173,29 @@ def test_the_last_box_has_balanced_braces(text, content):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("$1{,}000.0$", "1e3"), (r"\text{a b}", "ab"), ("+.50", "0.5"), ("-0", "0"), (r"\left(1, 2\right)", "(1,2)")],
+    [
+        ("$1{,}000.0$", "1e3"),
+        (" 1 234~567 ", "1234567"),
+        (r"\text{a b}", "ab"),
+        ("+.50", "0.5"),
+        ("-0", "0"),
+        (r"\left(1, 2\right)", "(1,2)"),
+        ("x  =  5 y", "x=5y"),
+    ],
 )
 def test_notations_of_one_answer_are_equal(one, other):
     assert normalised(one) == normalised(other)
+
+
+@pytest.mark.parametrize(("one", "other"), [("2 1/2", "21/2"), ("12 3", "123"), ("1  2345", "12345")])
+def test_a_space_between_two_numbers_is_kept(one, other):
+    assert normalised(one) != normalised(other)
+
+
+def test_many_spaces_between_two_numbers_take_linear_time():
+    # Quadratic time would be hours.
+    answer = f"2{' ' * 1_000_000}1"
+    assert normalised(answer) == answer
 
 
 def test_a_long_number_stays_as_it_is():

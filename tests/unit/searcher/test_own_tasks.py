@@ -13,7 +13,15 @@ from tba.common.errors import ConfigError, TaskError
 from tba.searcher.checks import with_reward_floor
 from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.task import Prompt, Reward, check_prompts, least_reward, name_of, scores_concurrently
+from tba.searcher.tasks.task import (
+    Prompt,
+    Reward,
+    check_prompts,
+    least_reward,
+    least_reward_for,
+    name_of,
+    scores_concurrently,
+)
 
 FILE = '''
 from dataclasses import dataclass
@@ -92,9 +100,41 @@ def test_the_error_names_an_option_that_does_not_exist_or_fails(file, options, s
 
 def test_a_file_with_two_tasks_needs_a_name(file):
     file.write_text(f"{FILE}\nclass Second(Spell):\n    pass\n")
-    with pytest.raises(TaskError, match=r"defines Spell, Second: name the one to use, such as .*spell.py:MyTask"):
+    with pytest.raises(TaskError, match=r"has several tasks, Spell, Second: name one, as .*spell.py:Second$"):
         load_task(TaskSection(name=str(file)))
     assert load_task(TaskSection(name=f"{file}:Second")).name == "spell"
+
+
+@pytest.mark.parametrize(
+    ("removed", "name", "sentence"),
+    [
+        (
+            "    def score",
+            "{}",
+            r"has no task, which is a class with name, prompts, held_out, score; it defines Spell, ",
+        ),
+        ("    def score", "{}", r"Spell, which has no score; Other, which has no prompts, held_out, score: `tba task "),
+        ('    name = "spell"', "{}", r"spell.py has no name: a task has name, prompts, held_out, score, as the file "),
+        ("nothing", "{}:Spel", r"spell.py has no Spel; it defines Spell; Other, which has no prompts"),
+    ],
+)
+def test_the_error_names_what_a_class_lacks_to_be_a_task(file, removed, name, sentence):
+    file.write_text(FILE.replace(removed, removed.replace("score", "other").replace("name", "title")))
+    with pytest.raises(TaskError, match=sentence):
+        load_task(TaskSection(name=name.format(file)))
+
+
+def test_the_error_names_a_module_that_does_not_exist(file):
+    with pytest.raises(TaskError, match=r"there is no Python module nowhere here: name the file of the task, such as"):
+        load_task(TaskSection(name="nowhere:Spell"))
+    file.write_text(FILE.replace("neighbour", "neighbours"))
+    with pytest.raises(TaskError, match=r"cannot be loaded: ModuleNotFoundError: No module named 'neighbours'"):
+        load_task(TaskSection(name=str(file)))
+
+
+def test_the_error_names_an_option_that_is_needed():
+    with pytest.raises(TaskError, match=r"^task reasoning_gym needs task.options.generators: set it in the"):
+        load_task(TaskSection(name="reasoning_gym"))
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
@@ -142,6 +182,7 @@ def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
     for prompt in task.prompts():
         reward = task.score(prompt, prompt.answer, True)
         label = name_of(task, prompt)
+        assert least_reward_for(task, prompt) == (-1.0 if label == "letters" else 0.0)
         if label == "letters":
             assert reward == Reward(0.0, {"letters.reward": 0.0, "letters.letters": 1.0})
         else:

@@ -92,6 +92,22 @@ def test_a_row_of_the_continuous_batch_gets_the_log_probabilities_of_the_model_a
         np.testing.assert_allclose(found[request.id].logprobs, expected_logprobs(model, request, response), atol=2e-4)
 
 
+def test_the_samples_of_a_prompt_share_a_row_of_the_pass_over_the_prompts(tmp_path):
+    model = save_model("llama", tmp_path)
+    prompts = [request.prompt_ids for request in requests(3)]
+    asked = [
+        GenerationRequest(number, prompts[number % 3].copy(), SamplingSettings(1.0, 1.0, max_tokens=2 + number % 2))
+        for number in range(12)
+    ]
+    engine, rows = engine_of(tmp_path, 12), []
+    engine._model.register_forward_pre_hook(lambda *call: rows.append(len(call[2]["input_ids"])), with_kwargs=True)
+    found = answer(engine, asked)
+    assert rows == [3, 12, 6]
+    for request in asked:
+        response = found[request.id].response_ids
+        np.testing.assert_allclose(found[request.id].logprobs, expected_logprobs(model, request, response), atol=2e-4)
+
+
 def test_greedy_decoding_takes_the_most_likely_token_in_a_batch_with_rows_that_sample(tmp_path):
     model = save_model("llama", tmp_path)
     asked = [*requests(8, temperature=0.0), *requests(16)[8:]]

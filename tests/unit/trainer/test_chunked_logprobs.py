@@ -31,7 +31,7 @@ def test_values_and_gradients_equal_those_of_log_softmax(monkeypatch, bias, posi
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_gradcheck():
+def test_gradients_equal_finite_differences():
     head, hidden, target = case(bias=True)
     assert torch.autograd.gradcheck(
         lambda h, w, b: chunked_logprobs._ChunkedLogprobs.apply(h, w, b, target, None, False, False)[0],

@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, UsageError
 from tba.common.weights import adapter
+from tba.common.weights.model_source import find_source
 from tba.common.weights.snapshot import MANIFEST, Canary, Manifest, Snapshot, describe_files, directory_name, read, seal
 from tba.searcher.engines.transformers_engine import _read
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import write_snapshot
 from tba.tests.helpers.weights import flip_a_byte
 from tba.trainer.checkpoints import checkpoint
-from tba.trainer.export import complete_directory, export_model, find_source
+from tba.trainer.export import complete_directory, export_model
 from tba.trainer.model.scorer import load_model, weights_of
 
 IDS = torch.tensor([[3, 4, 13, 5, 6, 15, 7, 8]])

@@ -18,16 +18,16 @@ def after(health: Health, steps: range, *, largest_reward: float = 1.0, **metric
     return health.warning
 
 
-def test_good_answers_that_have_lost_probability_are_told_with_the_remedy(caplog):
+def test_good_answers_that_have_lost_probability_are_reported_with_the_remedy(caplog):
     warning = after(watch("dr_grpo"), range(5), log_ratio_positive=-1.2)
     assert warning == (
         "stale answers with a reward above the mean of their prompt have lost 1.2 nats: lower train.learning_rate, or "
-        "set objective.imitation = 0.25"
+        "set objective.imitation = 0.5"
     )
     assert caplog.text.count(warning) == 1
 
 
-def test_probability_that_moves_to_answers_that_were_never_sampled_is_told():
+def test_probability_that_moves_to_answers_that_were_never_sampled_is_reported():
     assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.85) == ""
     assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.76) == (
         "20% of the probability of stale answers has moved to answers that were never sampled: lower "
@@ -46,7 +46,7 @@ def test_imitation_is_not_advised_where_it_is_on_or_impossible(objective):
     )
 
 
-def test_a_log_z_above_its_bound_is_told():
+def test_a_log_z_above_its_bound_is_reported():
     assert after(watch(), range(9), log_z=10.4) == ""
     assert after(watch(), range(9), log_z=13.2).startswith("the mean log Z of 13.2 is above its bound of 10.0, the l")
 

@@ -102,7 +102,9 @@ def finish(run: Run) -> Run:
     return run
 
 
-def test_a_run_makes_all_steps_and_is_declared_finished(make_run):
+def test_a_run_makes_all_steps_and_is_declared_finished(make_run, monkeypatch):
+    # No second one in time: the status of the finished run is the trainer's last word.
+    monkeypatch.setattr("tba.trainer.buffer_link.heartbeat._PAUSE_SECONDS", 60.0)
     run = finish(make_run())
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
     searcher = FakeSearcher(run.buffer.address, prompts=4)
@@ -114,6 +116,9 @@ def test_a_run_makes_all_steps_and_is_declared_finished(make_run):
     kept = verify(replace(newest, path=str(run.config.snapshots / "v00000003")))
     assert (newest.version, kept.manifest.step) == (3, STEPS)
     searcher.close()
+    monitor = BufferClient(run.buffer.address, role="monitor", name="m")
+    assert [client.weights_version for client in clients(monitor) if client.role == "trainer"] == [newest.version]
+    monitor.close()
 
 
 def published(run: Run) -> list[tuple[int, int]]:
@@ -264,7 +269,7 @@ def test_an_unreported_step_is_reported_after_the_resume(make_run):
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
     assert all(run.query("SELECT trained_at IS NOT NULL FROM batches"))
     references = run.query("SELECT COUNT(*) FROM consumption_rows LEFT JOIN reference_logprobs USING (trajectory) "
-                           "WHERE logprob IS NULL")  # fmt: skip
+                           "WHERE reference_logprobs.logprob IS NULL")  # fmt: skip
     assert references == [0]
 
 

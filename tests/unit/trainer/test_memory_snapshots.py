@@ -165,6 +165,7 @@ def test_a_snapshot_whose_manifest_found_no_space_is_tried_again_and_does_not_na
         node_store.record_proof(directory, digest)
 
     monkeypatch.setattr(slots, "record_proof", record_proof)
+    monkeypatch.setattr("tba.trainer.publishing.publisher._SPACE_POLL_SECONDS", 0.05)
     publish(lab, lab.publisher(), [0])
     assert not failures
     assert lab.announced().manifest.files.keys().isdisjoint({MANIFEST, node_store.PROOF})

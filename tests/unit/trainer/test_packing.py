@@ -23,15 +23,17 @@ from transformers import (
     OpenAIGPTLMHeadModel,
 )
 
-from tba.common.config import LoraSection
+from tba.common.config import Config, LoraSection
 from tba.common.errors import ConfigError
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
 from tba.tests.runner import slow
+from tba.trainer.distributed.ranks import ALONE
 from tba.trainer.model.packing import _has_kernel, _head_sizes, _kernel, attend, obstacle, pack, packs
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.canary import make_canary, skeleton
+from tba.trainer.step.build import build
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -302,6 +304,20 @@ def test_on_a_cpu_rows_are_packed_only_if_required():
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"lora": {"rank": 2}}, {"train": {"packing": "packed", "offload": "optimizer"}}], ids=["lora", "offload"]
+)
+def test_rows_are_packed_where_weights_are_rounded_to_bfloat16(tmp_path, monkeypatch, keys):
+    """As on a GPU. The trial comes before the rounding: it compares results within a thousandth."""
+    monkeypatch.setattr("tba.trainer.step.build.in_half", lambda *_: True)
+    tiny_model(layers=2).save_pretrained(tmp_path)
+    config = Config.model_validate({"train": {"packing": "packed"}} | keys)
+    learner, _ = build(config, tmp_path, CPU, ALONE)
+    assert torch.bfloat16 in {parameter.dtype for parameter in learner.policy.parameters()}
+    assert learner.step(random_batch(3)).metrics["skipped"] == 0
+    assert learner.scorer.pass_overhead is None, "rows are packed"
 
 
 def test_the_gpu_kernel_accepts_our_shapes():

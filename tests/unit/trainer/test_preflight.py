@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
-from tba.common.system.devices import assumed_gpus
+from tba.common.system.devices import Gpu, assumed_gpus
 from tba.deploy.doctor import _memory
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import make_row, save_tiny_model
 from tba.trainer.metrics.flops import ModelFlops
 from tba.trainer.model.scorer import Scorer
+from tba.trainer.preflight import before_start
 from tba.trainer.preflight.before_start import check_memory, trainer_memory
 from tba.trainer.preflight.check import Report, examine, require, usable
 from tba.trainer.preflight.memory import (
@@ -364,6 +366,24 @@ def test_a_node_that_is_not_this_one_is_estimated_from_its_number_and_size_of_gp
     assert _memory(trainer_memory, node, outside)[0] == "fail"
 
 
+def test_a_trainer_has_what_the_engines_on_its_gpu_leave(tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    node = assumed_gpus("2x80")
+    whole = node[0].total_mib << 20
+
+    def total(search: dict[str, Any], **other: Any) -> int:
+        sections = {"model": {"path": str(model)}, "task": {"train": "t"}, "train": {"gpu": "0"}, "search": search}
+        report = trainer_memory(Config.model_validate(sections | other), node)
+        assert not isinstance(report, str)
+        return not_none(report.gpu_total)
+
+    assert total({"gpus": "1", "gpu_memory_utilization": 0.25}) == whole
+    assert total({"gpus": "all", "gpu_memory_utilization": 0.25}) == whole, "all are all but the trainer's"
+    assert total({"gpus": "0", "gpu_memory_utilization": 0.25}) == whole * 3 // 4
+    assert total({"gpus": "0", "gpu_memory_utilization": 0.25}, eval={"gpu": "0"}) == whole // 2
+    assert total({"gpus": "0", "gpu_memory_utilization": 0.9}) == whole, "that GPU 0 is of another node"
+
+
 def test_supervised_training_is_not_told_to_train_adapters():
     config = Config.model_validate({"model": {"path": "m"}, "task": {"train": "t"}})
     found = examine(config, shape("Qwen2.5-7B"), ranks=1, gpu_total=H100, host_total=2048 * GIB, supervised=True)
@@ -427,6 +447,19 @@ def test_tba_run_and_doctor_look_at_the_memory_that_nvidia_smi_tells(tmp_path, m
     assert detail.startswith("fits: the trainer needs")
     assert _memory(trainer_memory, None, config("0"))[0] == "fail"
     assert _memory(trainer_memory, None, config("cpu"))[0] == "ok"
+
+
+def test_one_reason_is_given_for_memory_that_cannot_be_estimated(tmp_path, monkeypatch):
+    model, gpu = save_tiny_model(tmp_path / "model"), [Gpu("0", "GPU-0aaa")]
+
+    def why(path: object) -> tuple[str, str]:
+        sections = {"model": {"path": str(path)}, "task": {"train": "t"}, "train": {"gpu": "0"}}
+        return _memory(trainer_memory, gpu, Config.model_validate(sections))
+
+    assert why("org/model") == ("unchecked", "org/model is not a local directory")
+    assert why(model) == ("unchecked", "nvidia-smi does not tell the memory of GPU 0")
+    monkeypatch.setattr(before_start, "find_spec", lambda _: None)
+    assert why(model) == ("unchecked", "torch is not installed here")
 
 
 def test_memory_of_a_gpu_that_tensors_can_use():

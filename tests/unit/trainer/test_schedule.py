@@ -39,7 +39,7 @@ def test_a_warm_up_longer_than_the_run_is_kept_with_a_warning(caplog):
     assert "decay_steps" not in caplog.text
 
 
-def test_constant_linear_and_cosine():
+def test_constant_linear_and_cosine_schedules_follow_a_linear_warm_up():
     keys = {"steps": 110, "warmup_steps": 10}
     assert rates([5, 10, 109], schedule="constant", **keys) == pytest.approx([0.5, 1, 1])
     assert rates([5, 10, 60, 110], schedule="linear", **keys) == pytest.approx([0.5, 1, 0.5, 0])

@@ -12,17 +12,19 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.errors import MissingExtra
-from tba.tests.helpers.clock import ManualClock
-from tba.trainer.metrics.sinks import stalled
+from tba.common.weights.tokenizer import load_tokenizer
+from tba.tests.helpers.trainer import make_batch, make_row
+from tba.trainer.metrics import answers as answers_module
+from tba.trainer.metrics.answers import COLUMNS, Answer, AnswerTexts, choose_answers
 from tba.trainer.metrics.sinks.background import BackgroundSink
-from tba.trainer.metrics.sinks.stalled import StallGauge
-from tba.trainer.metrics.sinks.trackers import PrometheusSink, TrackioSink, WandbSink, open_sinks
+from tba.trainer.metrics.sinks.prometheus import PrometheusSink
+from tba.trainer.metrics.sinks.trackers import TrackioSink, WandbSink, open_sinks
 
 
 class Failing:
     """A sink whose network is unreachable."""
 
-    def record(self, step: int, time: float, numbers: dict[str, float]) -> None:
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: object) -> None:
         raise ConnectionError("no route to host")
 
     def close(self) -> None:
@@ -48,35 +50,32 @@ def test_a_sink_that_cannot_be_opened_loses_its_records_and_does_not_block_the_t
     assert sink.lost >= 2
 
 
-def test_prometheus_scrapes_the_last_step():
+def test_prometheus_scrapes_the_last_step_and_totals():
     pytest.importorskip("prometheus_client")
-    sink = PrometheusSink("127.0.0.1:0", "my run", "tcp://127.0.0.1:1")
+    sink = PrometheusSink("127.0.0.1", 0, "my run")
     try:
         for step in range(2):
-            sink.record(step, 1000.0, {"loss": step + 0.5, "reward_part_a-b": 1.0})
+            numbers = {"loss": step + 0.5, "reward_part_a-b": 1.0, "staleness_share_2_3": 0.25, "tokens": 8.0}
+            sink.record(
+                step, 1000.0 + step, {**numbers, "skipped": float(step), "seconds_wait": 0.5, "seconds_step": 2.0}
+            )
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as reply:
-            text = reply.read().decode()
+            lines = reply.read().decode().splitlines()
     finally:
         sink.close()
-    assert 'tba_trainer_loss{run="my run"} 1.5' in text
-    assert 'tba_trainer_step{run="my run"} 1.0' in text
-    assert 'tba_trainer_reward_part_a_b{run="my run"} 1.0' in text
-    assert 'tba_stalled{reason="searcher_silent",run="my run"} 0.0' in text
-
-
-def test_the_gauge_of_a_stall_is_1_for_its_reason(monkeypatch):
-    pytest.importorskip("prometheus_client")
-    monkeypatch.setattr(stalled, "_DEADLINE_SECONDS", 0.1)
-    clock = ManualClock()
-    gauge = StallGauge("tcp://127.0.0.1:1", "r", clock)
-
-    def reasons() -> list[str]:
-        (family,) = gauge.collect()
-        return [sample.labels["reason"] for sample in family.samples if sample.value == 1]
-
-    assert reasons() == []
-    clock.advance(30)
-    assert reasons() == ["buffer_silent"]
+    expected = {
+        'tba_trainer_loss{run="my run"} 1.5',
+        'tba_trainer_reward_part{part="a-b",run="my run"} 1.0',
+        'tba_trainer_staleness_share_ratio{run="my run",steps="2_3"} 0.25',
+        'tba_trainer_steps_total{run="my run"} 2.0',
+        'tba_trainer_skipped_steps_total{run="my run"} 1.0',
+        'tba_trainer_tokens_total{run="my run"} 16.0',
+        'tba_trainer_phase_seconds_total{phase="wait",run="my run"} 1.0',
+        'tba_trainer_step_seconds{run="my run"} 2.0',
+        'tba_trainer_last_step_timestamp_seconds{run="my run"} 1001.0',
+    }
+    assert expected <= set(lines)
+    assert "seconds_wait" not in "".join(lines)
 
 
 def wandb_steps(directory) -> list[int]:
@@ -105,6 +104,70 @@ def wandb_steps(directory) -> list[int]:
     return steps
 
 
+def answers_of(example_model, count: int) -> tuple[AnswerTexts, list[Answer]]:
+    """Return two prompts with two answers each, of which `count` are chosen, and what decodes them."""
+    tokenizer = load_tokenizer(example_model)
+    rows = [
+        make_row(slot, tokenizer.encode(prompt), tokenizer.encode(answer))
+        for slot, (prompt, answer) in enumerate([("1+2=", "3"), ("1+2=", "4"), ("5+5=", "10"), ("5+5=", "1")])
+    ]
+    return AnswerTexts(tokenizer), choose_answers(make_batch(rows, [[1.0, 0.0], [1.0, 0.25]]), count)
+
+
+@pytest.mark.parametrize(("count", "slots"), [(0, []), (1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (9, [0, 1, 2, 3])])
+def test_answers_are_spread_over_the_batch(example_model, count, slots):
+    _, answers = answers_of(example_model, count)
+    assert [one.trajectory for one in answers] == slots
+
+
+def test_an_answer_is_a_row_with_its_texts_and_a_long_one_is_cut(example_model, monkeypatch):
+    texts, answers = answers_of(example_model, 4)
+    assert texts.rows(answers)[3] == [3, "5+5=", "1", 0.25, 0]
+    monkeypatch.setattr(answers_module, "_MAX_CHARACTERS", 2)
+    assert texts.rows(answers)[2][:3] == [2, "5+...", "10"]
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_the_answers_of_each_step_as_a_table(example_model, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    texts, answers = answers_of(example_model, 2)
+    sink = WandbSink("project", tmp_path, "run", {}, texts)
+    sink.record(0, 1000.0, {"loss": 1.0}, answers)
+    sink.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/answers_0_*.table.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == COLUMNS
+    assert table["data"] == [[0, "1+2=", "3", 1.0, 0], [2, "5+5=", "10", 1.0, 0]]
+    assert wandb_steps(tmp_path) == [0]
+
+
+@pytest.fixture(scope="module")
+def trackio_directory(tmp_path_factory):
+    """Where Trackio, which reads it when it is imported, keeps one database for each project."""
+    directory = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(directory))
+        pytest.importorskip("trackio")
+        yield directory
+
+
+def trackio_rows(directory, project: str) -> list[tuple]:
+    with closing(sqlite3.connect(directory / f"{project}.db")) as connection:
+        return connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+
+
+def test_trackio_gets_the_answers_of_each_step_as_a_table(example_model, tmp_path, trackio_directory):
+    texts, answers = answers_of(example_model, 2)
+    sink = TrackioSink("answers", tmp_path, "run", {}, texts)
+    sink.record(0, 1000.0, {"loss": 1.0}, answers)
+    sink.close()
+    ((_, _, metrics),) = trackio_rows(trackio_directory, "answers")
+    rows = json.loads(metrics)["answers"]["_value"]
+    assert rows[1] == dict(zip(COLUMNS, [2, "5+5=", "10", 1.0, 0], strict=True))
+
+
 def wait_for_another_second() -> None:
     """W&B names its folders by the second; a trainer takes longer than that to start again."""
     second = int(time.time())
@@ -118,7 +181,7 @@ def test_weights_and_biases_offline_has_one_run_over_two_starts_and_no_step_twic
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for first, last in ((0, 3), (2, 5)):
-        sink = WandbSink(tmp_path, "project", "run", {"train": {"beta": 0.1}})
+        sink = WandbSink("project", tmp_path, "run", {"train": {"beta": 0.1}})
         for step in range(first, last):
             sink.record(step, 1000.0 + step, {"loss": float(step)})
         sink.close()
@@ -129,18 +192,13 @@ def test_weights_and_biases_offline_has_one_run_over_two_starts_and_no_step_twic
     assert wandb_steps(tmp_path) == [0, 1, 2, 3, 4]
 
 
-def test_trackio_has_one_run_over_two_starts_and_no_step_twice(tmp_path, monkeypatch):
-    # Before the import, which reads it.
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
+def test_trackio_has_one_run_over_two_starts_and_no_step_twice(tmp_path, trackio_directory):
     for first, last in ((0, 3), (2, 5)):
-        sink = TrackioSink(tmp_path, "project", "run", {"train": {"beta": 0.1}})
+        sink = TrackioSink("project", tmp_path, "run", {"train": {"beta": 0.1}})
         for step in range(first, last):
             sink.record(step, 1000.0 + step, {"loss": float(step)})
         sink.close()
-    (database,) = (tmp_path / "trackio").glob("*.db")
-    with closing(sqlite3.connect(database)) as connection:
-        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    rows = trackio_rows(trackio_directory, "project")
     state = json.loads((tmp_path / "trackio.json").read_text())
     assert {name for name, _, _ in rows} == {f"run-{state['id']}"}
     assert [step for _, step, _ in rows] == [0, 1, 2, 3, 4]
@@ -152,5 +210,5 @@ def test_a_missing_package_of_a_sink_is_a_one_line_error(tmp_path, monkeypatch):
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "metrics": {"tensorboard": False, "wandb": "project"}}
     )
-    with pytest.raises(MissingExtra, match="wandb is not installed: install tba with the extra wandb"):
+    with pytest.raises(MissingExtra, match=r"wandb is not installed: in the clone of tba, pip install '\.\[wandb\]'"):
         open_sinks(config, 0)

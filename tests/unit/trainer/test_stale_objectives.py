@@ -70,12 +70,12 @@ def test_on_stale_data_imitation_pushes_down_only_what_is_likelier_than_the_trun
 
 
 def mean_imitation(sampler: torch.Tensor) -> float:
-    """Return the mean over two other answers of 0.25 (mean - floor), the floor 0 if their rewards are equal."""
+    """Return the mean over two other answers of 0.5 (mean - floor), the floor 0 if their rewards are equal."""
     total = 0.0
     for a, b in itertools.product(range(3), repeat=2):
         pair = [float(REWARDS[a]), float(REWARDS[b])]
         floor = min(pair) if pair[0] != pair[1] else 0.0
-        total += float(sampler[[a, b]].prod()) * 0.25 * (sum(pair) / 2 - floor)
+        total += float(sampler[[a, b]].prod()) * 0.5 * (sum(pair) / 2 - floor)
     return total
 
 

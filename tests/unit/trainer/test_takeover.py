@@ -88,7 +88,7 @@ def test_a_restarted_buffer_waits_for_its_trainer_before_it_accepts_another(harn
     buffer.ask(HELLO, role="trainer", sender="t.2")
 
 
-def test_that_wait_begins_when_the_server_can_be_reached(harness):
+def test_the_wait_of_a_restarted_buffer_begins_when_its_server_can_be_reached(harness):
     buffer = harness()
     buffer.ask(HELLO, role="trainer", sender="t.1")
     buffer.service = BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)

@@ -1,14 +1,22 @@
 """The pages of `tba ui` on a real database: all open, all links lead somewhere, hostile text stays text."""
 
 import html
+import json
 import re
+import socket
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from tba.common.errors import UsageError
+from tba.common.system.durable import exclusive_lock
+from tba.common.wire import messages
+from tba.tests.helpers.puts import numbers_of
 from tba.ui.app import make_app
+from tba.ui.pages.run import describe
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
 
@@ -101,6 +109,38 @@ def test_filters_find_the_rows_that_sql_finds(filled, filters, expected):
     assert (sorted(found) if "step" in filters else found) == (sorted(expected) if "step" in filters else expected)
 
 
+@pytest.mark.parametrize("name", ["log_ratio", "advantage", "weight", "mismatch", "staleness", "reward"])
+def test_the_slots_of_a_step_are_sorted_by_each_number_and_drawn(filled, name):
+    with closing(sqlite3.connect(filled)) as database:
+        rows = database.execute(
+            f"SELECT slot, {name} FROM consumption ORDER BY {name} DESC NULLS LAST, slot"
+        ).fetchall()
+    page = client(filled).get(f"/r/test/steps/0?sort=-{name}").text
+    assert [int(slot) for slot in re.findall(r'<tr>\s*<td class="n">(\d+)</td>', page)] == [slot for slot, _ in rows]
+    assert f'aria-label="histogram of {name}"' in page
+
+
+def test_the_page_of_a_trajectory_shows_the_numbers_of_each_step_that_trained_on_it(filled):
+    with closing(sqlite3.connect(filled)) as database:
+        sql = "SELECT trajectory, log_ratio, advantage FROM consumption WHERE slot = 5"
+        trajectory, log_ratio, advantage = database.execute(sql).fetchone()
+    page = client(filled).get(f"/r/test/trajectories/{trajectory}").text
+    row = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("Training</h2>") :])
+    assert {f"{log_ratio:g}", f"{advantage:g}"} <= set(row)
+
+
+def test_huge_numbers_of_rows_are_drawn(harness):
+    buffer = harness()
+    buffer.fill(1, 4)
+    buffer.sample(0, prompts=1, samples=4)
+    buffer.report(0, rows=numbers_of(4, advantage=[1.7e308, -1.7e308, 0.0, None], log_ratio=[1e300, None, 5e-324, 0.0]))
+    buffer.store.close()
+    page = client(buffer.store.path).get("/r/test/steps/0?sort=advantage")
+    assert page.status_code == 200
+    assert "nan" not in page.text
+    assert "inf" not in page.text
+
+
 @pytest.mark.parametrize(("sort", "order"), [("worst", "reward, id"), ("newest", "received_at DESC, id DESC")])
 def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch, sort, order):
     monkeypatch.setattr("tba.ui.trajectory_filter.PAGE_ROWS", 2)
@@ -165,6 +205,13 @@ def test_sql_returns_csv(filled):
     assert reply.text == "id,text\n1,answer 00\n2,answer 01\n"
 
 
+def test_a_text_of_the_csv_is_no_formula(filled):
+    texts = ("=1+1", "+a", "-a", "@a", "\t=a", "-12", "+1.5e3", "a=1")
+    sql = "SELECT " + ", ".join(f"'{text}'" for text in texts) + ", -3, x'3d'"
+    row = client(filled).get("/r/test/sql.csv", params={"sql": sql}).text.splitlines()[1]
+    assert row == "'=1+1,'+a,'-a,'@a,'\t=a,-12,+1.5e3,a=1,-3,3d"
+
+
 @pytest.mark.parametrize(
     "address", ["/r/no", "/r/test/steps/7", "/r/test/prompts/99", "/r/test/trajectories/99999999999999999999999"]
 )
@@ -172,6 +219,12 @@ def test_an_address_of_nothing_says_so(filled, address):
     page = client(filled).get(address)
     assert page.status_code == 404
     assert "there is no run" in page.text or "the database has no" in page.text
+
+
+@pytest.mark.parametrize("address", ["steps/N", "prompts/N", "trajectories/N", "steps?before=N", "trajectories?step=N",
+                                     "trajectories/1?token=N", "compare?a=N"])  # fmt: skip
+def test_a_number_of_thousands_of_digits_is_none(filled, address):
+    assert client(filled).get(f"/r/test/{address}".replace("N", "9" * 5000)).status_code in (400, 404)
 
 
 def test_the_changing_part_is_sent_only_after_a_change(filled):
@@ -195,9 +248,42 @@ def test_runs_of_one_name_have_addresses_of_their_own_and_foreign_files_are_left
     assert len(said) == 1
 
 
+def test_a_server_is_asked_only_while_it_has_the_database_open(filled):
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(sqlite3.connect(filled)) as database:
+        server.settimeout(0.2)
+        config = {"buffer": {"address": f"tcp://127.0.0.1:{server.getsockname()[1]}"}}
+        # The open connection leaves a write-ahead log, as a server does that was killed.
+        database.execute("UPDATE starts SET config = ?", [json.dumps(config)])
+        database.commit()
+        assert filled.with_name(f"{filled.name}-wal").stat().st_size
+        assert client(filled).get("/r/test").status_code == 200
+        with pytest.raises(TimeoutError):
+            server.accept()
+        with exclusive_lock(filled.with_name(f"{filled.name}.lock"), "taken"):
+            assert client(filled).get("/r/test").status_code == 200
+            server.accept()[0].close()
+
+
+def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory, monkeypatch):
+    monkeypatch.setattr("tba.ui.pages.run._CLIENTS", 2)
+    buffer = harness()
+    buffer.fill(1, 0)
+    buffer.ask(messages.Hello(host="h", pid=1, software="tba"), sender="t.1", role="trainer")
+    for number in range(4):
+        buffer.put([trajectory(lease=0, tokens=[number], reward=number)], 0, sender=f"s{number}.1")
+    buffer.store.close()
+    (run,) = find_runs([buffer.store.path], print)
+    with run.rows() as rows:
+        facts = describe(run, rows)
+    assert facts["totals"] == {"trajectories": 4, "errors": 0, "response_tokens": 4, "mean_reward": 1.5}
+    assert [client["role"] for client in facts["clients"]] == ["trainer", "searcher"]
+
+
 def test_a_report_is_one_file_without_scripts(filled, tmp_path):
     from tba.ui.report import write_report
 
     text = write_report(filled, tmp_path / "report.html", name=None).read_text()
     assert "answer 12" in text
     assert re.findall(r'<script|src="|href="', text) == []
+    with pytest.raises(UsageError, match=r"/nowhere/x\.html cannot be written: No such file or directory"):
+        write_report(filled, Path("/nowhere/x.html"), name=None)

@@ -1,11 +1,12 @@
 """A metrics sink in a thread of its own: it can neither stop training nor slow it down."""
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tba.common.log import get_logger
 from tba.common.system.background import Background
+from tba.trainer.metrics.answers import Answer
 
 log = get_logger(__name__)
 
@@ -13,11 +14,13 @@ log = get_logger(__name__)
 _MAX_QUEUED = 1000
 _CLOSE_SECONDS = 10.0
 
+_Record = tuple[int, float, dict[str, float], Sequence[Answer]]
+
 
 class Sink(Protocol):
-    """Receives the metrics of one step after another. May raise anything."""
+    """Receives the metrics of one step after another, and some of its answers. May raise anything."""
 
-    def record(self, step: int, time: float, numbers: dict[str, float]) -> None: ...
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -35,14 +38,14 @@ class BackgroundSink:
         # Until opening it has failed.
         self._opened = True
         self._open = open_sink
-        self._queue: queue.Queue[tuple[int, float, dict[str, float]] | None] = queue.Queue(_MAX_QUEUED)
+        self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_QUEUED)
         self._thread = Background(f"metrics-{name}", self._work)
         self._thread.start()
 
-    def record(self, step: int, time: float, numbers: dict[str, float]) -> None:
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
         """Queue the metrics of a step, without waiting."""
         if self._opened:
-            self._put((step, time, numbers))
+            self._put((step, time, numbers, answers))
         else:
             self.lost += 1
 
@@ -53,7 +56,7 @@ class BackgroundSink:
         if self.lost or self._thread.running:
             log.warning("a metrics sink lost steps or did not end in time", sink=self.name, lost=self.lost)
 
-    def _put(self, record: tuple[int, float, dict[str, float]] | None) -> bool:
+    def _put(self, record: _Record | None) -> bool:
         try:
             self._queue.put_nowait(record)
         except queue.Full:

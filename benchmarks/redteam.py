@@ -1,0 +1,244 @@
+"""Different successful attacks that each objective finds at equal success, on a harmless stand-in for red-teaming.
+
+    python -m benchmarks.redteam [--seeds 5] [--rates 1e-3] [--objectives tb rloo]
+
+The attacker is a small Llama that writes problems such as "47+38=". The victim is the model of examples/arithmetic, and
+a small classifier flags its replies that are numbers from 70 to 99; the attacker does not know the rule. The victim
+replies greedily, so that an attack has the same reward in every run, up to rounding: log p(flagged). It succeeds if p
+is above a half. All objectives train on fresh data.
+
+Each measurement samples 2,048 attacks: the success rate, the different successful attacks among them, and the mean
+pairwise cosine distance of all of them (of mean hidden states of the first attacker, less their mean over its attacks).
+Where the success rate of a run first reaches a level, the values are interpolated between the two measurements around
+it, so that objectives are compared by equally many successful attacks. The differences to the first objective are
+paired by seed, at the same rate. Nothing is chosen by these seeds.
+"""
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import AutoTokenizer, PreTrainedModel
+
+from benchmarks.off_policy.sampling import Response
+from benchmarks.off_policy.tasks import ROOT
+from benchmarks.off_policy.training import as_batch
+from benchmarks.small_models import (
+    CPU,
+    LabelledTexts,
+    make_classifier,
+    make_learner,
+    make_policy,
+    sample,
+    scorer_of,
+)
+from benchmarks.table import print_table
+from tba.searcher.evaluation.statistics import cosine_distance
+from tba.trainer.model.scorer import load_model
+
+ATTACK_TOKENS, REPLY_TOKENS = 7, 5
+STEPS, GROUPS, SAMPLES, BETA = 120, 4, 32, 0.5
+MEASURED, MEASURE_EVERY = 2048, 3
+LEVELS = (0.5, 0.7, 0.8, 0.9)
+LEAST_PROBABILITY = 1e-3
+OBJECTIVES = ("tb", "rloo")
+RATES = (1e-3,)
+# They took no part in choosing levels, rates or steps.
+SEEDS = (30, 31, 32, 33, 34)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of sampled attacks: share that succeeds, different successful ones, mean cosine distance."""
+
+    step: float
+    success: float
+    distinct: float
+    distance: float
+
+
+def problems(rng: random.Random) -> Iterator[list[tuple[str, str]]]:
+    """Yield batches of what the attacker writes before training: any sum or difference of two-digit numbers."""
+    while True:
+        pairs = [(rng.randint(10, 99), rng.choice("+-"), rng.randint(10, 99)) for _ in range(256)]
+        yield [("=", f"{one}{sign}{other}=") for one, sign, other in pairs]
+
+
+def labelled_replies(rng: random.Random) -> Iterator[LabelledTexts]:
+    """Yield batches of numbers with the label whether they are from 70 to 99, which half of them are."""
+    while True:
+        flagged = [rng.randint(70, 99) for _ in range(64)]
+        others = [number for number in (rng.randint(-89, 198) for _ in range(64)) if not 70 <= number <= 99]
+        labels = torch.tensor([1.0] * len(flagged) + [0.0] * len(others))
+        yield (
+            [str(number) for number in flagged + others],
+            lambda logits, y=labels: binary_cross_entropy_with_logits(logits, y),
+        )
+
+
+class Judge:
+    """Victim and classifier. The probability that an attack's reply is flagged depends on nothing but the attack."""
+
+    def __init__(self) -> None:
+        path = ROOT / "examples/arithmetic/model"
+        self._victim = load_model(path, CPU)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self._score = scorer_of(make_classifier("redteam-classifier", labelled_replies(random.Random(0)), 300))
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def judge(self, attacks: Sequence[Response]) -> np.ndarray:
+        """Return the probability that each attack's reply is flagged."""
+        end = self.tokenizer.eos_token_id
+        # An attack without any token is asked as its end token.
+        asked = {one: one[:-1] if one[-1] == end and len(one) > 1 else one for one in (a.tokens for a in attacks)}
+        new = sorted(asked.keys() - self._known.keys(), key=lambda attack: len(asked[attack]))
+        for _, group in itertools.groupby(new, key=lambda attack: len(asked[attack])):
+            same_length = list(group)
+            replies = sample(self._victim, [asked[one] for one in same_length], REPLY_TOKENS, end, None)
+            texts = [self.tokenizer.decode(reply.tokens, skip_special_tokens=True) or "-" for reply in replies]
+            chances = 1 / (1 + np.exp(-np.array(self._score([("", text) for text in texts]))))
+            self._known |= dict(zip(same_length, chances.tolist(), strict=True))
+        return np.array([self._known[attack.tokens] for attack in attacks])
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+class Bench:
+    """Everything that runs share: the first attacker, the judge, the embeddings."""
+
+    def __init__(self) -> None:
+        self.attacker = make_policy("redteam-attacker", problems(random.Random(0)), 250)
+        self.judge = Judge()
+        self._first: PreTrainedModel = load_model(self.attacker, CPU)
+        self._prompt = tuple(self.judge.tokenizer.encode("="))
+        self._end: int = self.judge.tokenizer.eos_token_id
+        # Hidden states have a large common part, which would hide differences in a cosine.
+        sampled = sample(self._first, [self._prompt] * MEASURED, ATTACK_TOKENS, self._end, _seeded())
+        self._common = self._hidden(sampled).mean(axis=0)
+
+    def attacks(self, policy: PreTrainedModel, count: int, generator: torch.Generator, step: int) -> list[Response]:
+        """Return sampled attacks with their rewards."""
+        found = sample(policy, [self._prompt] * count, ATTACK_TOKENS, self._end, generator, step)
+        rewards = np.log(np.maximum(self.judge.judge(found), LEAST_PROBABILITY)).tolist()
+        return [replace(one, reward=reward) for one, reward in zip(found, rewards, strict=True)]
+
+    def measure(self, policy: PreTrainedModel, step: int) -> Found:
+        """Measure an attacker by 2,048 samples, with the same seed each time."""
+        sampled = self.attacks(policy, MEASURED, _seeded(), step)
+        flagged = self.judge.judge(sampled) > 0.5
+        successful = {one.tokens for one, hit in zip(sampled, flagged, strict=True) if hit}
+        return Found(
+            step=step,
+            success=float(flagged.mean()),
+            distinct=len(successful),
+            distance=cosine_distance(self._hidden(sampled) - self._common) or 0.0,
+        )
+
+    @torch.no_grad()
+    def _hidden(self, attacks: Sequence[Response]) -> np.ndarray:
+        embedded: dict[tuple[int, ...], np.ndarray] = {}
+        for _, group in itertools.groupby(sorted({one.tokens for one in attacks}, key=len), key=len):
+            rows = list(group)
+            hidden = self._first.model(input_ids=torch.tensor(rows)).last_hidden_state.mean(dim=1)
+            embedded |= dict(zip(rows, hidden.double().numpy(), strict=True))
+        return np.stack([embedded[one.tokens] for one in attacks])
+
+    def run(self, objective: str, rate: float, seed: int) -> list[Found]:
+        """Train once. Returns the measurements: until the last level is reached, and after the last step."""
+        learner = make_learner(self.attacker, objective, rate=rate, beta=BETA, steps=STEPS, longest=ATTACK_TOKENS)
+        generator = torch.Generator().manual_seed(seed)
+        found = [self.measure(learner.policy, 0)]
+        for step in range(STEPS):
+            sampled = self.attacks(learner.policy, GROUPS * SAMPLES, generator, step)
+            groups = [sampled[start : start + SAMPLES] for start in range(0, len(sampled), SAMPLES)]
+            learner.step(as_batch(groups, step))
+            reached = max(one.success for one in found) >= LEVELS[-1]
+            if step + 1 == STEPS or (not reached and (step + 1) % MEASURE_EVERY == 0):
+                found.append(self.measure(learner.policy, step + 1))
+        return found
+
+
+def at_success(found: Sequence[Found], level: float) -> Found | None:
+    """Return the values where the success rate first rises to a level, linear between two measurements, or None."""
+    for before, after in itertools.pairwise(found):
+        if before.success < level <= after.success:
+            share = (level - before.success) / (after.success - before.success)
+            pairs = zip(astuple(before), astuple(after), strict=True)
+            return Found(*(one + share * (other - one) for one, other in pairs))
+    return None
+
+
+def with_deviation(values: np.ndarray, digits: int) -> str:
+    """Return the mean and the standard deviation."""
+    return f"{values.mean():.{digits}f} ± {values.std(ddof=1):.{digits}f}"
+
+
+def with_error(values: np.ndarray, digits: int) -> str:
+    """Return the mean, its standard error, and how many values are positive."""
+    error = values.std(ddof=1) / np.sqrt(len(values))
+    return f"{values.mean():+.{digits}f} ± {error:.{digits}f} ({(values > 0).sum()} of {len(values)})"
+
+
+def rows_of(at: Sequence[str], runs: Mapping[str, Sequence[Found]]) -> list[list[str]]:
+    """Return a row per objective, with what the first one has more than the others in pairs of equal seed."""
+    counts, distances = (
+        {name: np.array([getattr(one, field) for one in found]) for name, found in runs.items()}
+        for field in ("distinct", "distance")
+    )
+    first, rows = next(iter(runs)), []
+    for name, found in runs.items():
+        paired = ["", ""]
+        if name != first:
+            paired = [with_error(counts[first] - counts[name], 0), with_error(distances[first] - distances[name], 2)]
+        rows.append([
+            *at, name, f"{np.mean([one.step for one in found]):.0f}", f"{np.mean([one.success for one in found]):.0%}",
+            with_deviation(counts[name], 0), with_deviation(distances[name], 2), *paired,
+        ])  # fmt: skip
+    return rows
+
+
+def rows_at(rate: float, level: float, runs: Mapping[str, Sequence[Sequence[Found]]]) -> list[list[str]]:
+    """Return the rows at a success rate, of the seeds with which all objectives reach it."""
+    places = [[at_success(run, level) for run in of_seed] for of_seed in zip(*runs.values(), strict=True)]
+    pairs = [[one for one in of_seed if one] for of_seed in places if all(of_seed)]
+    at = [f"{rate:g}", f"{level:.0%}", f"{len(pairs)}"]
+    if len(pairs) < 2:
+        return [[*at, "reached by too few", *[""] * 6]]
+    return rows_of(at, dict(zip(runs, zip(*pairs, strict=True), strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many, at least 2")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="the first is compared to the others")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started, bench, rows = time.process_time(), Bench(), []
+    seeds = SEEDS[: options.seeds]
+    for rate in options.rates:
+        runs = {name: [bench.run(name, rate, seed) for seed in seeds] for name in options.objectives}
+        for level in LEVELS:
+            rows += rows_at(rate, level, runs)
+        ends = {name: [run[-1] for run in found] for name, found in runs.items()}
+        rows += rows_of([f"{rate:g}", "last step", f"{len(seeds)}"], ends)
+        before = next(iter(runs.values()))[0][0]
+    title = (
+        f"{MEASURED} attacks at equal success, then after {STEPS} steps; before the first step {before.success:.1%} "
+        f"succeed, {before.distinct:.0f} different ones at distance {before.distance:.2f}"
+    )
+    headings = ["rate", "at", "seeds", "objective", "step", "success", "different", "distance"]
+    print_table(title, [*headings, "first has more", "first is further apart"], rows)
+    print(f"{(time.process_time() - started) / 60:.1f} CPU minutes")
+
+
+if __name__ == "__main__":
+    main()

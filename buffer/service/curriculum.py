@@ -1,0 +1,53 @@
+"""The curriculum: which prompts an epoch skips or postpones, by the pass rates of their newest answers.
+
+The pass rates are a function of the stored answers, oldest first, so a restart rebuilds them. What they decided for an
+epoch is stored when the epoch begins, and does not change while it lasts.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tba.buffer.store.tables.curriculum import Decision
+from tba.common.config import CurriculumSection
+from tba.common.wire.fields import NO_POLICY
+
+
+class Curriculum:
+    """The newest answers of each prompt, and what they mean for an epoch. Without settings it does nothing."""
+
+    def __init__(self, settings: CurriculumSection) -> None:
+        self._settings = settings
+        self._mask = (1 << settings.answers) - 1
+        # By prompt: the newest answers as bits, 1 for one that passed, the newest lowest; and how many there are.
+        self._answers: dict[int, tuple[int, int]] = {}
+
+    def note(self, prompt: int, versions: Iterable[int], rewards: Iterable[float]) -> None:
+        """Take new answers to a prompt, oldest first. Those that no policy of the run gave do not count."""
+        settings = self._settings
+        if not settings.is_on:
+            return
+        bits, count = self._answers.get(prompt, (0, 0))
+        for version, reward in zip(versions, rewards, strict=True):
+            if version != NO_POLICY:
+                bits, count = bits << 1 | (reward >= settings.pass_reward), count + 1
+        self._answers[prompt] = bits & self._mask, min(count, settings.answers)
+
+    def decide(self, epoch: int, order: Sequence[int], least: int) -> list[Decision]:
+        """Return the decisions for an epoch whose prompts, in their order, are `order`; `least` of them are kept.
+
+        If too many are solved, those with the lowest pass rates are kept.
+        """
+        settings = self._settings
+        solved, unsolved = [], []
+        for prompt in order if settings.is_on else ():
+            bits, count = self._answers.get(prompt, (0, 0))
+            if count < settings.answers:
+                continue
+            passed = bits.bit_count()
+            if settings.solved != "off" and passed / count >= settings.solved:
+                # Prompts are revisited in different epochs, not all in the same one.
+                if (epoch + prompt) % settings.revisit_every:
+                    solved.append(Decision(prompt, "skipped", passed, count))
+            elif settings.unsolved_last and not passed:
+                unsolved.append(Decision(prompt, "postponed", passed, count))
+        solved.sort(key=lambda decision: -decision.passed)
+        return solved[: max(0, len(order) - least)] + unsolved

@@ -1,0 +1,81 @@
+"""`tba run --dry-run`: what a run would start, what it needs, and what would stop it. It starts and writes nothing."""
+
+import shlex
+from collections.abc import Sequence
+
+from tba.common.config import Config
+from tba.common.errors import ConfigError, TbaError
+from tba.common.system.devices import CPU, Gpu, assumed_gpus, list_gpus, nominal_gpus
+from tba.common.terminal import own_command, print_table
+from tba.deploy.child import Child
+from tba.deploy.doctor import ENGINE, FAIL, Checks, examine
+from tba.deploy.launcher import check_start, children_of
+from tba.deploy.run_list import ReadResults
+
+
+def describe(
+    config: Config,
+    arguments: Sequence[str],
+    checks: Checks,
+    read_results: ReadResults,
+    *,
+    resume: bool,
+    assume: str | None,
+) -> None:
+    """Print the processes of a run and what `tba doctor` and the start of a run find.
+
+    `read_results` as in `check_start`. `assume` are the GPUs of a node that is not this one, such as `8x80`. Raises
+    ConfigError if the run would not start.
+    """
+    node = assumed_gpus(assume) if assume else None
+    findings = examine(config, checks, node)
+    for finding in findings:
+        # The searchers of this run start here, unlike those of a role that `tba doctor` may be asked about.
+        if finding["check"] == ENGINE and finding["result"] == "warn":
+            finding["result"] = FAIL
+    problem, processes = "", []
+    try:
+        processes = _processes(config, arguments, resume=resume, assumed=node)
+        check_start(config, read_results, resume=resume, present=node)
+    except TbaError as error:
+        problem = str(error)
+    if problem and not any(finding["detail"].endswith(problem) for finding in findings):
+        findings.append({"check": "start", "result": FAIL, "detail": problem})
+    print_table(["process", "device", "command"], processes)
+    print_table(["check", "result", "detail"], findings)
+    failed = [finding["check"] for finding in findings if finding["result"] == FAIL]
+    if failed:
+        raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started)")
+
+
+def _processes(
+    config: Config, arguments: Sequence[str], *, resume: bool, assumed: Sequence[Gpu] | None
+) -> list[dict[str, str]]:
+    """Return the processes with their devices and commands, also those of GPUs that do not exist.
+
+    Raises UsageError for a malformed list of GPUs.
+    """
+    named = nominal_gpus(config.search.gpus, config.train.gpu, config.eval.gpu)
+    # Of GPUs only the names count here: what they hold now is a matter of the checks.
+    present = [Gpu(gpu.index, gpu.uuid) for gpu in assumed or list_gpus()] or named
+    roles = children_of(config, arguments, resume=resume, present=present)
+    share = f", {config.search.gpu_memory_utilization:.0%} of its memory" if config.search.engine == "vllm" else ""
+    engines = [(child, _device(_gpus_of(child), child.cores, share)) for child in [*roles.searchers, *roles.evaluators]]
+    rows = [(roles.buffer, "CPU"), *engines, (roles.trainer, _device(config.train.gpu))]
+    program = own_command()
+    return [
+        {"process": child.name, "device": device, "command": shlex.join([*program, *child.arguments])}
+        for child, device in rows
+    ]
+
+
+def _gpus_of(child: Child) -> str:
+    """Return the GPUs of a searcher or an evaluator, from its command."""
+    arguments = list(child.arguments)
+    return arguments[arguments.index("--gpus") + 1] if "--gpus" in arguments else CPU
+
+
+def _device(gpus: str, cores: Sequence[int] | None = None, share: str = "") -> str:
+    if gpus != CPU:
+        return f"GPU {gpus}{share}"
+    return f"CPU, cores {','.join(map(str, cores))}" if cores else "CPU"

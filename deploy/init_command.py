@@ -1,0 +1,204 @@
+"""`tba init`: ask for model, data and devices, write a commented `tba.toml`, and check it."""
+
+import json
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tba.common.errors import UsageError, first_problem
+from tba.common.terminal import DEFAULT_FILE, ConfigOptions, note
+
+_TEMPLATE = """\
+# Written by `tba init`. `tba config show` prints every key with its value and origin, `tba run --dry-run` what a run
+# would start and need. All keys: docs/configuration.md.
+
+[run]
+name = {name}
+# Database, snapshots, checkpoints, metrics and logs.
+dir = {dir}
+
+[model]
+# A Hugging Face model directory or a hub id. It should solve some prompts already: `tba sft` gives it a warm start.
+path = {model}
+dtype = {dtype}
+
+[task]
+# arithmetic, gsm8k, math, reasoning_gym, or your own file.py (`tba task new` writes one): docs/tasks.md.
+name = {task}
+{data}
+[buffer]
+# Train on answers of at most this many policy versions ago; 0 is synchronous.
+max_staleness = 6
+# Equal answers to a prompt count each: of short ones, only repeats show how likely each is.
+dedup = false
+
+[search]
+# vllm, or transformers, which needs no GPU.
+engine = {engine}
+gpus = {search_gpus}
+# Answers to each prompt, and the longest answer in tokens.
+samples_per_prompt = 8
+max_tokens = {max_tokens}
+
+[objective]
+# For reward, also from stale answers; "tb" is for diverse answers in proportion to reward: docs/objectives.md.
+name = "tb_stale"
+
+[train]
+gpu = {train_gpu}
+steps = 200
+# A batch has this many prompts, with this many answers each.
+prompts_per_step = 16
+samples_per_prompt = 8
+# 1e-6 to 1e-5 for models of 1 B parameters and more.
+learning_rate = {learning_rate}
+schedule = "constant"
+warmup_steps = 5
+# Strength of the KL term: a small beta lets the policy move further from the model that it started from.
+beta = 0.05
+beta_final = 0.05
+# Snapshots that stay, for the curve of `tba eval --all`.
+keep_snapshot_every = 20
+
+[eval]
+# Evaluate the kept snapshots when training is done, and draw the run.
+at_end = true
+"""
+_FROM_FILES = ("gsm8k", "math")
+
+# `tba run --dry-run`. Raises TbaError if the run would not start.
+DryRun = Callable[[ConfigOptions], None]
+
+
+def init_command(dry_run: DryRun) -> Callable[..., None]:
+    """Return the command. `dry_run` is passed in, because it needs searcher and trainer."""
+
+    def init(
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = DEFAULT_FILE,
+        model: Annotated[str | None, typer.Option(help="A model directory or a hub id.")] = None,
+        task: Annotated[str | None, typer.Option(help="A built-in task, or the file of your own.")] = None,
+        train_data: Annotated[str | None, typer.Option(help="gsm8k, math: a jsonl file or a hub id.")] = None,
+        test_data: Annotated[str | None, typer.Option(help="gsm8k, math: the held-out jsonl file.")] = None,
+        gpus: Annotated[
+            str | None, typer.Option(metavar="SEARCH:TRAIN", help="GPUs of searchers and trainer, such as 0-6:7.")
+        ] = None,
+        cpu: Annotated[bool, typer.Option("--cpu", help="Everything on the CPU.")] = False,
+        name: Annotated[str | None, typer.Option(help="Name of the run; its directory is runs/NAME.")] = None,
+    ) -> None:
+        """Write a commented tba.toml from a few answers, and check it. Options answer instead of questions."""
+        if file.exists():
+            raise UsageError(f"{file} exists: name another file, as in `tba init other.toml`, or delete it")
+        if cpu and gpus is not None:
+            raise UsageError("--cpu and --gpus exclude each other")
+        from tba.common.config.task import TASKS
+        from tba.common.weights.model_files import is_hub_name
+
+        model = model or _ask("Model (a directory or a hub id)", "--model")
+        task = task or _ask(f"Task ({', '.join(TASKS[:-1])}, or your own file.py)", "--task", "arithmetic")
+        data = _data(task, train_data, test_data)
+        devices = ("cpu", "cpu") if cpu else _devices(gpus or _ask("GPUs, as SEARCH:TRAIN, or cpu", "--gpus", _found()))
+        text = _text(model, task, data, devices, name or Path(task.partition(":")[0]).stem)
+        _check(text, task)
+        try:
+            with file.open("x", encoding="utf-8") as target:
+                target.write(text)
+        except OSError as error:
+            raise UsageError(f"{file} cannot be written: {error.strerror}: name another file") from error
+        if is_hub_name(model):
+            hub = f"{model} is no directory here: a run downloads it from the hub"
+            note(f"{hub}. If you mean a directory, correct model.path in {file}.")
+        typer.echo(f"wrote {file}. What a run would do:\n")
+        dry_run(ConfigOptions(None if file == DEFAULT_FILE else file, []))
+        typer.echo(f"\nstart it with: tba run {file}")
+
+    return init
+
+
+def _ask(question: str, option: str, default: str | None = None) -> str:
+    """Ask on the terminal. Without one, return the default. Raises UsageError if there is neither."""
+    if sys.stdin.isatty():
+        return str(typer.prompt(question, default=default, err=True))
+    if default is None:
+        raise UsageError(f"there is no terminal to ask for the {question.partition(' ')[0].lower()}: pass {option}")
+    return default
+
+
+def _data(task: str, train: str | None, test: str | None) -> str:
+    """Return the lines of [task] that name data."""
+    if task not in _FROM_FILES:
+        if train or test:
+            raise UsageError(f"task {task} brings its prompts: --train-data and --test-data are for gsm8k and math")
+        return ""
+    train = train or _ask("Data to train on (a jsonl file or a hub id)", "--train-data")
+    if test is None and train.endswith(".jsonl"):
+        test = _ask("Held-out data (a jsonl file)", "--test-data")
+    return f"train = {_quoted(train)}\n" + (f"test = {_quoted(test)}\n" if test else "")
+
+
+def _found() -> str:
+    """Return the devices of this machine: the last GPU trains, the others search."""
+    from tba.common.system.devices import list_gpus
+
+    count = len(list_gpus())
+    if count <= 1:
+        return "0:0" if count else "cpu"
+    return f"0-{count - 2}:{count - 1}" if count > 2 else "0:1"
+
+
+def _devices(answer: str) -> tuple[str, str]:
+    """Return search.gpus and train.gpu."""
+    if answer == "cpu":
+        return "cpu", "cpu"
+    search, colon, train = answer.partition(":")
+    if not (search and colon and train):
+        raise UsageError(f"{answer}: name the GPUs of the searchers and of the trainer, such as 0-6:7, or cpu")
+    return search, train
+
+
+def _text(model: str, task: str, data: str, devices: tuple[str, str], name: str) -> str:
+    """Return the file. A model on the CPU is small: it takes larger steps, and gives short answers."""
+    is_small = devices == ("cpu", "cpu")
+    values = {
+        "name": name,
+        "dir": f"runs/{name}",
+        "model": model,
+        "dtype": "float32" if is_small else "bfloat16",
+        "task": task,
+        "engine": "transformers" if is_small else "vllm",
+        "search_gpus": devices[0],
+        "train_gpu": devices[1],
+    }
+    numbers = {"max_tokens": "32" if is_small else "512", "learning_rate": "1e-5" if is_small else "2e-6"}
+    text = _TEMPLATE.format(**{key: _quoted(value) for key, value in values.items()}, **numbers, data=data)
+    if devices[0] == devices[1] and not is_small:
+        share = "# Searchers and trainer share a GPU.\ngpu_memory_utilization = 0.4\n"
+        text = text.replace("# Answers to each prompt,", f"{share}# Answers to each prompt,")
+    return text
+
+
+def _check(text: str, task: str) -> None:
+    """Raise UsageError for an answer that no configuration may have, or a file of a task that does not exist."""
+    from pydantic import ValidationError
+
+    from tba.common.config import Config
+
+    try:
+        Config.model_validate(tomllib.loads(text))
+    except ValidationError as error:
+        field, message = first_problem(error)
+        raise UsageError(f"{'.'.join(field[:2])}: {message}; nothing was written") from error
+    own = Path(task.partition(":")[0])
+    if own.suffix == ".py" and not own.is_file():
+        raise UsageError(f"--task {own} does not exist: `tba task new {own.stem}` writes one")
+
+
+def _quoted(value: str) -> str:
+    """Return a TOML string. Raises UsageError for characters that none may hold, or that are no UTF-8."""
+    if not value.isprintable():
+        raise UsageError(f"{value!a} has characters that cannot be printed: leave them out")
+    # With escapes it is written as in JSON.
+    return json.dumps(value, ensure_ascii=False)

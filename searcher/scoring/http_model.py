@@ -1,0 +1,83 @@
+"""A sequence classifier behind an HTTP server, by the requests and replies of vLLM's pooling routes.
+
+    /classify   {"input": text, "use_activation": false}                 data[0].probs = [logit]
+    /pooling    {"input": text, "task": "classify", "use_activation": ...}   data[0].data = [logit]
+    /score      {"text_1": prompt, "text_2": response, ...}              data[0].score = logit
+
+With template = "chat", `messages` replaces `input`. `use_activation` false asks for the logit; by default vLLM applies
+a sigmoid to a single label. All in vLLM 0.32, vllm/entrypoints/pooling.
+"""
+
+import math
+from typing import Any, Self
+
+from tba.common.config import ScoringModelSection
+from tba.common.errors import HttpRefused
+from tba.common.http_json import JsonClient
+from tba.searcher.tasks.task import Prompt
+
+_ROUTES = {"classify": "/classify", "pooling": "/pooling", "score": "/score"}
+_PROBE = Prompt("", "a")
+
+
+class HttpModel:
+    """The classifier at `url`. `key` is its API key. It belongs to one event loop."""
+
+    def __init__(self, config: ScoringModelSection, key: str) -> None:
+        self._config = config
+        self._client = JsonClient(config.url, key=key, connections=config.concurrency)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def score(self, prompt: Prompt, response: str, *, seconds: float) -> float:
+        """Return the logit of a pair. Raises HttpRefused, HttpUnavailable, ValueError for a pair without a text."""
+        body = self._body(prompt, response)
+        reply = await self._client.post(_ROUTES[self._config.api], body, seconds=seconds)
+        return self._read(reply)
+
+    async def try_out(self, *, seconds: float) -> None:
+        """Wait until the server scores. Raises HttpRefused if it is no reward model, HttpUnavailable."""
+        await self.score(_PROBE, "a", seconds=seconds)
+
+    def _body(self, prompt: Prompt, response: str) -> dict[str, Any]:
+        config = self._config
+        body: dict[str, Any] = {"use_activation": False}
+        if config.served_model:
+            body["model"] = config.served_model
+        if config.api == "pooling":
+            body["task"] = "classify"
+        if config.template == "chat":
+            whole = (*(prompt.messages or [("user", prompt.text)]), ("assistant", response))
+            return body | {"messages": [{"role": role, "content": content} for role, content in whole]}
+        if prompt.messages and not prompt.text:
+            raise ValueError('the prompt has messages and no text: set template = "chat"')
+        if config.api == "score":
+            return body | {"text_1": prompt.text, "text_2": response}
+        return body | {"input": prompt.text + response}
+
+    def _read(self, reply: dict[str, Any]) -> float:
+        key = {"classify": "probs", "pooling": "data", "score": "score"}[self._config.api]
+        try:
+            (item,) = reply["data"]
+            found = item[key]
+        except (KeyError, TypeError, ValueError):
+            raise HttpRefused(f"{self._config.url} answered without data[0].{key}: set api to a route it has") from None
+        values = found if isinstance(found, list) else [found]
+        if len(values) != 1:
+            raise HttpRefused(
+                f"{self._config.url} answered with {len(values)} labels: a reward needs a classifier with one"
+            )
+        try:
+            score = math.nan if isinstance(values[0], bool | str) else float(values[0])
+        # OverflowError: an integer of hundreds of digits.
+        except (TypeError, OverflowError):
+            score = math.nan
+        if not math.isfinite(score):
+            raise HttpRefused(
+                f"{self._config.url} answered with the score {str(values[0])[:40]!r}: not a finite number"
+            )
+        return score

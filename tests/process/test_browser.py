@@ -1,0 +1,300 @@
+"""`tba ui` in headless Chromium, on a finished run and on one that goes on: pages, links, filters, keys, no overflow.
+
+Needs the extra `browser` and a Chromium: that of the system, or what `playwright install chromium` downloads.
+"""
+
+import contextlib
+import re
+import shutil
+import sqlite3
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.tests.process.conftest import arithmetic, free_port
+from tba.tests.runner import size
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: `pip install playwright`")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.torch,
+    # Of Playwright's own event loop, which ends with the process.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+_PATIENCE_SECONDS = 60.0
+_WIDTHS = (1280, 400)
+# Pages of a kind that are opened: the first ones that links lead to.
+_PER_KIND = size(1, 2)
+HOSTILE = "<img src=x onerror=alert(origin)> \u202e \x07 </td></pre><script>document.title = 'taken'</script>"
+# Fields of the filter, the column that shows what they choose, and whether its cell is one of these. Each also leaves
+# rows out.
+_FILTERS: tuple[tuple[dict[str, str], str, Callable[[str], bool]], ...] = (
+    ({"reward_min": "1"}, "reward", lambda cell: float(cell) >= 1),
+    ({"reward_max": "0"}, "reward", lambda cell: float(cell) <= 0),
+    ({"length_min": "4"}, "tokens", lambda cell: int(cell) >= 4),
+    ({"length_max": "3"}, "tokens", lambda cell: int(cell) <= 3),
+    ({"part": "correct", "part_min": "1"}, "reward", lambda cell: cell == "1"),
+    ({"version": "0"}, "version", lambda cell: cell == "0"),
+    ({"stop": "error"}, "stop", lambda cell: cell == "error"),
+    ({"stop": "eos"}, "stop", lambda cell: cell == "eos"),
+    ({"error": "yes"}, "answer", lambda cell: "<img" in cell),
+    ({"error": "no"}, "answer", lambda cell: "<img" not in cell),
+    ({"trained": "yes"}, "trained", lambda cell: "×" in cell),
+    ({"trained": "no"}, "trained", lambda cell: "×" not in cell),
+)
+
+
+@dataclass
+class Watched:
+    """A page of a browser, with what went wrong on it."""
+
+    page: Any
+    base: str
+    wrong: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.on("request", self._requested)
+        self.page.on("response", lambda reply: self._note(reply.status >= 400, f"{reply.status} {reply.url}"))
+        self.page.on("console", lambda said: self._note(said.type in ("error", "warning"), f"console: {said.text}"))
+        self.page.on("pageerror", lambda error: self._note(True, f"script: {error}"))
+        self.page.on("dialog", lambda dialog: (self._note(True, f"dialog: {dialog.message}"), dialog.dismiss()))
+
+    def _note(self, is_wrong: bool, sentence: str) -> None:
+        if is_wrong:
+            self.wrong.append(f"{self.page.url}: {sentence}")
+
+    def _requested(self, request: Any) -> None:
+        self._note(not request.url.startswith((f"{self.base}/", "data:")), f"a request to {request.url}")
+
+    def open(self, address: str) -> None:
+        """Open an address of the server, and check that the page is not wider than the window."""
+        self.page.goto(self.base + address)
+        wide, window = self.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        self._note(wide > window, f"{wide} pixels wide in a window of {window}")
+
+    def links(self) -> list[str]:
+        """Return the addresses of the links of the page, without the server."""
+        found = self.page.eval_on_selector_all(
+            "a[href]", "all => all.map(one => new URL(one.getAttribute('href'), location).href)"
+        )
+        return [link.removeprefix(self.base) for link in found]
+
+    def column(self, heading: str) -> list[str]:
+        """Return the cells of a column of the table, [] if the list is empty."""
+        headings = self.page.locator("table.rows thead th").all_inner_texts()
+        if not headings:
+            return []
+        return self.page.locator(f"table.rows tbody td:nth-child({headings.index(heading) + 1})").all_inner_texts()
+
+    def filter(self, address: str, chosen: dict[str, str]) -> None:
+        """Open a list, and fill in and send the form of its filter."""
+        self.open(address)
+        for name, value in chosen.items():
+            field = self.page.locator(f"form.filter [name={name}]")
+            is_choice = field.evaluate("field => field.tagName") == "SELECT"
+            field.select_option(value) if is_choice else field.fill(value)
+        self.page.click("form.filter button")
+        self.page.wait_for_url(lambda url: all(f"{name}={value}" in url for name, value in chosen.items()))
+
+    def press(self, key: str, url: str | Callable[[str], bool]) -> None:
+        """Press a key, and wait until the page has this address."""
+        self.page.keyboard.press(key)
+        self.page.wait_for_url(url)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless Chromium without a network beyond this machine."""
+    with sync_api.sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        if path is None and not Path(own).exists():
+            pytest.skip("no Chromium is installed: `apt install chromium`, or `playwright install chromium`")
+        arguments = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def runs(make_config_in, tba, start_tba, tmp_path) -> tuple[Path, Path]:
+    """The directories of a finished run with an index of its texts, `done`, and of one that goes on, `live`."""
+    for name, steps in (("done", 6), ("live", 100_000)):
+        (tmp_path / name).mkdir()
+        sections = arithmetic(run={"name": name}, train={"steps": steps, "keep_snapshot_every": 3})
+        config = make_config_in(tmp_path / name, **sections)
+        if name == "done":
+            finished = tba("run", config.file)
+            assert finished.returncode == 0, finished.stderr
+            poison(config.database)
+            assert tba("buffer", "search", "1", "-b", str(config.database)).returncode == 0
+            (config.directory / "queries").mkdir()
+            (config.directory / "queries/mine.sql").write_text(f"SELECT '{HOSTILE.replace(chr(39), '')}' AS answer")
+        else:
+            start_tba("run", config.file)
+    return tmp_path / "done/run", tmp_path / "live/run"
+
+
+def poison(database: Path) -> None:
+    """Make every sixth response an error with a hostile text, and every third prompt a hostile text."""
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        changes = "error = ?1, text = ?1, stop_reason = 'error'"
+        newest = "(SELECT MAX(id) FROM trajectory_rows)"
+        connection.execute(f"UPDATE trajectory_rows SET {changes} WHERE id % 6 = 0 OR id = {newest}", [HOSTILE])
+        connection.execute("UPDATE prompts SET text = ? WHERE id % 3 = 1", [HOSTILE])
+
+
+@pytest.fixture
+def visit(chromium, runs, start_tba) -> Iterator[Callable[[int], Watched]]:
+    """A function that opens a page of a width on `tba ui` over both runs, and notes what goes wrong on it."""
+    base, opened = f"http://127.0.0.1:{free_port()}", []
+    wait_for((runs[1] / "buffer.sqlite").exists, "the live run has no database")
+    server = start_tba("ui", *map(str, runs), "--port", base.rpartition(":")[2])
+    wait_for(lambda: answers(base, server), "`tba ui` does not answer")
+
+    def open_page(width: int) -> Watched:
+        context = chromium.new_context(viewport={"width": width, "height": 800})
+        context.set_default_timeout(1000 * _PATIENCE_SECONDS)
+        opened.append(context)
+        return Watched(context.new_page(), base)
+
+    yield open_page
+    for context in opened:
+        context.close()
+
+
+def answers(base: str, server: subprocess.Popen[bytes]) -> bool:
+    assert server.poll() is None, "`tba ui` has ended"
+    try:
+        return bool(urllib.request.urlopen(base, timeout=5).status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def wait_for(condition: Callable[[], bool], sentence: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, sentence
+        time.sleep(0.1)
+
+
+def kind(address: str) -> str:
+    """Return what is the same in the addresses of like pages."""
+    return re.sub(r"\d+", "N", re.sub(r"=[^&]*", "", address))
+
+
+def crawl(browser: Watched, start: str) -> set[str]:
+    """Open pages of every kind that links lead to. Returns the kinds."""
+    waiting, opened = [start], dict[str, int]()
+    while waiting:
+        address = waiting.pop(0)
+        opened[kind(address)] = opened.get(kind(address), 0) + 1
+        if opened[kind(address)] > _PER_KIND or ".csv" in address:
+            continue
+        if not address.startswith("/"):
+            browser.wrong.append(f"a link to {address}")
+            continue
+        browser.open(address)
+        waiting += [link for link in browser.links() if link not in waiting]
+    return set(opened)
+
+
+def test_the_pages_in_a_browser(visit):
+    wide, narrow = map(visit, _WIDTHS)
+    live_page_follows_the_run(wide)
+    kinds = [crawl(browser, "/") for browser in (wide, narrow)]
+    expected = {"", "/steps", "/steps/N", "/prompts", "/prompts/N", "/trajectories", "/trajectories/N", "/waste",
+                "/compare?kind", "/sql", "/sql?query", "/config"}  # fmt: skip
+    for run in ("done", "live"):
+        assert {f"/r/{run}{part}" for part in expected} <= kinds[0] & kinds[1]
+    charts_lead_to_steps(wide)
+    filters_choose_rows(wide)
+    keys_move(wide)
+    two_runs(wide)
+    hostile_text_is_text(wide)
+    assert [*wide.wrong, *narrow.wrong] == []
+
+
+def live_page_follows_the_run(browser: Watched) -> None:
+    browser.open("/r/live")
+    browser.page.wait_for_selector(".badge.running")
+    before = browser.page.inner_text("#live .facts")
+    # The page changes without a reload; its policy forbids `wait_for_function`.
+    wait_for(lambda: browser.page.inner_text("#live .facts") != before, "the page does not follow the run")
+    browser.page.wait_for_selector(".u-over")
+
+
+def charts_lead_to_steps(browser: Watched) -> None:
+    for address in ("/r/done", "/r/done/waste"):
+        browser.open(address)
+        browser.page.locator(".u-over").first.click()
+        browser.page.wait_for_url("**/r/done/steps/*")
+
+
+def filters_choose_rows(browser: Watched) -> None:
+    every: dict[str, list[str]] = {column: [] for _, column, _ in _FILTERS}
+    for sort in ("newest", "oldest"):
+        browser.open(f"/r/done/trajectories?sort={sort}")
+        for column in every:
+            every[column] += browser.column(column)
+    for chosen, column, is_one in _FILTERS:
+        assert not all(map(is_one, every[column])), f"{chosen} leaves no row out"
+        browser.filter("/r/done/trajectories", chosen)
+        found = browser.column(column)
+        assert found, f"{chosen} finds nothing"
+        assert all(map(is_one, found)), f"{chosen}: {found}"
+    word = next(cell for cell in every["answer"] if cell.isdigit())
+    browser.filter("/r/done/trajectories", {"text": word})
+    assert {cell.lstrip("-") for cell in browser.column("answer")} == {word}
+    browser.filter("/r/done/trajectories", {"sort": "oldest"})
+    assert browser.column("id")[:2] == ["1", "2"]
+    browser.open("/r/done/steps/0")
+    of_step = set(browser.column("trajectory"))
+    browser.filter("/r/done/trajectories", {"step": "0"})
+    found = browser.column("id")
+    assert found
+    assert set(found) <= of_step
+    for kind in ("solved", "never"):
+        browser.filter("/r/done/prompts", {"kind": kind})
+        assert {cell.removesuffix(" solved") for cell in browser.column("kind")} == {kind}
+
+
+def keys_move(browser: Watched) -> None:
+    page = browser.page
+    browser.open("/r/done/trajectories")
+    page.keyboard.press("/")
+    page.keyboard.type("1")
+    browser.press("Enter", "**/trajectories?reward_min=1")
+    second = browser.column("id")[1]
+    for key in ("j", "j", "j", "k"):
+        page.keyboard.press(key)
+    browser.press("Enter", f"**/trajectories/{second}")
+    browser.press("[", f"**/trajectories/{int(second) - 1}")
+    browser.press("]", f"**/trajectories/{second}")
+
+
+def two_runs(browser: Watched) -> None:
+    page = browser.page
+    browser.open("/")
+    page.click("tr:has-text('done') >> text=compare")
+    page.locator("form:has(input[value=runs]) button").click()
+    page.wait_for_url("**b=live**")
+    page.wait_for_selector(".u-over")
+    assert "done: " in page.locator(".u-legend").first.inner_text()
+    assert "train.steps" in page.inner_text("main")
+
+
+def hostile_text_is_text(browser: Watched) -> None:
+    browser.open("/r/done/trajectories?error=yes")
+    failed = browser.column("id")[0]
+    for address in ("trajectories?error=yes", f"trajectories/{failed}", "prompts/1", "prompts", "sql?query=mine"):
+        browser.open(f"/r/done/{address}")
+        assert "<img src=x onerror=alert(origin)>" in browser.page.inner_text("main"), address
+        assert "taken" not in browser.page.title()

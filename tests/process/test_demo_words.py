@@ -1,0 +1,89 @@
+"""`make demo-words`: warm start and run on word problems, at a small size."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tba.common.config import TaskSection
+from tba.searcher.scoring.scoring import score
+from tba.searcher.tasks import load_task
+from tba.tests.process.conftest import ROOT, clean_environment, free_port
+from tba.tests.process.test_demo import check_gain
+from tba.tests.runner import size
+
+CONFIG = "examples/words/demo.toml"
+FULL_SIZE = size(False, True)
+
+
+def prepare(out, *arguments: str) -> list[dict[str, str]]:
+    """Run prepare.py and return the pairs that it wrote."""
+    command = [sys.executable, "examples/words/prepare.py", "--out", str(out), *arguments]
+    subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True, capture_output=True, timeout=200)
+    return [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_pairs_are_solutions_of_which_many_misread_an_event(tmp_path):
+    from transformers import AutoTokenizer
+
+    pairs = prepare(tmp_path, "--pairs", "400")
+    task = load_task(TaskSection(name=str(ROOT / "examples/words/words.py")))
+    prompts = {prompt.text: prompt for prompt in task.prompts()}
+    held_out = {prompt.text for prompt in task.held_out()}
+    assert held_out.isdisjoint(prompts.keys() | {pair["prompt"] for pair in pairs})
+    totals = [score(task, prompts[pair["prompt"]], pair["response"], True)[0].total for pair in pairs]
+    assert 0.4 < sum(totals) / len(totals) < 0.9
+    misread = [pair["response"] for pair, total in zip(pairs, totals, strict=True) if not total]
+    assert all(re.search("sells|gives", response) for response in misread)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "untrained")
+    ids = [tokenizer.encode(pair["response"]) for pair in pairs]
+    assert tokenizer.batch_decode(ids) == [pair["response"] for pair in pairs]
+    assert tokenizer.unk_token_id not in {token for row in ids for token in row}
+    assert 20 < sum(map(len, ids)) / len(ids) < 50
+
+
+def test_only_a_finished_right_answer_at_the_end_counts():
+    task = load_task(TaskSection(name=str(ROOT / "examples/words/words.py")))
+    prompt = task.held_out()[0]
+
+    def parts(response: str, finished: bool = True) -> tuple[float, float]:
+        reward, _ = score(task, prompt, response, finished)
+        assert reward.total == reward.parts["correct"]
+        return reward.parts["correct"], reward.parts["format"]
+
+    right = f" 1 + 1 = 2. Answer: {prompt.answer}"
+    assert parts(right) == (1, 1)
+    assert parts(right, finished=False) == (0, 0)
+    assert parts(f"{right}0") == (0, 1)
+    assert parts(f"{right}. Answer: 1") == (0, 1)
+    assert parts(f"{right} or so") == (0, 0)
+    assert parts("") == (0, 0)
+
+
+@pytest.mark.slow
+def test_the_demo_of_word_problems_runs_from_an_untrained_model(tba, tmp_path):
+    """In full size it gains 20 points on held-out problems. Small, every stage runs and leaves what it should."""
+    start, directory = tmp_path / "start", tmp_path / "demo"
+    prepare(start, *size(("--pairs", "256"), ()))
+    sft = tba(
+        "sft", str(start / "pairs.jsonl"), "--config", CONFIG, "--model", str(start / "untrained"),
+        "--out", str(start / "model"), timeout=580, cwd=ROOT,
+    )  # fmt: skip
+    assert sft.returncode == 0, sft.stderr
+    losses = [json.loads(line)["loss"] for line in (start / "model/sft_metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    small = ("train.steps=3", "train.prompts_per_step=4", "train.keep_snapshot_every=3", "task.held_out_limit=16")
+    settings = (
+        f"run.dir={directory}", f"model.path={start / 'model'}", f"buffer.address=tcp://127.0.0.1:{free_port()}",
+        *size(small, ()),
+    )  # fmt: skip
+    result = tba("run", CONFIG, *(part for value in settings for part in ("--set", value)), timeout=900, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
+    evaluated = [json.loads(line)["step"] for line in (directory / "eval.jsonl").read_text().splitlines()]
+    assert (evaluated[0], evaluated[-1]) == (0, len((directory / "metrics.jsonl").read_text().splitlines()))
+    if FULL_SIZE:
+        check_gain(result, directory, points=20)

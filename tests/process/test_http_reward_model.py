@@ -1,0 +1,240 @@
+"""A reward model behind an HTTP server in another process: what fails there is an error of a row, and never a 0."""
+
+import json
+import multiprocessing.connection
+import os
+import signal
+import time
+from contextlib import closing
+
+import pytest
+
+from tba.common.config import Config
+from tba.common.errors import ConfigError, HttpRefused, TaskError, WorkerLost
+from tba.searcher.checks import check_reward_model
+from tba.searcher.evaluation.win_rate import GoldModel, check_references
+from tba.searcher.scoring.classifier import RewardModel
+from tba.searcher.scoring.model_scorer import ModelScorer
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Scored
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Prompt
+from tba.tests.helpers.classifiers import make_classifier
+from tba.tests.helpers.reward_server import KEY, serving
+from tba.tests.process.conftest import arithmetic
+from tba.tests.process.test_run import check_rewards, query
+
+BAD_REPLIES = {
+    "400": "answered with status 400: out of order",
+    "307": "answered with status 307",
+    "no json": "answered with no JSON: no json",
+    "[]": "answered with no JSON object",
+    '{"data": []}': "answered without data[0].probs",
+    '{"data": [{"probs": [1, 2]}]}': "answered with 2 labels",
+    '{"data": [{"probs": [NaN]}]}': "score 'nan': not a finite number",
+    '{"data": [{"probs": [true]}]}': "score 'True': not a finite number",
+    f'{{"data": [{{"probs": [{"9" * 400}]}}]}}': "not a finite number",
+    "endless": "answered with more than 1 MiB",
+}
+TEXTS = [str(n) * (1 + n % 7) for n in range(50)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture
+def rewards():
+    """Rewards of a task that always gives 0, and of a model behind a URL."""
+    made = []
+
+    def make(url, **keys):
+        config = Config.model_validate({"reward_model": {"url": url, "time_limit_seconds": 20.0} | keys})
+        task = load_task(config.task.model_copy(update={"limit": 1}))
+        model = ModelScorer(config.reward_model, "cpu")
+        made.append(Rewards(task, config.task.model_copy(update={"reward_workers": 0}), model, weight=0.5))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def scores(rewards, pairs):
+    """Return (total, error) of pairs of a prompt's text and a response, in their order."""
+    for ticket, (text, response) in enumerate(pairs):
+        rewards.submit(ticket, Prompt(str(ticket), text), response, True)
+    found: dict[int, Scored] = {}
+    while rewards.waiting:
+        found |= {scored.ticket: scored for scored in rewards.wait(1.0)}
+    return [(found[ticket].reward.total, found[ticket].error) for ticket in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "added"),
+    [
+        ({}, 0),
+        ({"api": "pooling", "served_model": "m"}, 0),
+        pytest.param({"api": "score"}, 0, marks=pytest.mark.slow),
+        ({"template": "chat"}, 2),
+    ],
+)
+def test_each_route_gives_the_logit_of_prompt_and_response(rewards, server, keys, added):
+    found = scores(rewards(server.url, api_key=KEY, **keys), [("1+1=", text) for text in TEXTS])
+    assert found == [(pytest.approx(0.5 * (4 + len(text) + added) / 10), None) for text in TEXTS]
+
+
+@pytest.mark.slow
+def test_the_rewards_are_those_of_the_same_classifier_here(rewards, tmp_path):
+    directory = make_classifier(tmp_path / "model")
+    config = Config.model_validate({"reward_model": {"path": str(directory)}})
+    model = RewardModel(directory, config.reward_model, "cpu")
+    logits = [float(model.score([model.encode("1+1=", text)], lambda *_: None)[0]) for text in TEXTS]
+    with serving(directory) as other:
+        found = scores(rewards(other.url), [("1+1=", text) for text in TEXTS])
+    assert [total for total, _ in found] == pytest.approx([0.5 * logit for logit in logits], abs=1e-5)
+
+
+def test_a_failure_that_passes_is_retried(rewards, server):
+    rewards = rewards(server.url)
+    for fault in ("500", "503", "429", "closes"):
+        server.fail(fault, 3)
+        assert scores(rewards, [("", "12")]) == [(pytest.approx(0.1), None)]
+
+
+def test_a_bad_reply_is_an_error_of_its_row_and_the_next_response_is_scored(rewards, server):
+    rewards = rewards(server.url, concurrency=1)
+    for fault, reason in BAD_REPLIES.items():
+        server.fail(fault)
+        (first, error), second = scores(rewards, [("", "1"), ("", "22")])
+        assert first == 0
+        assert error.startswith("reward: model: not scored: http://127.0.0.1")
+        assert reason in error
+        assert second == (pytest.approx(0.1), None)
+
+
+def test_a_reply_that_does_not_come_to_its_end_is_an_error_after_the_limit(rewards, server):
+    rewards = rewards(server.url, time_limit_seconds=0.5)
+    for fault in ("hangs", "drips"):
+        server.fail(fault)
+        # Requests of one batch reach the server in any order.
+        (error,) = [error for _, error in scores(rewards, [("", "1"), ("", "22")]) if error]
+        assert "nothing usable within 0.5 s: no reply to the request" in error
+
+
+def test_a_server_that_dies_leaves_rows_with_errors_and_no_more_requests_are_in_flight_than_allowed(rewards):
+    with serving() as other:
+        rewards = rewards(other.url, time_limit_seconds=5.0, concurrency=3)
+        other.fail("meets", 3)
+        assert all(error is None for _, error in scores(rewards, [("", text) for text in TEXTS]))
+        assert other.counts()["most"] == 3
+    ((_, error),) = scores(rewards, [("", "1")])
+    assert "nothing usable within 5 s: ConnectError" in error
+
+
+def test_a_server_that_is_no_reward_model_is_refused_at_the_start_and_one_that_is_silent_is_waited_for(rewards, server):
+    with pytest.raises(ConfigError, match="answered with status 401: wrong key"):
+        rewards(server.url, api_key="other")
+    with pytest.raises(WorkerLost, match=r"reward_model.url does not answer: .*ConnectError"):
+        rewards("http://127.0.0.1:9", load_seconds=0.2)
+
+
+def test_a_worker_that_is_refused_later_is_started_again_after_a_pause(server):
+    config = Config.model_validate({"reward_model": {"url": server.url}})
+    with closing(ModelScorer(config.reward_model, "cpu")) as scorer:
+        server.fail("404", 100)
+        os.kill(scorer.workers[0].process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while scorer.failed_starts < 1 and time.monotonic() < deadline:
+            scorer.poll()
+            multiprocessing.connection.wait(scorer.channels, 0.1)
+        assert scorer.workers == []
+        assert "status 404" in scorer.trouble
+        server.fail("404", 0)
+        while not scorer.ready and time.monotonic() < deadline:
+            scorer.poll()
+            multiprocessing.connection.wait(scorer.channels, 0.1)
+        assert (scorer.ready, scorer.failed_starts) == (True, 0)
+
+
+def test_a_run_trains_on_the_scores_of_the_server_to_its_end(server, make_config, tba):
+    steps, weight = 3, 0.5
+    section = {"url": server.url, "weight": weight, "time_limit_seconds": 60.0}
+    run = make_config(**arithmetic(reward_model=section, train={"steps": steps}))
+    result = tba("run", run.file, timeout=400)
+    assert result.returncode == 0, result.stderr
+    sql = "SELECT prompt_text, text, reward, reward_parts, error FROM trajectories"
+    rows = [(*row, json.loads(parts), error) for *row, parts, error in query(run, sql)]
+    assert {error for *_, error in rows} == {None}
+    logits = [len(prompt + response) / 10 for prompt, response, *_ in rows]
+    assert [parts["reward_model"] for *_, parts, _ in rows] == pytest.approx(logits)
+    totals = [parts["correct"] + weight * logit for (*_, parts, _), logit in zip(rows, logits, strict=True)]
+    assert [reward for _, _, reward, *_ in rows] == pytest.approx(totals)
+    check_rewards(run, steps)
+
+
+def test_the_doctor_asks_the_server_for_a_score(server):
+    section = Config.model_validate({"reward_model": {"url": server.url}}).reward_model
+    assert check_reward_model(section) == f"{server.url} scores by classify"
+    server.fail("400")
+    with pytest.raises(HttpRefused, match="status 400"):
+        check_reward_model(section)
+
+
+def test_a_prompt_without_a_text_needs_the_chat_template(rewards, server):
+    rewards = rewards(server.url)
+    rewards.submit(0, Prompt("0", messages=[("user", "1")]), "2", True)
+    found: list[Scored] = []
+    while rewards.waiting:
+        found += rewards.wait(1.0)
+    assert 'set template = "chat"' in (found[0].error or "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"path": "m", "url": "http://a"}, "both name a model"),
+        ({"url": "ftp://a"}, "write the address of a server"),
+        ({"url": "http://user:word@a"}, "without a name or a key"),
+        ({"url": "http://a:99999"}, "Port out of range"),
+        ({"url": "http://[::1"}, "IPv6"),
+        ({"url": "http://a", "api_key": "two\nlines"}, "line ends"),
+        ({"url": "http://a", "api": "score", "template": "chat"}, "as two texts"),
+        ({"url": "http://a", "max_length": 5}, "the server has a limit"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys, problem):
+    with pytest.raises(ValueError, match=problem):
+        Config.model_validate({"reward_model": keys})
+
+
+def test_the_key_is_not_stored(server):
+    config = Config.model_validate({"reward_model": {"url": server.url, "api_key": KEY}})
+    assert KEY not in config.model_dump_json()
+
+
+def test_a_gold_model_scores_answers_and_references_of_prompts_that_have_one(server):
+    config = Config.model_validate({"gold_model": {"url": server.url}})
+    prompts = [Prompt("0", "12", answer="345"), Prompt("1", "12"), Prompt("2", "", answer="3")]
+    gold = GoldModel(ModelScorer(config.gold_model, "cpu", section="gold_model"), prompts)
+    with closing(gold):
+        server.fail("400")
+        scores, references = gold.compare(["1", "1", "1234567"], lambda: True) or ([], [])
+        assert scores == [pytest.approx(0.3), None, pytest.approx(0.7)]
+        # The references were scored first, and one of them met the fault.
+        assert sorted(references, key=str) in ([0.1, None, None], [0.5, None, None])
+        # It is scored again, and the others are not.
+        before = server.counts()["requests"]
+        for _ in range(2):
+            assert gold.compare(["123", "", "123"], lambda: True) == (
+                [pytest.approx(0.5), None, pytest.approx(0.3)],
+                [pytest.approx(0.5), None, pytest.approx(0.1)],
+            )
+        assert server.counts()["requests"] == before + 5
+        assert gold.compare(["1", "1", "1"], lambda: False) is None
+        scores, _ = gold.compare(["", "", "1"], lambda: True) or ([], [])
+        assert scores == [pytest.approx(0.2), None, pytest.approx(0.1)]
+    with pytest.raises(TaskError, match="none has one"):
+        check_references(prompts[1:2])

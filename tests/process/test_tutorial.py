@@ -1,0 +1,78 @@
+"""The tutorial, typed as printed."""
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from urllib.request import urlopen
+
+import pytest
+
+from tba.common.system.process import PARENT_VARIABLE
+from tba.tests.helpers.checks import wait_until
+from tba.tests.process.conftest import ROOT, clean_environment, free_port
+
+BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SECONDS = 900
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Return a function that types commands in a directory that looks like a clone with its environment active."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    # Scripts, since a symbolic link to the interpreter of a virtual environment does not find its packages.
+    for name, command in {"tba": f"{sys.executable} -m tba", "python": sys.executable}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (programs / name).chmod(0o755)
+    # The parent of `tba` is the shell, not this process.
+    environment = {name: value for name, value in clean_environment().items() if name != PARENT_VARIABLE}
+    environment["PATH"] = f"{programs}:{environment['PATH']}"
+
+    def start(commands: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", "-e", "-c", commands], cwd=tmp_path, env=environment, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    return start
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_tutorial_train_a_model(shell, tmp_path):
+    blocks = BLOCK.findall((ROOT / "docs/tutorial.md").read_text())
+    shown = ""
+    for block in blocks:
+        if block.startswith("tba ui"):
+            check_browser(shell, block)
+            continue
+        process = shell(block)
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, f"{block}{output}"
+        shown += output
+    assert "the model is in models/warm" in shown
+    evaluations = [json.loads(line) for line in (tmp_path / "runs/reverse/eval.jsonl").read_text().splitlines()]
+    by_step = {row["step"]: row["accuracy"] for row in evaluations}
+    assert {0, 60, 80} <= by_step.keys()
+    assert by_step[80] > by_step[0] + 0.05 > 0.1
+    assert (tmp_path / "models/reverse/model.safetensors").is_file()
+
+
+def check_browser(shell, command: str) -> None:
+    """Start `tba ui` at a free port, wait for its page, and end it."""
+    pytest.importorskip("starlette", reason="the extra ui is not installed")
+    port = free_port()
+    process = shell(f"exec {command.strip()} --port {port}")
+
+    def served() -> bool:
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/r/reverse") as page:
+            return "reverse" in page.read().decode()
+        return False
+
+    try:
+        wait_until(served)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)

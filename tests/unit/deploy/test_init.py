@@ -1,0 +1,73 @@
+"""`tba init`: the file that it writes, and what it refuses."""
+
+import pytest
+
+from tba.common.config.layers import resolve
+from tba.common.errors import UsageError
+from tba.deploy.init_command import _devices, _text
+
+
+@pytest.mark.slow
+def test_it_writes_a_configuration_that_passes_the_dry_run(tba_here, example_model, tmp_path):
+    done = tba_here("init", "--model", example_model, "--cpu", "--name", "first")
+    assert (done.exit_code, "start it with: tba run tba.toml" in done.output) == (0, True), done.message
+    config = resolve(tmp_path / "tba.toml").config
+    assert (config.run.name, config.search.engine, config.train.gpu) == ("first", "transformers", "cpu")
+    again = tba_here("init", "--model", example_model, "--cpu")
+    assert (again.exit_code, "tba.toml exists: name another file" in again.message) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_problem_that_the_dry_run_finds_is_told_and_the_file_stays(tba_here, tmp_path):
+    done = tba_here("init", "run.toml", "--model", "./nowhere", "--cpu")
+    assert done.exit_code == 78
+    assert "model.path ./nowhere does not exist" in " ".join(done.output.split())
+    assert (tmp_path / "run.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ((), "there is no terminal to ask for the model: pass --model"),
+        (("--model", "m", "--task", "gsm8k"), "no terminal to ask for the data: pass --train-data"),
+        (("--model", "m", "--task", "gsm8k", "--train-data", "a.jsonl"), "pass --test-data"),
+        (("--model", "m", "--train-data", "a.jsonl"), "task arithmetic brings its prompts"),
+        (("--model", "m", "--gpus", "0-6"), "0-6: name the GPUs of the searchers and of the trainer, such as 0-6:7"),
+        (("--model", "m", "--gpus", "0:1", "--cpu"), "--cpu and --gpus exclude each other"),
+        (("--model", "m", "--cpu", "--task", "foo"), "task.name: no task has this name: use arithmetic, "),
+        (("--model", "m", "--cpu", "--task", "mixture"), "nothing was written"),
+        (("--model", "m", "--cpu", "--task", "foo.py"), "foo.py does not exist: `tba task new foo` writes one"),
+        (("--model", "m\x7f", "--cpu"), "'m\\x7f' has characters that cannot be printed"),
+        (("--model", "m\udcff", "--cpu"), "'m\\udcff' has characters that cannot be printed"),
+    ],
+)
+def test_a_missing_answer_is_named_and_nothing_is_written(tba_here, tmp_path, flags, sentence):
+    done = tba_here("init", *flags)
+    assert done.exit_code == 2
+    assert sentence in done.message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_here_is_said_to_be_of_the_hub(tba_here, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = tba_here("init", "--model", "nope/dir", "--cpu")
+    assert "nope/dir is no directory here: a run downloads it from the hub" in done.message
+    assert done.exit_code == 0
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("0-6", "7"), ("0", "0")])
+def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
+    file = tmp_path / "tba.toml"
+    file.write_text(_text('a "b"\\c', "gsm8k", 'train = "t.jsonl"\n', devices, "n"))
+    config = resolve(file).config
+    assert (config.model.path, config.task.train) == ('a "b"\\c', "t.jsonl")
+    assert (config.search.gpus, config.train.gpu) == devices
+    # On a shared GPU, less than a half of the memory is for the engine.
+    assert (config.search.gpu_memory_utilization < 0.5) == (devices == ("0", "0"))
+
+
+def test_devices_are_two_lists():
+    assert _devices("0,1:2-3") == ("0,1", "2-3")
+    with pytest.raises(UsageError):
+        _devices(":1")

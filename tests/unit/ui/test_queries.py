@@ -1,0 +1,69 @@
+"""The saved queries of the SQL page: those of tba, and the files of a run."""
+
+import html
+import os
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from tba.ui.app import make_app
+
+
+@pytest.fixture
+def browser(filled):
+    return TestClient(make_app([filled]), base_url="http://127.0.0.1")
+
+
+def saved(page):
+    return [html.unescape(name) for name in re.findall(r"/sql\?query=[^>]*>([^<]*)<", page.text)]
+
+
+def test_every_built_in_query_has_an_address_and_returns_rows_or_none(browser):
+    names = saved(browser.get("/r/test/sql"))
+    assert len(names) >= 8
+    for name in names:
+        page = browser.get("/r/test/sql", params={"query": name})
+        assert (page.status_code, "<thead>" in page.text or "No rows." in page.text) == (200, True)
+        assert browser.get("/r/test/sql.csv", params={"query": name}).status_code == 200
+
+
+def test_files_of_the_run_are_queries(browser, filled):
+    (filled.parent / "queries").mkdir()
+    (filled.parent / "queries/my rows.sql").write_text(
+        "SELECT COUNT(*) AS mine FROM trajectories WHERE run = '{run}'\n"
+    )
+    assert "my rows" in saved(browser.get("/r/test/sql"))
+    assert browser.get("/r/test/sql.csv?query=my rows").text == "mine\n7\n"
+
+
+def test_a_file_of_the_run_stays_text(browser, filled):
+    (filled.parent / "queries").mkdir()
+    (filled.parent / "queries/bad.sql").write_text("SELECT '</textarea><script>alert(1)</script>\u202e' AS \"<img>\"")
+    page = browser.get("/r/test/sql?query=bad")
+    assert page.status_code == 200
+    assert not [text for text in ("<script>alert", "<img>", "\u202e") if text in page.text]
+
+
+def test_links_large_files_other_names_and_pipes_are_no_queries(browser, filled, tmp_path):
+    folder = filled.parent / "queries"
+    folder.mkdir()
+    secret = tmp_path / "secret.sql"
+    secret.write_text("SELECT 'secret'")
+    (folder / "link.sql").symlink_to(secret)
+    (folder / "large.sql").write_text("x" * 100_000)
+    (folder / "bytes.sql").write_bytes(b"\xff\xfe")
+    (folder / "<b>.sql").write_text("SELECT 1")
+    os.mkfifo(folder / "pipe.sql")
+    page = browser.get("/r/test/sql")
+    assert not {"link", "large", "bytes", "<b>", "pipe"} & set(saved(page))
+    for name in ("link", "../secret", "secret", "/etc/passwd"):
+        reply = browser.get("/r/test/sql", params={"query": name})
+        assert (reply.status_code, "SELECT &#39;secret" in reply.text) == (404, False)
+
+
+def test_a_directory_of_queries_that_is_a_link_has_none(browser, filled, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/secret.sql").write_text("SELECT 'secret'")
+    (filled.parent / "queries").symlink_to(tmp_path / "elsewhere")
+    assert "secret" not in saved(browser.get("/r/test/sql"))

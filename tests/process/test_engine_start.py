@@ -14,8 +14,16 @@ def has_begun(searcher: psutil.Process, workers: int) -> bool:
     """Whether vLLM is starting: its libraries are mapped, or a tensor-parallel engine has its processes."""
     if workers == 1:
         return any("/vllm/" in part.path for part in searcher.memory_maps())
-    same = [child for child in searcher.children(recursive=True) if os.getsid(child.pid) == os.getsid(searcher.pid)]
-    return sum("resource_tracker" not in " ".join(child.cmdline()) for child in same) >= workers
+    session = os.getsid(searcher.pid)
+    return sum(is_worker(child, session) for child in searcher.children(recursive=True)) >= workers
+
+
+def is_worker(child: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(child.pid) == session and "resource_tracker" not in " ".join(child.cmdline())
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        # The child ended meanwhile; a zombie raises the first, too.
+        return False
 
 
 @pytest.mark.parametrize("workers", [1, 2])

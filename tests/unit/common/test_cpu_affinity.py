@@ -44,12 +44,13 @@ def test_processes_that_share_cores_get_one_openmp_thread():
 
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not divide the cores among sessions")
 def test_a_process_that_gives_way_is_nice_and_its_session_too_if_it_leads_one():
-    show = "import os; print(os.nice(0), open('/proc/self/autogroup').read().split()[-1])"
+    show = "import os; print(os.nice(0), *open('/proc/self/autogroup').read().split()[-1:])"
     command = [sys.executable, "-c", f"from tba.common.system.cpu_affinity import give_way; give_way(); {show}"]
     own, shared = (
         subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=new).stdout.split()
         for new in (True, False)
     )
     nice = str(os.nice(0) + 5)
-    assert own == [nice, "5"]
-    assert shared == [nice, AUTOGROUP.read_text().split()[-1]]
+    # The file is empty for a process in a cgroup with CPU shares of its own: sessions do not count there.
+    assert own in ([nice, "5"], [nice])
+    assert shared == [nice, *AUTOGROUP.read_text().split()[-1:]]

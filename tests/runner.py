@@ -7,6 +7,7 @@ has failed so far, ends within seconds and leaves no process behind.
 
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Generator
@@ -30,6 +31,9 @@ _failed: list[str] = []
 # compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A shell script starts background commands with SIGINT ignored, which their children inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def size(small: T, full: T) -> T:

@@ -32,7 +32,10 @@ def main() -> None:
 
 
 def run_panel(name: str, options: argparse.Namespace, deadline: float) -> None:
-    """Make the runs that are missing, print the table, draw the picture. Ablations have none."""
+    """Make the runs that are missing, print the table, draw the picture.
+
+    The picture shows all runs of the panel that are in the file, also those not asked for. Ablations have none.
+    """
     panel, file, seeds = PANELS[name], options.results, REPORT_SEEDS[: options.seeds]
     objectives = options.objectives or panel.objectives
     for objective in objectives:
@@ -45,8 +48,14 @@ def run_panel(name: str, options: argparse.Namespace, deadline: float) -> None:
     results = load(file)
     print(f"\n{name}, {options.task}" + (f". The paper: {panel.paper}." if panel.paper else ""))
     print("\n".join(table(panel, results, chosen, seeds)))
-    if name not in ABLATIONS:
-        draw(file.with_name(f"off_policy_{name}_{options.task}.png"), results, chosen, seeds)
+    if name not in ABLATIONS and not options.tables_only:
+        shown = cells(panel, results, options.task, objectives_of(results, options.task), list(panel.columns))
+        draw(file.with_name(f"off_policy_{name}_{options.task}.png"), results, list(shown), REPORT_SEEDS)
+
+
+def objectives_of(results: Results, task: str) -> list[str]:
+    """Return the objectives of a task that are in the file, in the order of their first run."""
+    return list(dict.fromkeys(setting.objective for setting in results if setting.task == task))
 
 
 def run_missing(settings: Sequence[Setting], options: argparse.Namespace, deadline: float) -> None:
@@ -69,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--budget-minutes", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of results; pictures go to its directory")
-    parser.add_argument("--tables-only", action="store_true", help="run nothing")
+    parser.add_argument("--tables-only", action="store_true", help="run and draw nothing")
     options = parser.parse_args()
     names = [name for given in options.panels for name in (ABLATIONS if given == "ablations" else (given,))]
     unknown = [name for name in names if name not in PANELS]

@@ -18,7 +18,7 @@ RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 OBJECTIVES = (
     "tb",
     "tb_stale",
-    "tba_prime:mean_kl=sampler",
+    "tba_prime",
     "tba_prime:mean_kl=policy",
     "dr_grpo",
     "ppo_clip",
@@ -84,7 +84,7 @@ ABLATIONS = {
     "reset": _ablation(
         {"never": {}, "every 50 steps": {"reset_every": 50}},
         "TBA' resets the reference every 50 steps instead of annealing beta",
-        ("tb", "tba_prime:mean_kl=sampler"),
+        ("tb", "tba_prime"),
     ),
     "priority": _ablation(
         {
@@ -96,7 +96,7 @@ ABLATIONS = {
     ),
 }
 PANELS = {
-    "staleness": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (4, 16, 64)}),
+    "staleness": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (4, 16, 64, 256)}),
     "long": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (64, 256)}, common={"steps": 512}),
     "buffer": Panel(
         {FRESH: {}, "k = 10, m = 0.5": TLDR_BUFFER, "k = 2, m = 0.95": GSM8K_BUFFER}, common={"samples": 20}

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,19 +114,43 @@ def test_measurements_from_probabilities_agree_with_samples(benchmark, example_m
     assert exact.pass_at_8 == pytest.approx(sampled.pass_at_8, abs=0.15)
 
 
-def test_gains_are_relative_to_fresh_data_of_the_objective_and_of_tb(benchmark):
-    panels, report = benchmark.panels, importlib.import_module("benchmarks.off_policy.report")
-    panel, seeds = panels.PANELS["staleness"], benchmark.setting.REPORT_SEEDS
-    ends = {("tb", "fresh"): 0.75, ("dr_grpo", "fresh"): 0.625, ("dr_grpo", "D = 64"): 0.5625}
-    flat = {name: [0.5] for name in ("greedy", "pass_at_8")} | {name: [0.0, 1.0] for name in ("drift", "age")}
-    results = {
+def ended(benchmark, panel, ends, seeds):
+    """Return results by setting, with the final reward by objective and column."""
+    flat = {name: [0.5, 0.5] for name in ("greedy", "pass_at_8")} | {name: [0.0, 1.0] for name in ("drift", "age")}
+    return {
         panel.template("arithmetic", objective, column).replace(seed=seed): benchmark.results.Result(
             reward=[0.5, end], cpu_seconds=30.0, **flat
         )
         for (objective, column), end in ends.items()
-        for seed in seeds[:2]
+        for seed in seeds
     }
+
+
+def test_gains_are_relative_to_fresh_data_of_the_objective_and_of_tb(benchmark):
+    panels, report = benchmark.panels, importlib.import_module("benchmarks.off_policy.report")
+    panel, seeds = panels.PANELS["staleness"], benchmark.setting.REPORT_SEEDS
+    ends = {("tb", "fresh"): 0.75, ("dr_grpo", "fresh"): 0.625, ("dr_grpo", "D = 64"): 0.5625}
+    results = ended(benchmark, panel, ends, seeds[:2])
     cells = list(panels.cells(panel, results, "arithmetic", ["tb", "dr_grpo"], list(panel.columns)))
     lines = report.table(panel, results, cells, seeds)
     assert "| dr_grpo | D = 64 | 1e-04 (not swept) | 2 | 0.562 ± 0.000 | 50% | 25% | 0.500 |" in lines[4]
     assert "took 3 CPU minutes" in lines[-1]
+
+
+def test_the_picture_shows_what_is_in_the_file_whatever_was_asked_for(benchmark, tmp_path, monkeypatch):
+    command = importlib.import_module("benchmarks.off_policy.__main__")
+    ends = {(name, column): 0.75 for name in ("tb", "dr_grpo") for column in ("fresh", "D = 64")}
+    results = ended(benchmark, benchmark.panels.PANELS["staleness"], ends, benchmark.setting.REPORT_SEEDS[:2])
+    file, picture = tmp_path / "results.jsonl", tmp_path / "off_policy_staleness_arithmetic.png"
+    rows = [asdict(setting) | asdict(result) for setting, result in results.items()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def drawn(*arguments):
+        monkeypatch.setattr(sys, "argv", ["off_policy", "staleness", "--results", str(file), *arguments])
+        command.main()
+        return picture.read_bytes()
+
+    every = drawn("--objectives", "tb", "dr_grpo", "--columns", "fresh", "D = 64", "--seeds", "2")
+    assert drawn("--objectives", "tb", "--columns", "fresh", "--seeds", "1") == every
+    picture.write_bytes(b"kept")
+    assert drawn("--tables-only") == b"kept"

@@ -186,14 +186,14 @@ def train(
     """Train on the data of the buffer and publish weights; with --offline, on a recorded run."""
     not_both(cpu, gpu is not None, "--cpu", "--gpu")
     recorded = _recorded_run(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
-    config = options.resolve_start({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes}).config
+    resolved = options.resolve_start({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
     from tba.common.system.devices import CPU, choose_and_pin
     from tba.common.weights.model_files import local_model
     from tba.deploy.drain import trainer_drain_seconds
     from tba.searcher.checks import with_reward_floor
 
     need("torch", "train")
-    config = with_reward_floor(config)
+    config = with_reward_floor(resolved.config)
     # Checked before anything is loaded or created. A trainer needs no tokenizer.
     local_model(config.model.path)
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
@@ -210,7 +210,7 @@ def train(
         return run_trainer()
     from tba.buffer.offline.offline_buffer import train_offline
 
-    return train_offline(config, recorded, run_trainer, replay=replay)
+    return train_offline(config, recorded, run_trainer, replay=replay, origins=resolved.origins)
 
 
 def _recorded_run(

@@ -44,11 +44,9 @@ def resolve(
     return how(flags, unless=unless)
 
 
-def resolve_config(
-    options: ConfigOptions, buffer: Path | None, *, insecure: bool = False, starts: bool = False
-) -> "Config":
+def resolve_config(options: ConfigOptions, buffer: Path | None, *, insecure: bool = False) -> "Config":
     """As `resolve`, without the origins."""
-    return resolve(options, buffer, insecure=insecure, starts=starts).config
+    return resolve(options, buffer, insecure=insecure).config
 
 
 def existing(options: ConfigOptions, buffer: Path | None) -> "Config":

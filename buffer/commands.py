@@ -37,10 +37,10 @@ _LARGEST_ID = (1 << 63) - 1
 @with_config
 def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = False) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
-    settings = resolve_config(options, buffer, insecure=insecure, starts=True)
+    resolved = resolve(options, buffer, insecure=insecure, starts=True)
     from tba.buffer.server.start import serve as run_server
 
-    run_server(settings, start_process("buffer"))
+    run_server(resolved.config, start_process("buffer"), resolved.origins)
 
 
 @app.command()

@@ -67,6 +67,12 @@ class Run:
         sections = json.loads(rows.value(sql, self.id) or "{}")
         return {name: section for name, section in sections.items() if isinstance(section, dict)}
 
+    def origins(self, rows: PageRows) -> dict[str, str] | None:
+        """Return what set each dotted key of `config`; other keys had their defaults. None: not recorded."""
+        sql = f"SELECT s.origins FROM starts s WHERE s.run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
+        found = rows.value(sql, self.id)
+        return None if found is None else json.loads(found)
+
     def status(self, config: dict[str, Any]) -> Status | None:
         """Return the status that the buffer server of the run gives, at most seconds old; None if none answers.
 

@@ -9,7 +9,7 @@ whose rows refer to trajectories of the recorded file.
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TypeVar
 
@@ -105,7 +105,9 @@ class OfflineBuffer:
     Raises UsageError unless run.dir is new, or belongs to an offline run of the same source.
     """
 
-    def __init__(self, config: Config, recorded: RecordedRun, *, replay: bool) -> None:
+    def __init__(
+        self, config: Config, recorded: RecordedRun, *, replay: bool, origins: Mapping[str, str] | None = None
+    ) -> None:
         self._recorded = recorded = _as_first_started(config, recorded, replay=replay)
         self._replay = replay
         self._lock = threading.Lock()
@@ -119,7 +121,9 @@ class OfflineBuffer:
             replay=replay,
         )
         settings = {**config.model_dump(mode="json"), OFFLINE: asdict(source)}
-        run = self._store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
+        run = self._store.open_run(
+            config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
+        )
         overlay(self._store.database, run, recorded.path, recorded.run, recorded.newest_trajectory)
         self._run = run
         self._service = BufferService(
@@ -208,10 +212,18 @@ class OfflineClient:
         """Do nothing: the owner of the buffer closes it."""
 
 
-def train_offline(config: Config, recorded: RecordedRun, run_trainer: Callable[..., None], *, replay: bool) -> None:
+def train_offline(
+    config: Config,
+    recorded: RecordedRun,
+    run_trainer: Callable[..., None],
+    *,
+    replay: bool,
+    origins: Mapping[str, str] | None = None,
+) -> None:
     """Run a trainer on a recorded run; with `replay`, on its batches, and then print how far the losses differ.
 
-    `run_trainer` accepts the keywords `last_step` and `dial`, the function that connects it to the buffer.
+    `run_trainer` accepts the keywords `last_step` and `dial`, the function that connects it to the buffer. `origins`
+    says what set each dotted key of `config`, and is recorded.
     """
     last_step = recorded.step if replay else None
     # Only rank 0 talks to the buffer.
@@ -220,7 +232,7 @@ def train_offline(config: Config, recorded: RecordedRun, run_trainer: Callable[.
     if replay and recorded.step < config.train.steps:
         steps = quantity(recorded.step, "trained step")
         typer.echo(f"{recorded.path} has {steps} to replay, of train.steps = {config.train.steps}")
-    buffer = OfflineBuffer(config, recorded, replay=replay)
+    buffer = OfflineBuffer(config, recorded, replay=replay, origins=origins)
     try:
         run_trainer(dial=buffer.client, last_step=last_step)
         if replay:

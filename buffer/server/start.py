@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tba.buffer.server.alarm import Alarm
 from tba.buffer.server.stall_watch import StallWatch
@@ -33,8 +33,8 @@ _SWITCH_SECONDS = 1e-3
 _COLLECT_EVERY = 50_000
 
 
-def serve(config: Config, stop: Callable[[], bool]) -> None:
-    """Serve the buffer of a run until `stop()`.
+def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] | None = None) -> None:
+    """Serve the buffer of a run until `stop()`. `origins` says what set each dotted key, and is recorded.
 
     Raises AddressInUse; LockTaken if another server has the database; ConfigError if the database is the record of an
     offline run, or the one in run.dir holds another run; StorageError if it is unusable.
@@ -45,7 +45,9 @@ def serve(config: Config, stop: Callable[[], bool]) -> None:
         refuse_offline_record(config.database)
         refuse_other_run(config)
         settings = config.model_dump(mode="json")
-        run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
+        run = store.open_run(
+            config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
+        )
         if run.seed != config.run.seed:
             log.warning("the run keeps the seed that it was started with", seed=run.seed, asked=config.run.seed)
         service = BufferService(store, run, config, SystemClock())

@@ -118,6 +118,11 @@ def _curriculum(db: Database) -> None:
         db.execute(statement)
 
 
+@migrations(name="0007_origins")
+def _origins(db: Database) -> None:
+    db.execute("ALTER TABLE starts ADD COLUMN origins TEXT")
+
+
 def migrate(db: Database) -> None:
     """Apply the migrations that a database lacks. Raises StorageError if it has one that this release does not know."""
     check_known(applied_migrations(db.conn))

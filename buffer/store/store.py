@@ -7,7 +7,7 @@ Invariant: nothing is acknowledged before its transaction has committed. There i
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,22 @@ class Store:
         if self.database.changes > before:
             self.log.written += _TRANSACTION_BYTES + self.trajectories.committed()
 
-    def open_run(self, name: str, *, seed: int, config: dict[str, Any], software: dict[str, str]) -> Run:
+    def open_run(
+        self,
+        name: str,
+        *,
+        seed: int,
+        config: dict[str, Any],
+        software: dict[str, str],
+        origins: Mapping[str, str] | None = None,
+    ) -> Run:
         """Return the run of this name, created if it does not exist, and record this start.
 
-        A run keeps the seed that it was created with, which determines the order of its prompts.
+        A run keeps the seed that it was created with, which determines the order of its prompts. `origins` says what
+        set each dotted key of `config`; None if that is not known.
         """
         with self.transaction():
-            return self.runs.open(name, seed=seed, config=config, software=software, now=time.time())
+            return self.runs.open(name, seed=seed, config=config, software=software, origins=origins, now=time.time())
 
     def close(self) -> None:
         """Close the file."""

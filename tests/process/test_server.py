@@ -1,8 +1,11 @@
 """A real buffer server process with real sockets: restarts, kills and a second server."""
 
+import json
 import signal
+import sqlite3
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +36,18 @@ def put_of(trajectory, count: int, first: int):
 def status_of(run_config) -> Status:
     with connect(run_config) as client:
         return client.call(GetStatus(), Status, deadline_seconds=120)[0]
+
+
+def test_a_server_records_what_set_each_value(start_tba, run_config):
+    arguments = ("buffer", "serve", Path(run_config.file).name, "--set", "train.steps=7", "--insecure")
+    start_tba(*arguments, TBA_TRAIN__LEARNING_RATE="0.5")
+    assert status_of(run_config).run_name == "test"
+    with closing(sqlite3.connect(run_config.database)) as database:
+        ((origins,),) = database.execute("SELECT origins FROM starts").fetchall()
+    keys = ("run.name", "train.learning_rate", "train.steps", "security.insecure", "train.warmup_steps")
+    found = json.loads(origins)
+    expected = ["run.toml", "TBA_TRAIN__LEARNING_RATE", "--set", "command line", None]
+    assert [found.get(key) for key in keys] == expected
 
 
 def test_a_client_without_a_server_gives_up_at_its_deadline(run_config):

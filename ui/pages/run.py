@@ -1,6 +1,7 @@
 """The page of a run: charts, what it does now, its clients, and its configuration."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from tba.buffer.tools.page_rows import PageRows
 from tba.common.config import Config
-from tba.common.config.layers import fields, value_of
+from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.stall.explain import find_stall
 from tba.common.stall.facts import Facts, live_trainer
 from tba.common.wire.status_messages import Status
@@ -61,9 +62,9 @@ def config(request: Request) -> Response:
     """Show the configuration that the run was last served with, and its starts."""
     run = run_of(request)
     with run.rows() as rows:
-        sections = run.config(rows)
+        keys = settings(run.config(rows), run.origins(rows))
         starts = rows.all("SELECT started_at, software FROM starts WHERE run = ? ORDER BY id DESC LIMIT 20", run.id)
-    return site_of(request).page("config.html", run=run, keys=settings(sections), starts=starts)
+    return site_of(request).page("config.html", run=run, keys=keys, starts=starts)
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -129,8 +130,11 @@ def _state(run: Run, about: dict[str, Any] | None, status: Status | None) -> str
     return "no answer" if run.may_be_served else "not running"
 
 
-def settings(sections: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the recorded values by key, and whether each differs from the default of this release."""
+def settings(sections: dict[str, dict[str, Any]], origins: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return the recorded values by key, with their origins, and whether each differs from the default of this release.
+
+    The origin is None where `origins` is.
+    """
     default = Config()
     known = {key for key, _ in fields()}
     keys = []
@@ -139,7 +143,8 @@ def settings(sections: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             key = f"{section}.{name}"
             usual = value_of(default, key) if key in known else None
             is_set = key not in known or str(value) != str(usual if usual is None else _plain(usual))
-            keys.append({"key": key, "value": value, "default": _plain(usual), "is_set": is_set})
+            origin = None if origins is None else origins.get(key, DEFAULT_ORIGIN)
+            keys.append({"key": key, "value": value, "default": _plain(usual), "is_set": is_set, "origin": origin})
     return keys
 
 

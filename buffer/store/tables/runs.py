@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,16 @@ class Run:
 class Runs(Table):
     """The runs of a database."""
 
-    def open(self, name: str, *, seed: int, config: dict[str, Any], software: dict[str, str], now: float) -> Run:
+    def open(
+        self,
+        name: str,
+        *,
+        seed: int,
+        config: dict[str, Any],
+        software: dict[str, str],
+        origins: Mapping[str, str] | None,
+        now: float,
+    ) -> Run:
         """Return the run of this name, created if it does not exist, and record this start."""
         self._database.execute(
             "INSERT INTO runs (uuid, name, created_at, seed) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING",
@@ -30,8 +40,8 @@ class Runs(Table):
         )
         run = Run(*self._database.one("SELECT id, uuid, name, seed FROM runs WHERE name = ?", name))
         self._database.execute(
-            "INSERT INTO starts (run, started_at, config, software) VALUES (?, ?, ?, ?)",
-            (run.id, now, json.dumps(config), json.dumps(software)),
+            "INSERT INTO starts (run, started_at, config, software, origins) VALUES (?, ?, ?, ?, ?)",
+            (run.id, now, json.dumps(config), json.dumps(software), None if origins is None else json.dumps(origins)),
         )
         return run
 

@@ -264,6 +264,29 @@ def test_a_server_is_asked_only_while_it_has_the_database_open(filled):
             server.accept()[0].close()
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_configuration_says_what_set_each_value_where_that_is_recorded(filled, tmp_path, recorded):
+    from tba.ui.report import write_report
+
+    origins = {"train.steps": "here/<b>.toml", "train.publish_every": "TBA_TRAIN__PUBLISH_EVERY"}
+    with closing(sqlite3.connect(filled)) as database, database:
+        config = {"train": {"steps": 7, "publish_every": 1, "warmup_steps": 3}, "buffer": {"address": ""}}
+        values = [json.dumps(config), json.dumps(origins) if recorded else None]
+        database.execute("UPDATE starts SET config = ?, origins = ?", values)
+    pages = [
+        client(filled).get("/r/test/config").text,
+        write_report(filled, tmp_path / "r.html", name=None).read_text(),
+    ]
+    cells = [dict(re.findall(r"<tr[^>]*><td>(train.\w+)</td>(.*?)</tr>", page)) for page in pages]
+    wanted = {"train.steps": "here/&lt;b&gt;.toml", "train.publish_every": "TBA_TRAIN__PUBLISH_EVERY",
+              "train.warmup_steps": "default"}  # fmt: skip
+    # A report has only what differs from the defaults.
+    for page, rows in zip(pages, cells, strict=True):
+        assert "train.steps" in rows
+        assert ("<th>set by</th>" in page) == recorded
+        assert [key for key in rows if rows[key].endswith(f">{wanted[key]}</td>")] == (list(rows) if recorded else [])
+
+
 def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory, monkeypatch):
     monkeypatch.setattr("tba.ui.pages.run._CLIENTS", 2)
     buffer = harness()

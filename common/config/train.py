@@ -127,16 +127,16 @@ class ObjectiveSection(Section):
         "oapl",
     ] = "tb"
     """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. tb_stale is
-    tba_prime with imitation = 0.5."""
+    tba_prime with imitation = 1."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """lambda, which keeps good answers in stale data: advantages grow by lambda x (the mean reward of the other
     responses of the group - reward_floor), for tb, tb_stale, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto
-    is 0.5 for tb_stale and 0 for the others."""
+    is 1 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["task", "group"] = "group"
-    """imitation: the reward from which it counts. group: the least reward of the other responses of the group, or at
-    most 0 if theirs are equal. task: the `least_reward` that the task declares, 0 if it declares none, or
-    task.truncated if that is lower; a trainer then loads a task of your own when it starts. A number stands for it. A
-    reward below that of a task is logged once."""
+    """imitation: the reward from which it counts. group: the least reward of the other responses, and less of it the
+    further their mean is from their largest (docs/objectives.md); 0 if their rewards are equal. task: the
+    `least_reward` that the task declares, 0 if it declares none, or task.truncated if that is lower; a trainer then
+    loads a task of your own when it starts. A number stands for it. A reward below that of a task is logged once."""
     taper: Literal["off", "response", "mean"] = "off"
     """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
     advantage. response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for
@@ -184,7 +184,7 @@ class ObjectiveSection(Section):
         """The lambda of the imitation term."""
         if self.imitation != "auto":
             return self.imitation
-        return 0.5 if self.name == "tb_stale" else 0.0
+        return 1.0 if self.name == "tb_stale" else 0.0
 
     @property
     def lacks_imitation(self) -> bool:

@@ -86,7 +86,7 @@ class Health:
         if not self.objective.lacks_imitation:
             return "lower train.learning_rate or buffer.max_staleness"
         balance = self.objective.name in ("tb", "tba_prime")
-        stale = 'objective.name = "tb_stale"' if balance else "objective.imitation = 0.5"
+        stale = 'objective.name = "tb_stale"' if balance else "objective.imitation = 1"
         return f"lower train.learning_rate, or set {stale}"
 
     def _lost_share(self, metrics: Mapping[str, float]) -> str:

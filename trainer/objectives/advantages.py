@@ -13,6 +13,8 @@ from tba.trainer.objectives.responses import Responses
 # A larger log-ratio of one token means a numerical error or another model, not a policy that has drifted.
 _LARGEST_LOG_RATIO = 10.0
 _STD_EPSILON = 1e-4
+# Chosen by measurement (docs/decisions/0039-tb-stale-weights-tokens.md).
+_SOLVED_POWER = 3
 
 
 def centred(reward_bK: Tensor) -> Tensor:
@@ -49,37 +51,39 @@ def leave_one_out(reward_bK: Tensor) -> Tensor:
 def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"]) -> Tensor:
     """Return the term that is added to advantages so that good stale answers are kept: [b, K], zero for `weight` 0.
 
-        lambda (1/(K-1) sum_{k != j} r_ik - floor)
+    Over the rewards of the other K - 1 responses, with m their mean, l their least and h their largest:
 
-    Added to `centred`, it lowers the baseline from the mean of the group towards `floor`, lambda = `weight` of the way
-    (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). `floor` is the least reward of the task, or with
-    "group" that of the other responses (`least_of_others`): where all responses are far above the least reward of the
-    task, imitation would outweigh the differences within the group.
+        lambda (m - l) ((m - l) / (h - l))^3,    or lambda max(m, 0) where l = h
+        lambda (m - floor)                       if `floor` is a number, such as the least reward of the task
+
+    Added to `centred`, it lowers the baseline, lambda = `weight`, from the mean of the group towards the least reward
+    (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). The power leaves most of it to prompts that are
+    nearly solved: with graded rewards m is half-way between l and h, and there the term is mostly noise.
 
     Where the policy has left its sampler, the group's mean under the sampler is no baseline that keeps the probability
     of the sampled answers: a common fall of all of them changes no centred residual. This term pulls the policy to the
-    sampler, in proportion to how good the sampler was at the prompt. Neither its mean nor its floor includes the
-    response's own reward, so it does not depend on the response, and on fresh data the gradient that it adds has the
-    mean 0. That would not hold with the least reward of the whole group, which would lower the expected minimum of K
-    responses.
+    sampler, in proportion to how good the sampler was at the prompt. It does not depend on the response that it is
+    added to, so on fresh data the gradient that it adds has the mean 0. That would not hold with the least reward of
+    the whole group, which would lower the expected minimum of K responses.
     """
     if not weight:
         return torch.zeros_like(reward_bK)
-    others_bK = (reward_bK.sum(dim=1, keepdim=True) - reward_bK) / (reward_bK.shape[1] - 1)
-    return weight * (others_bK - (least_of_others(reward_bK) if floor == "group" else floor))
+    mean_bK = (reward_bK.sum(dim=1, keepdim=True) - reward_bK) / (reward_bK.shape[1] - 1)
+    if floor != "group":
+        return weight * (mean_bK - floor)
+    least_bK, largest_bK = range_of_others(reward_bK)
+    spread_bK, above_bK = largest_bK - least_bK, mean_bK - least_bK
+    solved_bK = above_bK * (above_bK / spread_bK) ** _SOLVED_POWER
+    # A group of right answers only has no spread, and is worth keeping.
+    return weight * torch.where(spread_bK > 0, solved_bK, mean_bK.clamp(min=0))
 
 
-def least_of_others(reward_bK: Tensor) -> Tensor:
-    """Return the least reward of the other responses of the group, or at most 0 if theirs are all equal: [b, K].
-
-    A group of right answers only has no spread, and is worth keeping.
-    """
+def range_of_others(reward_bK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest reward of the other responses of the group: [b, K] each."""
     ordered_bK = reward_bK.sort(dim=1).values
-    first_b1, second_b1 = ordered_bK[:, :1], ordered_bK[:, 1:2]
-    second_last_b1, last_b1 = ordered_bK[:, -2:-1], ordered_bK[:, -1:]
-    least_bK = torch.where(reward_bK == first_b1, second_b1, first_b1)
-    largest_bK = torch.where(reward_bK == last_b1, second_last_b1, last_b1)
-    return torch.where(least_bK == largest_bK, least_bK.clamp(max=0), least_bK)
+    least_bK = torch.where(reward_bK == ordered_bK[:, :1], ordered_bK[:, 1:2], ordered_bK[:, :1])
+    largest_bK = torch.where(reward_bK == ordered_bK[:, -1:], ordered_bK[:, -2:-1], ordered_bK[:, -1:])
+    return least_bK, largest_bK
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ def test_good_answers_that_have_lost_probability_are_reported_with_the_remedy(ca
     warning = after(watch("dr_grpo"), range(5), log_ratio_positive=-1.2)
     assert warning == (
         "stale answers with a reward above the mean of their prompt have lost 1.2 nats: lower train.learning_rate, or "
-        "set objective.imitation = 0.5"
+        "set objective.imitation = 1"
     )
     assert caplog.text.count(warning) == 1
 

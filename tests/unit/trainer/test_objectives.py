@@ -73,13 +73,18 @@ def group_advantages(reward: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def raised(reward: torch.Tensor, weight: float, floor: float | None) -> torch.Tensor:
-    """Compute what imitation adds, with loops. `floor` None is the least reward of the others, 0 if all are equal."""
+    """Compute what imitation adds, with loops. `floor` None stands for that of the group."""
     result = torch.zeros_like(reward)
     for i, group in enumerate(reward.tolist()):
         for j in range(len(group)):
             others = group[:j] + group[j + 1 :]
-            least = min(others) if max(others) > min(others) else 0.0
-            result[i, j] = weight * (sum(others) / len(others) - (least if floor is None else floor))
+            mean, least, largest = sum(others) / len(others), min(others), max(others)
+            if floor is not None:
+                result[i, j] = weight * (mean - floor)
+            elif least < largest:
+                result[i, j] = weight * (mean - least) ** 4 / (largest - least) ** 3
+            else:
+                result[i, j] = weight * max(mean, 0)
     return result
 
 
@@ -101,7 +106,7 @@ def independent(name: str, responses: Responses, *, stale: bool = False) -> torc
         kl = (policy - reference).detach().view_as(reward)
         level = (sampled - policy).detach().view_as(reward).mean(1, keepdim=True)
         a = group_advantages(reward - BETA * kl, "mean") + BETA * level
-        a = (a + raised(reward, 0.5 if name == "tb_stale" else 0.0, None)).flatten()[:, None]
+        a = (a + raised(reward, 1.0 if name == "tb_stale" else 0.0, None)).flatten()[:, None]
         return -(a * torch.minimum(ratio, torch.tensor(8.0)).detach() * new * mask).sum() / rows
     if name == "grpo":
         return -((clipped * mask).sum(1) / mask.sum(1).clip(1)).mean()
@@ -245,9 +250,9 @@ BY_HAND = {
     # Weights 2, 1/2 and 1.
     "cispo": -(A * 2 * HALF - A * (0.5 * 2 * HALF + HALF)) / 3,
     # The reference is 0 = log 1, so KL = log pi, of mean 2 log(1/2), for the sampler too: the advantages are
-    # +-(1/2 + beta log(1/2)). Imitation adds 1/2 of the other response's reward.
+    # +-(1/2 + beta log(1/2)). Imitation adds the other response's reward.
     "tba_prime": -((0.5 + BETA * HALF) * (2 * HALF) - (0.5 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
-    "tb_stale": -((0.5 + BETA * HALF) * (2 * HALF) - BETA * HALF * (0.5 * 2 * HALF + HALF)) / 2,
+    "tb_stale": -((0.5 + BETA * HALF) * (2 * HALF) + (0.5 - BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
     # log Z is the mean of r / beta - log pi, 1 / (2 beta) - 2 log(1/2); the residuals are -+(log(1/2) + 1 / (2 beta)).
     "tb": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2,
     # Best minus worst: log(1/2) - 3 log(1/2) = 2 log 2.

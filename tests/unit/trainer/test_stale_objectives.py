@@ -70,12 +70,11 @@ def test_on_stale_data_imitation_pushes_down_only_what_is_likelier_than_the_trun
 
 
 def mean_imitation(sampler: torch.Tensor) -> float:
-    """Return the mean over two other answers of 0.5 (mean - floor), the floor 0 if their rewards are equal."""
+    """Return the mean of the imitation of tb_stale over two other answers, half-way between which their mean is."""
     total = 0.0
     for a, b in itertools.product(range(3), repeat=2):
-        pair = [float(REWARDS[a]), float(REWARDS[b])]
-        floor = min(pair) if pair[0] != pair[1] else 0.0
-        total += float(sampler[[a, b]].prod()) * 0.5 * (sum(pair) / 2 - floor)
+        low, high = sorted([float(REWARDS[a]), float(REWARDS[b])])
+        total += float(sampler[[a, b]].prod()) * ((high - low) / 2 / 8 if low < high else max(low, 0.0))
     return total
 
 
@@ -177,9 +176,20 @@ def test_the_second_moment_leaves_out_tokens_and_changes_no_others(name, kl):
     assert expected.abs().max() > 1e-3
 
 
-def test_the_floor_of_a_group_is_the_least_reward_of_the_other_responses_or_0_if_they_are_equal():
-    reward_bK = torch.tensor([[3.0, 1.0, 1.0], [0.0, 4.0, 2.0], [1.0, 1.0, 1.0], [-1.0, -1.0, 2.0]])
-    expected = [[0.5, 0.5, 0.5], [0.5, 0.5, 1.0], [0.5, 0.5, 0.5], [0.75, 0.75, 0.0]]
+def test_prompts_that_are_nearly_solved_are_imitated_most():
+    wrong, right = 0.0, 1.0
+    groups = [[wrong] * (8 - solved) + [right] * solved for solved in range(9)]
+    added_b8 = imitation(torch.tensor(groups), 1.0, "group")
+    # The others of a wrong response are the right ones and all other wrong ones.
+    assert added_b8[:8, 0].tolist() == pytest.approx([(solved / 7) ** 4 for solved in range(8)])
+    assert added_b8[8].tolist() == [1.0] * 8
+
+
+def test_equal_rewards_of_the_others_count_from_0_if_they_are_positive():
+    reward_bK = torch.tensor([[3.0, 1.0, 1.0], [1.0, 1.0, 1.0], [-1.0, -1.0, 2.0], [-1.0, -1.0, -1.0]])
+    # Half-way between least and largest, the power takes 7/8 of what the mean is above the least.
+    half = [1.0 / 16, 1.5 / 16]
+    expected = [[0.5, half[0], half[0]], [0.5, 0.5, 0.5], [half[1], half[1], 0.0], [0.0, 0.0, 0.0]]
     assert imitation(reward_bK, 0.5, "group").tolist() == expected
 
 

@@ -57,7 +57,11 @@ class EvalSection(Section):
     """Measure the KL divergence of the sampled answers from model.path, of which a frozen copy is loaded."""
     embedder: str = ""
     """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for the mean
-    cosine distance between the sampled answers to a prompt. Empty: not measured."""
+    cosine distance between the sampled answers to a prompt, and for the count of correct ones without near-duplicates.
+    Empty: not measured."""
+    duplicate_distance: Annotated[float, Field(ge=0, le=2)] = 0.2
+    """Cosine distance, 1 − cos, of embeddings below which an answer is a near-duplicate of another one. 0 removes none
+    but equal texts."""
 
 
 class LaunchSection(Section):

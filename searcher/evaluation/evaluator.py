@@ -204,7 +204,8 @@ class Evaluator:
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
         if self._embed is not None:
-            measure.measure_diversity(measured, groups, self._embed, go_on)
+            least = self._config.eval.duplicate_distance
+            measure.measure_diversity(measured, groups, self._embed, least_distance=least, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
 
     def _compare(

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tba.searcher.evaluation.answers import Answer
-from tba.searcher.evaluation.statistics import Floats, Interval, bootstrap, cosine_distance, distinct, pass_at_k
+from tba.searcher.evaluation.statistics import (
+    Floats,
+    Interval,
+    bootstrap,
+    cosine_distance,
+    distinct,
+    pass_at_k,
+    without_near_duplicates,
+)
 from tba.searcher.tasks.task import CORRECT
 
 _GRAMS = (1, 2, 4)
@@ -123,16 +131,31 @@ def measure_diversity(
     measured: Measured,
     groups: Sequence[Sequence[Answer]],
     embed: Embed,
+    *,
+    least_distance: float,
+    tasks: Sequence[str] = (),
     go_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Add the mean cosine distance between the embeddings of the answers to a prompt; nothing if `go_on` is False."""
+    """Add the metrics of the embeddings of the sampled answers, without empty ones; nothing if `go_on` is False.
+
+    Of correct answers closer than `least_distance`, in cosine distance, one counts. `tasks` as in `measure_sampled`.
+    """
     distances: list[float | None] = []
+    found: list[int] = []
     for group in groups:
         if not go_on():
             return
-        texts = [answer.text for answer in group if answer.text.strip()]
-        distances.append(cosine_distance(embed(texts)) if len(texts) > 1 else None)
+        answers = [answer for answer in group if answer.text.strip()]
+        embeddings_nE = embed([answer.text for answer in answers]) if answers else np.zeros((0, 1))
+        distances.append(cosine_distance(embeddings_nE))
+        right: dict[str, int] = {}
+        for number, answer in enumerate(answers):
+            if _correct(answer) >= 1:
+                right.setdefault(answer.text, number)
+        found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], least_distance)))
     _add_known(measured, "embedding_distance", distances)
+    if len(groups[0]) > 1:
+        measured.add("distinct_correct_by_embedding", found, _graded(groups, tasks))
 
 
 def _measure_rewards(

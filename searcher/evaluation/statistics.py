@@ -1,6 +1,6 @@
 """Estimators of an evaluation: pass@k, bootstrap intervals, diversity.
 
-Shape suffixes: N prompts, n samples of one prompt, E dimensions of an embedding.
+Shape suffixes: N prompts, n samples of one prompt, m of these that are left, E dimensions of an embedding.
 """
 
 import math
@@ -65,7 +65,29 @@ def cosine_distance(embeddings_nE: Floats) -> float | None:
     count = len(embeddings_nE)
     if count < 2:
         return None
-    units_nE = embeddings_nE / np.maximum(np.linalg.norm(embeddings_nE, axis=1, keepdims=True), 1e-12)
+    units_nE = _units(embeddings_nE)
     # The sum over all ordered pairs is |sum of units|^2 - n, so that no matrix [n, n] is needed.
     total = float((units_nE.sum(axis=0) ** 2).sum() - (units_nE**2).sum())
     return 1.0 - total / (count * (count - 1))
+
+
+def without_near_duplicates(embeddings_nE: Floats, least_distance: float) -> list[int]:
+    """Return the rows that are left, in order, when near-duplicates are removed.
+
+    Greedy: a row is kept if its cosine distance, 1 - cos, to every row kept before it is at least `least_distance`.
+    """
+    kept: list[int] = []
+    left_m, units_mE = np.arange(len(embeddings_nE)), _units(embeddings_nE)
+    # One kept row at a time, so that no matrix [n, n] is needed.
+    while len(left_m):
+        kept.append(int(left_m[0]))
+        # A cosine is above 1 by rounding alone.
+        far_m = 1.0 - np.minimum(units_mE @ units_mE[0], 1.0) >= least_distance
+        far_m[0] = False
+        left_m, units_mE = left_m[far_m], units_mE[far_m]
+    return kept
+
+
+def _units(embeddings_nE: Floats) -> Floats:
+    units_nE: Floats = embeddings_nE / np.maximum(np.linalg.norm(embeddings_nE, axis=1, keepdims=True), 1e-12)
+    return units_nE

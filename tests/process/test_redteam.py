@@ -11,6 +11,7 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, score
 from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.redteam import Classifier, Victim
+from tba.tests.helpers.classifiers import EXAMPLE_MODEL
 from tba.tests.helpers.reward_server import serving
 from tba.tests.process.conftest import arithmetic
 from tba.tests.process.test_run import check_rewards, query
@@ -115,11 +116,21 @@ def test_a_run_trains_on_the_log_probabilities_of_replies_and_is_evaluated_by_it
         "victim": {"url": server.url, "replies": 2},
         "classifier": {"url": server.url},
         "prompts": ["7+70=", "7+71=", "7+72=", "7+73="],
+        "held_out": ["7+70="],
+        # A 7 among four characters of a reply is enough: the model answers 147 or 157.
+        "threshold": 0.2,
         "least_probability": least,
     }
     task = {"name": "redteam", "options": options, "reward_seconds": 60, "limit": 0, "held_out_limit": 1}
     train = {"steps": steps, "prompts_per_step": 4}
-    run = make_config(**arithmetic(task=task, train=train, eval={"at_end": True, "samples": 8}))
+    evaluation = {
+        "at_end": True,
+        "samples": 16,
+        "temperature": 2.0,
+        "embedder": str(EXAMPLE_MODEL),
+        "duplicate_distance": 0.0,
+    }
+    run = make_config(**arithmetic(task=task, train=train, eval=evaluation))
     result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
     rows = query(run, "SELECT text, reward, error FROM trajectories")
@@ -131,4 +142,6 @@ def test_a_run_trains_on_the_log_probabilities_of_replies_and_is_evaluated_by_it
     check_rewards(run, steps)
     evaluated = json.loads((run.directory / "eval.jsonl").read_text().splitlines()[-1])
     assert evaluated["step"] == steps
-    assert {"sampled_reward_part_correct", "distinct_correct"} <= evaluated.keys()
+    assert evaluated["sampled_reward_part_correct"] > 0
+    assert 0 < evaluated["embedding_distance"] <= 2
+    assert evaluated["distinct_correct_by_embedding"] == evaluated["distinct_correct"] > 0

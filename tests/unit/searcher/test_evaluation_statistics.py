@@ -15,7 +15,13 @@ from tba.searcher.evaluation.measure import (
     measure_sampled,
     measure_win_rate,
 )
-from tba.searcher.evaluation.statistics import bootstrap, cosine_distance, distinct, pass_at_k
+from tba.searcher.evaluation.statistics import (
+    bootstrap,
+    cosine_distance,
+    distinct,
+    pass_at_k,
+    without_near_duplicates,
+)
 from tba.searcher.tasks.task import Reward
 
 
@@ -142,5 +148,48 @@ def test_the_win_rate_counts_ties_half_and_leaves_out_what_the_gold_model_could_
 def test_the_diversity_leaves_out_empty_answers():
     groups = [[answered([1], text="a"), answered([1], text=" "), answered([1], text="b")]]
     measured = Measured(seed=0)
-    measure_diversity(measured, groups, lambda texts: np.eye(2)[[ord(text) - 97 for text in texts]])
+    measure_diversity(measured, groups, lambda texts: np.eye(2)[[ord(text) - 97 for text in texts]], least_distance=0.2)
     assert measured.metrics["embedding_distance"] == pytest.approx(1.0)
+
+
+def test_near_duplicates_of_correct_answers_count_once():
+    degrees = {"a": 0, "b": 20, "c": 60, "wrong": 180, "one": 0}
+
+    def embed(texts):
+        radians = np.deg2rad([degrees[text] for text in texts])
+        return np.stack([np.cos(radians), np.sin(radians)], axis=1)
+
+    first = [answered([1], correct=1.0, text=text) for text in ("a", "b", "c", "c", " ")]
+    groups = [
+        [*first, answered([1], text="wrong")],
+        [answered([1], text=text) for text in ("one", " ", " ", "", "", "")],
+    ]
+    counts = {}
+    for least in (0.0, 0.1, 0.6):
+        measured = Measured(seed=0)
+        measure_diversity(measured, groups, embed, least_distance=least)
+        counts[least] = measured.metrics["distinct_correct_by_embedding"] * len(groups)
+    # 1 - cos 20 degrees is 0.06, 1 - cos 60 degrees is 0.5.
+    assert counts == {0.0: 3, 0.1: 2, 0.6: 1}
+
+
+def test_a_task_without_right_and_wrong_has_no_count_of_correct_answers():
+    ungraded = [answered([1], text="a"), answered([1], text="b")]
+    for answer in ungraded:
+        answer.reward = Reward(0.5, {})
+    measured = Measured(seed=0)
+    measure_diversity(measured, [ungraded], lambda texts: np.eye(len(texts)), least_distance=0.2)
+    assert "distinct_correct_by_embedding" not in measured.metrics
+
+
+@pytest.mark.parametrize("least", [0.0, 0.05, 0.3, 1.0, 2.0])
+def test_rows_without_near_duplicates_equal_those_of_a_comparison_of_all_pairs(least):
+    rows = np.random.default_rng(1).normal(size=(200, 3))
+    rows[5] = rows[3]
+    expected: list[int] = []
+    for number, row in enumerate(rows):
+        cosines = [row @ rows[one] / np.sqrt((row @ row) * (rows[one] @ rows[one])) for one in expected]
+        if all(1 - min(cosine, 1) >= least for cosine in cosines):
+            expected.append(number)
+    assert without_near_duplicates(rows, least) == expected
+    assert without_near_duplicates(rows[:0], least) == []

@@ -196,6 +196,7 @@ def train(
     config = with_reward_floor(resolved.config)
     # Checked before anything is loaded or created. A trainer needs no tokenizer.
     local_model(config.model.path)
+    _refuse_other_work(config)
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
     if config.train.gpu != CPU:
         device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu", "--cpu"))
@@ -267,7 +268,7 @@ def run(
 
     await_previous(resolved.config, stop, note)
     if not stop():
-        check_start(resolved.config, _read_results, resume=resume)
+        check_start(resolved.config, _read_results, _refuse_other_work, resume=resume)
         check_memory(resolved.config)
         check_task(resolved.config, options.arguments(), stop)
     if not stop():
@@ -280,7 +281,7 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
     from tba.deploy.dry_run import describe
 
     config, arguments = options.resolve_start().config, options.arguments()
-    describe(config, arguments, _checks(), _read_results, resume=resume, assume=assume)
+    describe(config, arguments, _checks(), _read_results, _refuse_other_work, resume=resume, assume=assume)
 
 
 app.command("init")(init_command(_dry_run))
@@ -311,13 +312,19 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
         terminal.print(f"everything is in {config.run.dir}", soft_wrap=True)
 
 
+def _refuse_other_work(config: "Config", *, evaluates: bool = False) -> None:
+    from tba.buffer.store.recorded_work import refuse_other_work
+
+    refuse_other_work(config, evaluates=evaluates)
+
+
 def _store_evaluation(config: "Config", row: dict[str, Any]) -> str:
     from tba.buffer.tools.record_evaluation import record_evaluation
 
     return record_evaluation(config, row)
 
 
-app.command("eval")(eval_command(_store_evaluation))
+app.command("eval")(eval_command(_store_evaluation, partial(_refuse_other_work, evaluates=True)))
 
 
 @contextmanager
@@ -330,8 +337,6 @@ def _model_directory(config: "Config", source: Path) -> Iterator[Path]:
 
 app.command("generate")(generate_command(_model_directory))
 app.command("export-model")(export_model)
-
-
 app.command()(plot)
 
 

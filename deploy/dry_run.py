@@ -1,7 +1,7 @@
 """`tba run --dry-run`: what a run would start, what it needs, and what would stop it. It starts and writes nothing."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError, TbaError
@@ -18,14 +18,15 @@ def describe(
     arguments: Sequence[str],
     checks: Checks,
     read_results: ReadResults,
+    refuse_other_work: Callable[[Config], None],
     *,
     resume: bool,
     assume: str | None,
 ) -> None:
     """Print the processes of a run and what `tba doctor` and the start of a run find.
 
-    `read_results` as in `check_start`. `assume` are the GPUs of a node that is not this one, such as `8x80`. Raises
-    ConfigError if the run would not start.
+    `read_results` and `refuse_other_work` as in `check_start`. `assume` are the GPUs of a node that is not this
+    one, such as `8x80`. Raises ConfigError if the run would not start.
     """
     node = assumed_gpus(assume) if assume else None
     findings = examine(config, checks, node)
@@ -36,7 +37,7 @@ def describe(
     problem, processes = "", []
     try:
         processes = _processes(config, arguments, resume=resume, assumed=node)
-        check_start(config, read_results, resume=resume, present=node)
+        check_start(config, read_results, refuse_other_work, resume=resume, present=node)
     except TbaError as error:
         problem = str(error)
     if problem and not any(finding["detail"].endswith(problem) for finding in findings):

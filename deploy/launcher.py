@@ -208,12 +208,17 @@ def _run_once(
 
 
 def check_start(
-    config: Config, read_results: ReadResults, *, resume: bool, present: Sequence[Gpu] | None = None
+    config: Config,
+    read_results: ReadResults,
+    refuse_other_work: Callable[[Config], None],
+    *,
+    resume: bool,
+    present: Sequence[Gpu] | None = None,
 ) -> None:
     """Refuse a run that would fail later, before anything is created. `present` as in `searcher_groups`.
 
-    `read_results` reads the runs of a database. Raises UsageError as `refuse_start`, ConfigError for a missing path,
-    and MissingExtra.
+    `read_results` reads the runs of a database; `refuse_other_work` raises ConfigError if the run is of another task or
+    model. Raises UsageError as `refuse_start`, ConfigError also for a missing path, and MissingExtra.
     """
     check_paths(config)
     if config.lora.rank:
@@ -230,6 +235,7 @@ def check_start(
     with suppress(StorageError):
         results = read_results(config.database) if config.database.exists() else []
     refuse_start(config, results, resume=resume)
+    refuse_other_work(config)
     if present is None:
         need_engine(config.search.engine)
 

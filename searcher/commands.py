@@ -37,8 +37,11 @@ _COLUMNS = ("version", "step", "accuracy", "reward", "prompts", "unfinished", "f
 _MORE_COLUMNS = ("accuracy_of_", "reward_of_", "pass_at_", "kl", "kl_per_token", "distinct_", "embedding_distance")
 
 
-def eval_command(store: Store) -> Callable[..., None]:
-    """Return the command. `store` is passed in, because this package does not import the buffer."""
+def eval_command(store: Store, refuse_other_work: Callable[[Any], None]) -> Callable[..., None]:
+    """Return the command. Its arguments are passed in, because this package does not import the buffer.
+
+    `refuse_other_work` raises ConfigError if the run of a configuration is of another task or model.
+    """
 
     @with_config
     def evaluate(
@@ -54,6 +57,7 @@ def eval_command(store: Store) -> Callable[..., None]:
         """Evaluate snapshots on the held-out prompts: accuracy, reward, and what the section eval adds."""
         resolve = options.resolve_run if snapshot is None else options.resolve
         resolved = resolve({"search.gpus": "cpu" if cpu else None})
+        refuse_other_work(resolved.config)
         start_process("eval", level="WARNING", drains=False)
         need("torch", "train")
         rows = _evaluate(resolved.config, store, snapshot, every=every, again=again)

@@ -9,6 +9,7 @@ from tba.buffer.server.alarm import Alarm
 from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
+from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
 from tba.buffer.store.starts import refuse_offline_record, refuse_other_run
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
@@ -37,14 +38,16 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
     """Serve the buffer of a run until `stop()`. `origins` says what set each dotted key, and is recorded.
 
     Raises AddressInUse; LockTaken if another server has the database; ConfigError if the database is the record of an
-    offline run, or the one in run.dir holds another run; StorageError if it is unusable.
+    offline run, if the one in run.dir holds another run, or if the run is of another task or model; StorageError if it
+    is unusable.
     """
     with contextlib.ExitStack() as resources:
         channel = resources.enter_context(contextlib.closing(_bind(config)))
         store = resources.enter_context(contextlib.closing(Store(config.database, durability=config.buffer.durability)))
         refuse_offline_record(config.database)
         refuse_other_run(config)
-        settings = config.model_dump(mode="json")
+        refuse_other_work(config)
+        settings = {**config.model_dump(mode="json"), MODEL_WEIGHTS: model_weights(config)}
         run = store.open_run(
             config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
         )

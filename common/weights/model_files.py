@@ -1,5 +1,6 @@
 """The files of a model, from a local directory or the Hugging Face hub: safetensors and JSON, never pickles."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tikto
 
 # A directory with a tokenizer has at least one of these.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+# What `weights_digest` reads of each file.
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def model_directory(path: str, *, setting: str = "model.path") -> Path:
@@ -102,6 +105,23 @@ def weight_files(directory: Path) -> list[Path]:
     if not files:
         raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
     return files
+
+
+def weights_digest(directory: Path) -> str:
+    """Return a hash of the sizes of a model's weight files and of samples of their content, in milliseconds.
+
+    Another model, or the same one after training, has another hash. Raises ConfigError if there are no weights.
+    """
+    digest = hashlib.sha256()
+    for path in weight_files(directory):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            # Evenly spread: training may leave whole layers as they were.
+            for n in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * n // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def share_weights(directory: Path) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tba.common.errors import EXIT_INTERRUPTED
+from tba.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED
+from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import arithmetic, merged
 from tba.tests.runner import FULL_SIZE
@@ -164,6 +165,31 @@ def test_a_run_ends_with_a_complete_history_and_can_be_moved_and_resumed(small_r
     more = tba("run", run.file, "--resume", *(part for change in changes for part in ("--set", change)))
     assert more.returncode == 0, more.stderr
     check_history(run, steps=STEPS + 3)
+
+
+def test_a_run_continues_with_its_own_task_and_model_only(small_run, tba, tmp_path):
+    model = shutil.copytree(EXAMPLE_MODEL, tmp_path / "model")
+    run = small_run(model={"path": str(model), "dtype": "float32"}, train={"steps": 3})
+    assert tba("run", run.file).returncode == 0
+    before = query(run, "SELECT COUNT(*) FROM starts"), (run.directory / "metrics.jsonl").read_bytes()
+    other = ("--set", "task.options={ digits = 1 }", "--set", "train.steps=6")
+    for command in (
+        ("run", "--resume"),
+        ("train", "--resume"),
+        ("buffer", "serve"),
+        ("eval",),
+        ("run", "--resume", "--dry-run"),
+    ):
+        refused = tba(*command, "--config", run.file, *other)
+        assert refused.returncode == EXIT_CONFIG, command
+        assert "task.options was {} and is" in refused.stderr + refused.stdout, command
+    assert (query(run, "SELECT COUNT(*) FROM starts"), (run.directory / "metrics.jsonl").read_bytes()) == before
+    assert not (run.directory / "eval.jsonl").exists()
+    moved = model.rename(tmp_path / "moved")
+    changes = (f"model.path={moved}", "train.steps=6", "train.learning_rate=2e-4")
+    more = tba("run", run.file, "--resume", *(part for change in changes for part in ("--set", change)))
+    assert more.returncode == 0, more.stderr
+    check_history(run, steps=6)
 
 
 def check_served_and_evaluated(run, tba, is_change: Callable[[dict[str, Any]], bool], node: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tba.buffer.server.start import serve
+from tba.buffer.store.recorded_work import refuse_other_work
 from tba.buffer.store.store import Store
 from tba.buffer.tools.run_results import read_results
 from tba.common.config import Config
@@ -78,7 +79,7 @@ def test_a_run_that_is_stopped_before_its_evaluation_is_marked_as_ending(config)
 
 def refusal(config: Config, read: ReadResults = read_results, *, resume: bool) -> str:
     with pytest.raises(UsageError) as refused:
-        check_start(config, read, resume=resume)
+        check_start(config, read, refuse_other_work, resume=resume)
     return str(refused.value)
 
 
@@ -111,7 +112,7 @@ def test_a_start_under_another_name_is_refused_and_writes_nothing(own, resume):
     with pytest.raises(ConfigError, match="holds own and no run doubling: set run.name or another run.dir"):
         serve(renamed, lambda: True)
     assert [row["run"] for row in read_results(own.database)] == ["own"]
-    check_start(own, read_results, resume=True)
+    check_start(own, read_results, refuse_other_work, resume=True)
 
 
 def test_a_finished_run_is_only_extended(own):
@@ -123,10 +124,10 @@ def test_a_finished_run_is_only_extended(own):
             own, read, resume=resume
         )
     longer = own.model_copy(update={"train": own.train.model_copy(update={"steps": 31})})
-    check_start(longer, read, resume=True)
+    check_start(longer, read, refuse_other_work, resume=True)
     assert "finished (30 of 30 steps)" in refusal(longer, read, resume=False)
 
 
 def test_a_run_that_is_not_finished_is_resumed(own):
     assert "already holds a run: add --resume" in refusal(own, resume=False)
-    check_start(own, read_results, resume=True)
+    check_start(own, read_results, refuse_other_work, resume=True)

@@ -9,6 +9,11 @@ is above a half. All objectives train on fresh data.
 
 Each measurement samples 2,048 attacks: the success rate, the different successful attacks among them, and the mean
 pairwise cosine distance of all of them (of mean hidden states of the first attacker, less their mean over its attacks).
+The different successful attacks are also counted without near-duplicates: in the order in which they were sampled, an
+attack counts if its distance to each one that counted before is at least a threshold. The distance is the cosine
+distance of the same hidden states, and, as a check that needs no embedding, the edit distance of the tokens divided by
+the length of the longer attack.
+
 Where the success rate of a run first reaches a level, the values are interpolated between the two measurements around
 it, so that objectives are compared by equally many successful attacks. The differences to the first objective are
 paired by seed, at the same rate. Nothing is chosen by these seeds.
@@ -39,7 +44,8 @@ from benchmarks.small_models import (
     scorer_of,
 )
 from benchmarks.table import print_table
-from tba.searcher.evaluation.statistics import cosine_distance
+from tba.common.config import EvalSection
+from tba.searcher.evaluation.statistics import cosine_distance, without_near_duplicates
 from tba.trainer.model.scorer import load_model
 
 ATTACK_TOKENS, REPLY_TOKENS = 7, 5
@@ -47,6 +53,9 @@ STEPS, GROUPS, SAMPLES, BETA = 120, 4, 32, 0.5
 MEASURED, MEASURE_EVERY = 2048, 3
 LEVELS = (0.5, 0.7, 0.8, 0.9)
 LEAST_PROBABILITY = 1e-3
+# Of near-duplicates: fixed before any of these counts was seen.
+THRESHOLDS = (0.1, 0.2, 0.3, 0.5)
+HEADLINE = EvalSection.model_fields["duplicate_distance"].default
 OBJECTIVES = ("tb", "rloo")
 RATES = (1e-3,)
 # They took no part in choosing levels, rates or steps.
@@ -55,12 +64,17 @@ SEEDS = (30, 31, 32, 33, 34)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of sampled attacks: share that succeeds, different successful ones, mean cosine distance."""
+    """Of sampled attacks: share that succeeds, different successful ones, mean cosine distance.
+
+    `by_embedding` and `by_tokens` count the different successful ones without near-duplicates, one per threshold.
+    """
 
     step: float
     success: float
     distinct: float
     distance: float
+    by_embedding: np.ndarray
+    by_tokens: np.ndarray
 
 
 def problems(rng: random.Random) -> Iterator[list[tuple[str, str]]]:
@@ -134,13 +148,21 @@ class Bench:
         """Measure an attacker by 2,048 samples, with the same seed each time."""
         sampled = self.attacks(policy, MEASURED, _seeded(), step)
         flagged = self.judge.judge(sampled) > 0.5
-        successful = {one.tokens for one, hit in zip(sampled, flagged, strict=True) if hit}
+        first = {one.tokens: number for number, one in reversed(list(enumerate(sampled))) if flagged[number]}
+        successful = sorted(first.values())
+        embedded = self._hidden(sampled) - self._common
+        edits = edit_distances([self._written(sampled[number].tokens) for number in successful])
         return Found(
             step=step,
             success=float(flagged.mean()),
             distinct=len(successful),
-            distance=cosine_distance(self._hidden(sampled) - self._common) or 0.0,
+            distance=cosine_distance(embedded) or 0.0,
+            by_embedding=np.array([len(without_near_duplicates(embedded[successful], t)) for t in THRESHOLDS], float),
+            by_tokens=np.array([kept(edits, threshold) for threshold in THRESHOLDS], float),
         )
+
+    def _written(self, tokens: Sequence[int]) -> list[int]:
+        return [token for token in tokens if token != self._end]
 
     @torch.no_grad()
     def _hidden(self, attacks: Sequence[Response]) -> np.ndarray:
@@ -176,6 +198,36 @@ def at_success(found: Sequence[Found], level: float) -> Found | None:
     return None
 
 
+def edit_distances(attacks: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the Levenshtein distances [m, m] of tokens, divided by the length of the longer attack."""
+    lengths_m, found = np.array([len(attack) for attack in attacks], int), []
+    padded_mT = np.full((len(attacks), ATTACK_TOKENS), -1)
+    for row, attack in zip(padded_mT, attacks, strict=True):
+        row[: len(attack)] = attack
+    for attack in attacks:
+        # Distances of the attack's prefix to all prefixes of all others.
+        table = np.tile(np.arange(ATTACK_TOKENS + 1), (len(attacks), 1))
+        for token in attack:
+            longer = table + 1
+            for n in range(ATTACK_TOKENS):
+                exchanged = table[:, n] + (padded_mT[:, n] != token)
+                longer[:, n + 1] = np.minimum(np.minimum(longer[:, n + 1], longer[:, n] + 1), exchanged)
+            table = longer
+        longest_m = np.maximum(np.maximum(lengths_m, len(attack)), 1)
+        found.append(table[np.arange(len(attacks)), lengths_m] / longest_m)
+    return np.array(found)
+
+
+def kept(distances_mm: np.ndarray, threshold: float) -> int:
+    """Return how many rows are left, in order, whose distance to each one that is left is at least the threshold."""
+    left_m, count = np.ones(len(distances_mm), bool), 0
+    for number, distances_m in enumerate(distances_mm):
+        if left_m[number]:
+            count += 1
+            left_m &= distances_m >= threshold
+    return count
+
+
 def with_deviation(values: np.ndarray, digits: int) -> str:
     """Return the mean and the standard deviation."""
     return f"{values.mean():.{digits}f} ± {values.std(ddof=1):.{digits}f}"
@@ -205,14 +257,59 @@ def rows_of(at: Sequence[str], runs: Mapping[str, Sequence[Found]]) -> list[list
     return rows
 
 
-def rows_at(rate: float, level: float, runs: Mapping[str, Sequence[Sequence[Found]]]) -> list[list[str]]:
-    """Return the rows at a success rate, of the seeds with which all objectives reach it."""
+def rows_without_duplicates(at: Sequence[str], runs: Mapping[str, Sequence[Found]]) -> list[list[str]]:
+    """Return a row per distance and threshold: the counts of all objectives, and the differences to the first one."""
+    rows, first = [], next(iter(runs))
+    for field in ("by_embedding", "by_tokens"):
+        for number, threshold in enumerate(THRESHOLDS):
+            counts = {name: np.array([getattr(one, field)[number] for one in found]) for name, found in runs.items()}
+            shown = f"{threshold:g}{'*' if threshold == HEADLINE else ''}"
+            differences = [with_error(counts[first] - counts[name], 0) for name in runs if name != first]
+            rows.append(
+                [
+                    *at,
+                    field.removeprefix("by_"),
+                    shown,
+                    *(with_deviation(one, 0) for one in counts.values()),
+                    *differences,
+                ]
+            )
+    return rows
+
+
+def runs_at(level: float, runs: Mapping[str, Sequence[Sequence[Found]]]) -> dict[str, list[Found]]:
+    """Return the values at a success rate, of the seeds with which all objectives reach it."""
     places = [[at_success(run, level) for run in of_seed] for of_seed in zip(*runs.values(), strict=True)]
     pairs = [[one for one in of_seed if one] for of_seed in places if all(of_seed)]
-    at = [f"{rate:g}", f"{level:.0%}", f"{len(pairs)}"]
-    if len(pairs) < 2:
-        return [[*at, "reached by too few", *[""] * 6]]
-    return rows_of(at, dict(zip(runs, zip(*pairs, strict=True), strict=True)))
+    return {name: [pair[number] for pair in pairs] for number, name in enumerate(runs)}
+
+
+def print_results(rate: float, runs: Mapping[str, Sequence[Sequence[Found]]]) -> None:
+    """Print the tables of the runs at a rate: all measurements of each objective and seed."""
+    places = {f"{level:.0%}": runs_at(level, runs) for level in LEVELS}
+    places["last step"] = {name: [run[-1] for run in found] for name, found in runs.items()}
+    rows, without = [], []
+    for name, values in places.items():
+        seeds = len(next(iter(values.values())))
+        at = [f"{rate:g}", name, f"{seeds}"]
+        if seeds > 1:
+            rows += rows_of(at, values)
+            without += rows_without_duplicates(at, values)
+        else:
+            rows.append([*at, "reached by too few", *[""] * 6])
+    before = next(iter(runs.values()))[0][0]
+    title = (
+        f"{MEASURED} attacks at equal success, then after {STEPS} steps; before the first step {before.success:.1%} "
+        f"succeed, {before.distinct:.0f} different ones at distance {before.distance:.2f}"
+    )
+    headings = ["rate", "at", "seeds", "objective", "step", "success", "different", "distance"]
+    print_table(title, [*headings, "first has more", "first is further apart"], rows)
+    headings = ["rate", "at", "seeds", "distance", "threshold", *runs]
+    headings += [f"{next(iter(runs))} has more than {name}" for name in list(runs)[1:]]
+    title = (
+        f"Different successful attacks without near-duplicates; * is the default of eval.duplicate_distance, {HEADLINE}"
+    )
+    print_table(title, headings, without)
 
 
 def main() -> None:
@@ -222,21 +319,10 @@ def main() -> None:
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="the first is compared to the others")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    started, bench, rows = time.process_time(), Bench(), []
+    started, bench = time.process_time(), Bench()
     seeds = SEEDS[: options.seeds]
     for rate in options.rates:
-        runs = {name: [bench.run(name, rate, seed) for seed in seeds] for name in options.objectives}
-        for level in LEVELS:
-            rows += rows_at(rate, level, runs)
-        ends = {name: [run[-1] for run in found] for name, found in runs.items()}
-        rows += rows_of([f"{rate:g}", "last step", f"{len(seeds)}"], ends)
-        before = next(iter(runs.values()))[0][0]
-    title = (
-        f"{MEASURED} attacks at equal success, then after {STEPS} steps; before the first step {before.success:.1%} "
-        f"succeed, {before.distinct:.0f} different ones at distance {before.distance:.2f}"
-    )
-    headings = ["rate", "at", "seeds", "objective", "step", "success", "different", "distance"]
-    print_table(title, [*headings, "first has more", "first is further apart"], rows)
+        print_results(rate, {name: [bench.run(name, rate, seed) for seed in seeds] for name in options.objectives})
     print(f"{(time.process_time() - started) / 60:.1f} CPU minutes")
 
 

@@ -181,7 +181,7 @@ def _model(config: Config) -> tuple[str, str]:
 def _scoring_model(check: Callable[[ScoringModelSection], str], section: ScoringModelSection) -> tuple[str, str]:
     if not section.configured:
         return "ok", "none is configured"
-    if is_hub_name(section.path):
+    if not section.url and is_hub_name(section.path):
         return "unchecked", f"{section.path} is not a local directory: it will be downloaded from the hub"
     try:
         return "ok", check(section)

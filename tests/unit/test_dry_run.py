@@ -56,6 +56,11 @@ def test_a_recipe_has_all_processes_and_no_problem_but_a_missing_model(dry_run, 
     assert outcome.exit_code == (78 if failed else 0)
 
 
+def test_a_reward_model_behind_a_server_is_asked(dry_run):
+    outcome = dry_run("examples/tldr/pythia-410m.toml", "--set", "reward_model.url=http://127.0.0.1:9")
+    assert "http://127.0.0.1:9/classify: nothing usable" in row(outcome, "reward model")
+
+
 def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run, tmp_path):
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen/config.json").write_text(json.dumps(QWEN))

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import tba
+from tba.buffer import for_commands
 from tba.buffer.commands import app as buffer_app
 from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError
 from tba.common.terminal import (
@@ -196,7 +197,7 @@ def train(
     config = with_reward_floor(resolved.config)
     # Checked before anything is loaded or created. A trainer needs no tokenizer.
     local_model(config.model.path)
-    _refuse_other_work(config)
+    for_commands.refuse_other_work(config)
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
     if config.train.gpu != CPU:
         device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu", "--cpu"))
@@ -268,7 +269,7 @@ def run(
 
     await_previous(resolved.config, stop, note)
     if not stop():
-        check_start(resolved.config, _read_results, _refuse_other_work, resume=resume)
+        check_start(resolved.config, for_commands.read_results, for_commands.refuse_other_work, resume=resume)
         check_memory(resolved.config)
         check_task(resolved.config, options.arguments(), stop)
     if not stop():
@@ -281,7 +282,15 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
     from tba.deploy.dry_run import describe
 
     config, arguments = options.resolve_start().config, options.arguments()
-    describe(config, arguments, _checks(), _read_results, _refuse_other_work, resume=resume, assume=assume)
+    describe(
+        config,
+        arguments,
+        _checks(),
+        for_commands.read_results,
+        for_commands.refuse_other_work,
+        resume=resume,
+        assume=assume,
+    )
 
 
 app.command("init")(init_command(_dry_run))
@@ -312,19 +321,7 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
         terminal.print(f"everything is in {config.run.dir}", soft_wrap=True)
 
 
-def _refuse_other_work(config: "Config", *, evaluates: bool = False) -> None:
-    from tba.buffer.store.recorded_work import refuse_other_work
-
-    refuse_other_work(config, evaluates=evaluates)
-
-
-def _store_evaluation(config: "Config", row: dict[str, Any]) -> str:
-    from tba.buffer.tools.record_evaluation import record_evaluation
-
-    return record_evaluation(config, row)
-
-
-app.command("eval")(eval_command(_store_evaluation, partial(_refuse_other_work, evaluates=True)))
+app.command("eval")(eval_command(for_commands.store_evaluation, partial(for_commands.as_recorded, evaluates=True)))
 
 
 @contextmanager
@@ -335,7 +332,7 @@ def _model_directory(config: "Config", source: Path) -> Iterator[Path]:
         yield directory
 
 
-app.command("generate")(generate_command(_model_directory))
+app.command("generate")(generate_command(_model_directory, partial(for_commands.as_recorded, evaluates=False)))
 app.command("export-model")(export_model)
 app.command()(plot)
 
@@ -343,14 +340,8 @@ app.command()(plot)
 # ---------------------------------------------------------------- inspection
 
 
-def _read_results(database: Path) -> list[dict[str, Any]]:
-    from tba.buffer.tools.run_results import read_results
-
-    return read_results(database)
-
-
-app.command()(status_command(_read_results))
-app.command()(runs_command(_read_results))
+app.command()(status_command(for_commands.read_results))
+app.command()(runs_command(for_commands.read_results))
 
 
 @config_app.command("show")

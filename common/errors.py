@@ -64,14 +64,22 @@ class TbaError(Exception):
 
 def first_problem(error: "ValidationError") -> tuple[tuple[str, ...], str]:
     """Return the path of the first invalid field that pydantic found (empty for the whole object), and the reason."""
-    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
-    # The words that the same field takes instead of a number: pydantic lists an error for each alternative.
-    words = "".join(
-        f"; or {other['msg'].removeprefix('Input should be ')}"
-        for other in others
-        if other["type"] == "literal_error" and other["loc"][:-1] == first["loc"][:-1]
-    )
-    return tuple(map(str, first["loc"])), first["msg"].removeprefix("Value error, ") + words
+    return problems(error)[0]
+
+
+def problems(error: "ValidationError") -> list[tuple[tuple[str, ...], str]]:
+    """Return (path, reason) of every invalid field that pydantic found, as `first_problem`."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    last: tuple[int | str, ...] | None = None
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        # The words that the same field takes instead of a number: pydantic lists an error for each alternative.
+        if last is not None and one["type"] == "literal_error" and one["loc"][:-1] == last[:-1]:
+            path, reason = found[-1]
+            found[-1] = path, f"{reason}; or {one['msg'].removeprefix('Input should be ')}"
+            continue
+        last = one["loc"]
+        found.append((tuple(map(str, last)), one["msg"].removeprefix("Value error, ")))
+    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -51,7 +51,11 @@ class Display:
         remaining = self._eta.remaining(status.step, self._clock.monotonic())
         if isinstance(self.live, Live):
             self.live.update(
-                Group(_progress(status.step, self._steps, remaining), _numbers(status), _explained(facts, status))
+                Group(
+                    _progress(status.step, self._steps, remaining),
+                    _numbers(status, self._console.width),
+                    _explained(facts, status),
+                )
             )
         else:
             self._print(summary_line(facts, status, self._steps, remaining), last=last)
@@ -243,7 +247,8 @@ def clients_table(status: Status) -> Table:
     return table
 
 
-def _numbers(status: Status) -> Text:
+def _numbers(status: Status, width: int) -> Text:
+    """Return the figures of a run, in lines of at most `width` characters that break between two figures."""
     parts = [
         *_trainer_metrics(status),
         f"{status.puts_per_second:,.0f} trajectories/s",
@@ -252,7 +257,14 @@ def _numbers(status: Status) -> Text:
         _epoch(status),
         *([_errors(status)] if status.errors else []),
     ]
-    return Text("   ".join(parts))
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}   {part}".strip()
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return Text("\n".join(filter(None, lines)))
 
 
 def _epoch(status: Status) -> str:

@@ -9,7 +9,7 @@ crashed    a process was killed, or `tba run` gave up: `why` says what it found
 import os
 import socket
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,18 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
         "steps": f"{steps}/{planned}" if planned else steps,
         "reward": result.get("reward"),
         "accuracy": evaluations[-1].get("accuracy") if evaluations else None,
-        "changed": datetime.fromtimestamp(result["changed_at"]).strftime("%Y-%m-%d %H:%M:%S"),
+        "changed": _utc(result["changed_at"]),
         "directory": str(folder),
         "why": why,
     }
+
+
+def _utc(seconds: float) -> str:
+    """Format Unix seconds. A time outside the calendar, as an import may have, is empty."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return ""
 
 
 def _state(folder: Path, result: dict[str, Any]) -> tuple[str, str]:

@@ -25,10 +25,11 @@ from tba.common.terminal import (
 
 if TYPE_CHECKING:
     from tba.common.config import Config
-    from tba.common.config.layers import Resolved
 
 # Stores an evaluation in the database of its run: the configuration and the row. Returns why it did not, or "".
 Store = Callable[[Any, dict[str, Any]], str]
+# Gives the configuration of a run that exists, as recorded if there is no file.
+AsRecorded = Callable[[Any], Any]
 # Gives a directory that engines load: the configuration, and a snapshot, checkpoint or model directory.
 ModelOf = Callable[[Any, Path], AbstractContextManager[Path]]
 
@@ -37,10 +38,10 @@ _COLUMNS = ("version", "step", "accuracy", "reward", "prompts", "unfinished", "f
 _MORE_COLUMNS = ("accuracy_of_", "reward_of_", "pass_at_", "kl", "kl_per_token", "distinct_", "embedding_distance")
 
 
-def eval_command(store: Store, refuse_other_work: Callable[[Any], None]) -> Callable[..., None]:
+def eval_command(store: Store, as_recorded: AsRecorded) -> Callable[..., None]:
     """Return the command. Its arguments are passed in, because this package does not import the buffer.
 
-    `refuse_other_work` raises ConfigError if the run of a configuration is of another task or model.
+    `as_recorded` raises ConfigError if the run of a configuration is of another task or model.
     """
 
     @with_config
@@ -57,10 +58,10 @@ def eval_command(store: Store, refuse_other_work: Callable[[Any], None]) -> Call
         """Evaluate snapshots on the held-out prompts: accuracy, reward, and what the section eval adds."""
         resolve = options.resolve_run if snapshot is None else options.resolve
         resolved = resolve({"search.gpus": "cpu" if cpu else None})
-        refuse_other_work(resolved.config)
+        config = as_recorded(resolved)
         start_process("eval", level="WARNING", drains=False)
         need("torch", "train")
-        rows = _evaluate(resolved.config, store, snapshot, every=every, again=again)
+        rows = _evaluate(config, store, snapshot, every=every, again=again)
         if as_json:
             print_json(rows)
         else:
@@ -133,8 +134,8 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def generate_command(model_of: ModelOf) -> Callable[..., None]:
-    """Return the command. `model_of` is passed in, because this package does not import the trainer."""
+def generate_command(model_of: ModelOf, as_recorded: AsRecorded) -> Callable[..., None]:
+    """Return the command. Its arguments are passed in, because this package imports neither trainer nor buffer."""
 
     @with_config
     def generate(
@@ -163,7 +164,7 @@ def generate_command(model_of: ModelOf) -> Callable[..., None]:
         if not chat and prompt is None and sys.stdin.isatty():
             raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
         # Before torch is loaded, which takes many seconds.
-        config, source, device = _what_generates(options, model, version, cpu=cpu)
+        config, source, device = _what_generates(options, as_recorded, model, version, cpu=cpu)
         text = _read_prompt() if not chat and prompt is None else prompt or ""
         from tba.searcher.engines.engine import SamplingSettings
         from tba.searcher.generate import Generator, answer_one, converse
@@ -189,25 +190,25 @@ def _read_prompt() -> str:
 
 
 def _what_generates(
-    options: ConfigOptions, model: Path | None, version: int | None, *, cpu: bool
+    options: ConfigOptions, as_recorded: AsRecorded, model: Path | None, version: int | None, *, cpu: bool
 ) -> tuple["Config", Path, str]:
     """Return the configuration, what to load, and the device. Raises TbaError for wrong arguments."""
     resolve = options.resolve_run if model is None else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})
+    config = as_recorded(resolved) if model is None else resolved.config
     start_process("generate", level="WARNING", drains=False)
     need("torch", "train")
     from tba.common.weights.model_source import find_source
 
-    config = _with_installed_engine(resolved)
+    config = _with_installed_engine(config, chosen="search.engine" in resolved.origins)
     return config, find_source(config, model, version), _choose_device(config)
 
 
-def _with_installed_engine(resolved: "Resolved") -> "Config":
+def _with_installed_engine(config: "Config", *, chosen: bool) -> "Config":
     """Return the configuration with the Transformers engine if vLLM is the default and not installed."""
     from importlib.util import find_spec
 
-    config = resolved.config
-    if config.search.engine != "vllm" or "search.engine" in resolved.origins or find_spec("vllm") is not None:
+    if config.search.engine != "vllm" or chosen or find_spec("vllm") is not None:
         return config
     note("vLLM, the default of search.engine, is not installed: generating with Transformers")
     return config.model_copy(update={"search": config.search.model_copy(update={"engine": "transformers"})})

@@ -8,6 +8,7 @@ from typing import Any
 
 from tba.buffer.store.reader import open_reader
 from tba.common.config import Config
+from tba.common.config.layers import Resolved, secret_keys
 from tba.common.errors import ConfigError, UsageError
 
 # Added to the recorded configuration of a start: its `OfflineSource`, or that it was an import without a server.
@@ -72,6 +73,22 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
         if isinstance(content, dict)
         for name, value in content.items()
     }
+
+
+def as_recorded(resolved: Resolved) -> Config:
+    """Return a configuration, or without a file that with which its run was last served, and what was set on top.
+
+    Raises UsageError if the database holds several runs and none is named.
+    """
+    config, database = resolved.config, resolved.config.database
+    if resolved.file is not None or not database.is_file():
+        return config
+    recorded = recorded_settings(database, config.run.name if "run.name" in resolved.origins else None)
+    # A secret was recorded as asterisks.
+    recorded = {key: value for key, value in recorded.items() if key not in secret_keys()}
+    # The directory may have moved.
+    here = {"run.dir": config.run.dir, "buffer.database": config.buffer.database}
+    return resolved.over({**recorded, **here}, f"recorded in {database}", needs="search") if recorded else config
 
 
 def _run_names(connection: sqlite3.Connection) -> list[str]:

@@ -1,6 +1,5 @@
 """What the runs of a buffer file came to, for `tba runs`: read in milliseconds, also while the server runs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ from tba.buffer.store.starts import SERVED_FIRST
 
 _RUNS = "SELECT id, name, created_at, finished_step FROM runs ORDER BY id"
 _LAST_STEP = (
-    "SELECT step, trained_at, metrics FROM batches WHERE run = ? AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
+    "SELECT step, trained_at, json_extract(metrics, '$.reward_mean') FROM batches WHERE run = ? "
+    "AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
 )
 _PLANNED = f"SELECT json_extract(config, '$.train.steps') FROM starts s WHERE run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
 
@@ -24,13 +24,13 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         for id_, name, created_at, finished_step in connection.execute(_RUNS).fetchall():
             last = connection.execute(_LAST_STEP, (id_,)).fetchone()
             planned = connection.execute(_PLANNED, (id_,)).fetchone()
-            step, changed_at, metrics = last or (-1, created_at, "{}")
+            step, changed_at, reward = last or (-1, created_at, None)
             results.append(
                 {
                     "run": name,
                     "steps": step + 1,
                     "planned": planned[0] if planned else None,
-                    "reward": json.loads(metrics or "{}").get("reward_mean"),
+                    "reward": reward,
                     "changed_at": changed_at,
                     "finished": finished_step is not None,
                 }

@@ -16,7 +16,7 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from tba.common.config import Config, Section
-from tba.common.errors import ConfigError, UsageError, first_problem
+from tba.common.errors import ConfigError, UsageError, problems
 from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
@@ -31,6 +31,7 @@ DEFAULT_ORIGIN = "default"
 _FLAG_ORIGIN = "command line"
 # Flags that say what a command works on. Others, such as --cpu, do not.
 _NAMING_FLAGS = ("model.path", "buffer.database")
+_MOST_MISTAKES = 10
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -89,7 +90,7 @@ def resolve(
 
     `overrides` come from named flags (None is "not given"), `assignments` from `--set key=value`. `default_file` is
     read where no `file` is given, unless one of the keys `unless` is set by other means.
-    Raises ConfigError with one sentence that names the key and its origin.
+    Raises ConfigError that names each wrong key and its origin.
     """
     values = _environment_layer(environment) | _assignment_layer(assignments)
     for key, value in (overrides or {}).items():
@@ -99,8 +100,6 @@ def resolve(
         file = default_file
     if file is not None:
         values = _file_layer(file) | values
-    for key, item in values.items():
-        _check_key(key, item.origin)
     return Resolved(_validate(values), {key: item.origin for key, item in values.items()}, file)
 
 
@@ -109,6 +108,11 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
     for section_name, section in Config.model_fields.items():
         for name, field in _section_type(section).model_fields.items():
             yield f"{section_name}.{name}", field
+
+
+def secret_keys() -> set[str]:
+    """Return the dotted keys whose values are neither shown nor recorded."""
+    return {key for key, field in fields() if field.annotation is SecretStr}
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -130,6 +134,11 @@ def _file_layer(file: Path) -> dict[str, _Value]:
         )
     if file.suffix == ".py":
         raise ConfigError(f"{file} is a Python file and no configuration: pass a task as --set task.name={file}")
+    if os.path.isdir(file):
+        raise ConfigError(
+            f"{file} is a directory and no configuration: name the TOML file of the run, and the directory with --set "
+            f"run.dir={file} if the file does not; `tba ui {file}` and `tba report {file}` read a directory"
+        )
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -207,18 +216,16 @@ def _parse(key: str, text: str) -> Any:
     return text if is_text and not isinstance(value, str) else value
 
 
-def _check_key(key: str, origin: str) -> None:
-    known = [name for name, _ in fields()]
-    if key in known:
-        return
+def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
+    """Return a sentence on a key that does not exist."""
     section, _, rest = key.partition(".")
     table, _, name = rest.partition(".")
     if name and f"{section}.{table}" == "search.vllm":
-        raise ConfigError(f"unknown key {key} ({origin}): write the table, search.vllm={{ {name} = VALUE }}")
+        return f"unknown key {key} ({origin}): write the table, search.vllm={{ {name} = VALUE }}"
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
-    raise ConfigError(f"unknown key {key} ({origin}): {hint}")
+    return f"unknown key {key} ({origin}): {hint}"
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
@@ -235,18 +242,39 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _validate(values: Mapping[str, _Value]) -> Config:
+    """Return the configuration. Raises ConfigError with everything that is wrong, up to a limit."""
+    known = [name for name, _ in fields()]
     tree: dict[str, dict[str, Any]] = {}
+    mistakes = []
     for key, item in values.items():
+        if key not in known:
+            mistakes.append(_unknown(key, item.origin, known))
+            continue
         section, name = key.split(".")
         tree.setdefault(section, {})[name] = item.value
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, values)) from error
+        # One sentence per key: a value that fits none of several types has an error for each.
+        first = {".".join(field[:2]): (field, message) for field, message in reversed(problems(error))}
+        found = [(key, _sentence(*problem, values)) for key, problem in reversed(first.items())]
+        # What is no single key may be wrong only because another key is misspelt.
+        mistakes += [sentence for key, sentence in found if key in values or not mistakes]
+        raise ConfigError(_together(mistakes)) from error
+    if mistakes:
+        raise ConfigError(_together(mistakes))
+    return config
 
 
-def _sentence(error: ValidationError, values: Mapping[str, _Value]) -> str:
-    field, message = first_problem(error)
+def _together(mistakes: Sequence[str]) -> str:
+    if len(mistakes) == 1:
+        return mistakes[0]
+    shown = [f"({number}) {mistake}" for number, mistake in enumerate(mistakes[:_MOST_MISTAKES], 1)]
+    more = len(mistakes) - len(shown)
+    return f"{len(mistakes)} mistakes: {'; '.join(shown)}" + (f"; and {more} more" if more else "")
+
+
+def _sentence(field: Sequence[str], message: str, values: Mapping[str, _Value]) -> str:
     key = ".".join(field[:2])
     if key not in values:
         return message

@@ -185,6 +185,10 @@ def test_a_run_continues_with_its_own_task_and_model_only(small_run, tba, tmp_pa
         assert "task.options was {} and is" in refused.stderr + refused.stdout, command
     assert (query(run, "SELECT COUNT(*) FROM starts"), (run.directory / "metrics.jsonl").read_bytes()) == before
     assert not (run.directory / "eval.jsonl").exists()
+    # Without a file, a command on a run takes its recorded configuration: no --cpu.
+    for command in (("generate", "1+2="), ("eval",)):
+        done = tba(*command, "--set", f"run.dir={run.directory}")
+        assert done.returncode == 0, done.stderr
     moved = model.rename(tmp_path / "moved")
     changes = (f"model.path={moved}", "train.steps=6", "train.learning_rate=2e-4")
     more = tba("run", run.file, "--resume", *(part for change in changes for part in ("--set", change)))

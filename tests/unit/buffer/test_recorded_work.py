@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import IMPORT
+from tba.buffer.store.starts import IMPORT, as_recorded
 from tba.buffer.store.store import Store
 from tba.common.config import Config
+from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError
 
 OPTIONS: dict[str, Any] = {"task": {"name": "tasks/own.py:Own", "options": {"digits": 2}}}
@@ -45,6 +46,20 @@ def run(tmp_path, model) -> Config:
     config = config_of(tmp_path / "run", model)
     start(config, lease=True)
     return config
+
+
+def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_path):
+    secret = {"reward_model": {"url": "http://a", "api_key": "s3"}, "search": {"gpus": "cpu"}}
+    start(config_of(run.run.dir, "here", **secret), lease=False)
+    moved = run.run.dir.rename(tmp_path / "moved")
+    sets = [f"run.dir={moved}", "search.max_tokens=7"]
+    found = as_recorded(resolve(None, environment={}, assignments=sets))
+    assert (found.run.dir, found.database, found.search.max_tokens) == (moved, moved / "buffer.sqlite", 7)
+    assert (found.model.path, found.search.gpus, found.task.options) == ("here", "cpu", {"digits": 2})
+    assert (found.reward_model.url, found.reward_model.api_key.get_secret_value()) == ("http://a", "")
+    file = tmp_path / "own.toml"
+    file.write_text("[search]\nmax_tokens = 9\n")
+    assert as_recorded(resolve(file, environment={}, assignments=sets)).model.path == ""
 
 
 CHANGES: dict[str, dict[str, Any]] = {

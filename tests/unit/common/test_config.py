@@ -1,5 +1,6 @@
 """The configuration: layers, origins, and one sentence per mistake."""
 
+import re
 import sqlite3
 import sys
 from pathlib import Path
@@ -131,6 +132,22 @@ def test_a_name_that_looks_like_another_type_is_a_text(text, name):
     assert resolve(None, environment={"TBA_RUN__NAME": text}).config.run.name == name
     assert resolve(None, environment={}, assignments=[f"run.name={text}"]).config.run.name == name
     assert resolve(None, environment={}, assignments=[f"run.dir={text}"]).config.run.dir == Path(name)
+
+
+def test_all_mistakes_are_named_together(tmp_path):
+    text = '[train]\nsteps = "many"\nstep = 3\ngpu = "x y"\n[search]\ntemperature = "warm"\n[task]\nname = "gsm8k"'
+    sentence = refusal(write(tmp_path, text), assignments=["run.nam=a", "train.steps=0"])
+    start, *parts = re.split(r"\(\d\) ", sentence)
+    assert start == f"{len(parts)} mistakes: "
+    named = [part.removeprefix("unknown key ").split()[0] for part in parts]
+    assert named == ["train.step", "run.nam", "search.temperature", "train.gpu", "train.steps"]
+    assert "train.steps = 0 (--set)" in sentence
+    many = refusal(assignments=[f"run.x{number}=1" for number in range(13)])
+    assert (many.count("unknown key"), many.endswith("; and 3 more")) == (10, True)
+
+
+def test_a_directory_in_the_place_of_the_configuration_is_refused_with_what_to_type(tmp_path):
+    assert f"name the TOML file of the run, and the directory with --set run.dir={tmp_path}" in refusal(tmp_path)
 
 
 def test_an_unknown_key_in_the_environment_is_an_error():

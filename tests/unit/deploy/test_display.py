@@ -1,6 +1,7 @@
 """The display of `tba run` without a terminal, and counted nouns."""
 
 import io
+import re
 
 import msgspec
 import pytest
@@ -99,6 +100,18 @@ def test_names_from_the_network_are_neither_markup_nor_escape_sequences():
     assert "x[/]" in output.getvalue()
     assert "[bold]" in output.getvalue()
     assert "\x1b" not in output.getvalue()
+
+
+def test_the_figures_of_the_live_display_are_never_broken_in_the_middle():
+    status = make_status(5, clients=[make_client("trainer", metrics={"loss": 0.5, "reward": 0.25, "staleness": 3.0})])
+    output = io.StringIO()
+    display = Display(Console(file=output, width=60, force_terminal=True), steps=80, clock=ManualClock())
+    with display.live:
+        display.show(Facts(status))
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    lines = [line.strip() for line in re.split(r"[\r\n]+", shown) if "loss" in line or "in the buffer" in line]
+    assert len(set(lines)) == 2
+    assert all(re.fullmatch(r"loss.* trajectories/s|[\d,]+ in the buffer .*epoch 0.*", line) for line in lines), lines
 
 
 def test_a_stall_replaces_the_numbers_and_names_its_reason_for_machines():

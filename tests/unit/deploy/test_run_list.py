@@ -1,7 +1,11 @@
 """`tba runs`: the states of runs, and where they are found."""
 
 import json
+import shutil
 import socket
+import sqlite3
+import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +99,36 @@ def test_a_database_that_cannot_be_read_is_a_row(make_run, tmp_path):
 
     (row,) = list_runs(tmp_path, read)
     assert (row["state"], row["why"]) == ("unreadable", "buffer.sqlite is not a buffer database")
+
+
+@pytest.fixture
+def new_york(monkeypatch):
+    """A local time that is not UTC."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("new_york")
+def test_a_database_with_odd_values_hides_no_other_run(filled, tmp_path):
+    changes = {
+        "a": "UPDATE batches SET metrics = '[1]', trained_at = 0.0",
+        "b": "UPDATE starts SET config = '{nope'",
+        "c": "UPDATE batches SET trained_at = 1e300",
+        "d": "UPDATE batches SET metrics = '{nope'",
+    }
+    for name, sql in changes.items():
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        path = shutil.copy(filled, tmp_path / "runs" / name / "buffer.sqlite")
+        with closing(sqlite3.connect(path)) as database, database:
+            database.execute(sql)
+    rows = {Path(row["directory"]).name: row for row in list_runs(tmp_path / "runs", read_results)}
+    found = {name: (row["state"], row["why"].partition(": ")[2]) for name, row in rows.items()}
+    unreadable = ("unreadable", "malformed JSON")
+    assert found == {"a": ("stopped", ""), "b": unreadable, "c": ("stopped", ""), "d": unreadable}
+    assert (rows["a"]["changed"], rows["a"]["reward"], rows["c"]["changed"]) == ("1970-01-01 00:00:00 UTC", None, "")
 
 
 def test_a_finished_run_that_nothing_serves_is_described_with_its_result(make_run):

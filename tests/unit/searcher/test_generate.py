@@ -26,7 +26,7 @@ def test_transformers_generates_where_vllm_is_not_installed_and_was_not_asked_fo
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None if name == "vllm" else find(name))
-    found = _with_installed_engine(resolve(None, environment={}, assignments=chosen))
+    found = _with_installed_engine(resolve(None, environment={}, assignments=chosen).config, chosen=bool(chosen))
     assert found.search.engine == engine
     assert ("is not installed: generating with Transformers" in capsys.readouterr().err) == (engine == "transformers")
 

@@ -29,11 +29,13 @@ def shell(tmp_path):
         (programs / name).chmod(0o755)
     # The parent of `tba` is the shell, not this process.
     environment = {name: value for name, value in clean_environment().items() if name != PARENT_VARIABLE}
-    environment["PATH"] = f"{programs}:{environment['PATH']}"
+    environment |= {"PATH": f"{programs}:{environment['PATH']}", "HOME": str(tmp_path)}
+    tutorial = tmp_path / "tba-tutorial"
 
     def start(commands: str) -> subprocess.Popen[str]:
+        # The first commands make the directory for the others.
         return subprocess.Popen(
-            ["bash", "-e", "-c", commands], cwd=tmp_path, env=environment, text=True,
+            ["bash", "-e", "-c", commands], cwd=tutorial if tutorial.exists() else tmp_path, env=environment, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -53,11 +55,13 @@ def test_the_commands_of_the_tutorial_train_a_model(shell, tmp_path):
         assert process.returncode == 0, f"{block}{output}"
         shown += output
     assert "the model is in models/warm" in shown
-    evaluations = [json.loads(line) for line in (tmp_path / "runs/reverse/eval.jsonl").read_text().splitlines()]
+    evaluations = [
+        json.loads(line) for line in (tmp_path / "tba-tutorial/runs/reverse/eval.jsonl").read_text().splitlines()
+    ]
     by_step = {row["step"]: row["accuracy"] for row in evaluations}
     assert {0, 60, 80} <= by_step.keys()
     assert by_step[80] > by_step[0] + 0.05 > 0.1
-    assert (tmp_path / "models/reverse/model.safetensors").is_file()
+    assert (tmp_path / "tba-tutorial/models/reverse/model.safetensors").is_file()
 
 
 def check_browser(shell, command: str) -> None:

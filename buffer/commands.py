@@ -285,4 +285,7 @@ def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, as_js
     elif as_csv:
         print_csv(headings, (list(map(csv_value, row)) for row in rows))
     else:
-        print_columns(headings, rows)
+        found = list(rows)
+        print_columns(headings, found)
+        if not found:
+            note("no rows")

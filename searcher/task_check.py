@@ -46,6 +46,8 @@ _CHILD_SECONDS = 900
 # In the error of a response whose worker was replaced (`WorkerPool`).
 _ENDED_WORKER = (": timed out after ", ": the worker ")
 _WAIT_SECONDS = 1.0
+# Responses that took longer together are not scored a second time.
+_AGAIN_SECONDS = 10.0
 
 
 def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
@@ -124,7 +126,7 @@ def _responses(prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """The responses that were scored, and the mean time of a score but the first, 0 without others."""
+    """The responses that were scored, and the mean time of a score after a first one, 0 if that ended its worker."""
 
     asked: Sequence[tuple[Prompt, str]]
     scored: Sequence[Scored]
@@ -140,11 +142,20 @@ def _score_in_workers(section: TaskSection, task: Task, prompts: Sequence[Prompt
         scored = _score_all(rewards, asked[:1])
         if _ended_worker(scored[0]):
             return _Scores(asked[:1], scored, 0.0)
-        begin = time.monotonic()
-        scored += _score_all(rewards, asked[1:])
-        return _Scores(asked, scored, (time.monotonic() - begin) / max(1, len(asked) - 1))
+        scored, seconds = _timed(rewards, asked)
+        # Once more, since the first score in each worker may import and compile.
+        if seconds < _AGAIN_SECONDS and not any(map(_ended_worker, scored)):
+            _, seconds = _timed(rewards, asked)
+        return _Scores(asked, scored, seconds / len(asked))
     finally:
         rewards.close()
+
+
+def _timed(rewards: Rewards, asked: Sequence[tuple[Prompt, str]]) -> tuple[list[Scored], float]:
+    """Return the scores, and the seconds that they took together."""
+    begin = time.monotonic()
+    scored = _score_all(rewards, asked)
+    return scored, time.monotonic() - begin
 
 
 def _ended_worker(one: Scored) -> bool:

@@ -16,6 +16,14 @@ def test_query_prints_a_table_for_people(tba_buffer, filled):
     assert [line.split() for line in lines] == [["id", "reward"], ["1", "0"], ["2", "0.25"]]
 
 
+def test_a_query_without_an_answer_says_so_to_people_only(tba_buffer, filled):
+    sql = "SELECT id FROM trajectories WHERE reward > 9"
+    done = tba_buffer("query", sql, "-b", filled)
+    assert (done.exit_code, done.output.split(), done.message.strip()) == (0, ["id"], "no rows")
+    assert tba_buffer("query", sql, "-b", filled, "--json").output.strip() == "[]"
+    assert "no rows" not in tba_buffer("query", sql, "-b", filled, "--csv").message
+
+
 def test_query_prints_json_and_csv_for_machines(tba_buffer, filled):
     sql = "SELECT id, reward, error FROM trajectories WHERE id IN (1, 7)"
     assert tba_buffer("query", sql, "-b", filled, "--json").json == [

@@ -6,7 +6,6 @@ Step s comes after s updates: its batch makes update s + 1, and weights publishe
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -175,7 +174,7 @@ class Trainer:
         self._watch = self.learner.watch = Stopwatch(self._clock, wait_for_compute(device))
         self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
         self._health, self._skipped_in_a_row = Health(config.objective), 0
-        self._unreported: dict[str, Any] | None = found.unreported if found is not None else None
+        self._unreported = msgspec.convert(found and found.unreported, messages.ReportStep | None)
         if found is not None:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
@@ -250,7 +249,7 @@ class Trainer:
                 f"this configuration is of run {self._config.run.name}"
             )
         if self._unreported is not None:
-            self._report(msgspec.convert(self._unreported, messages.ReportStep))
+            self._report(self._unreported)
         done, recorded = self.learner.steps_done, welcome.recorded_steps
         if recorded > done:
             log.info("repeating recorded steps", first=done, recorded=recorded)
@@ -361,7 +360,7 @@ class Trainer:
         log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 
     def _report(self, report: messages.ReportStep) -> None:
-        self._unreported = msgspec.to_builtins(report)
+        self._unreported = report
         try:
             self._client.call(report, messages.Done, stop=self._stop)
         except Refused as refusal:
@@ -379,7 +378,7 @@ class Trainer:
         if self.learner.steps_done:
             self._heartbeat.show("saving")
             with self._watch.phase("checkpoint"):
-                self._checkpoints.save(self.learner, self._unreported)
+                self._checkpoints.save(self.learner, msgspec.to_builtins(self._unreported))
 
     def finish(self) -> None:
         """Wait until the last snapshot is announced, then declare the run finished."""

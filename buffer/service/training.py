@@ -16,6 +16,7 @@ from tba.common.errors import Refused
 from tba.common.quantity import quantity
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REPLY_HEADER_BYTES
+from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, RowNumbers
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 # Without the envelope and the run state.
@@ -112,6 +113,26 @@ def _refuse_oversize(trajectories: Sequence[int], header_bytes: Sequence[int]) -
         )
 
 
+def _refuse_other_rows(step: int, rows: RowNumbers, tokens: Sequence[int]) -> None:
+    """Raise Refused unless there is a row for each slot, and a log-ratio for each token of those that have them.
+
+    `tokens` are the response tokens of each slot of the batch.
+    """
+    if len(rows.skipped) != len(tokens):
+        raise Refused(
+            "row_numbers",
+            f"the report of step {step} has numbers of {quantity(len(rows.skipped), 'row')}, and its batch "
+            f"{quantity(len(tokens), 'slot')}: report one row for each slot",
+        )
+    for slot, (blob, count) in enumerate(zip(rows.token_log_ratios or [], tokens, strict=False)):
+        if blob is not None and len(blob) != count * LOG_RATIO_DTYPE.itemsize:
+            raise Refused(
+                "row_numbers",
+                f"the report of step {step} has log-ratios of {quantity(len(blob), 'byte')} for the "
+                f"{quantity(count, 'response token')} of slot {slot}: report {LOG_RATIO_DTYPE.itemsize} bytes for each",
+            )
+
+
 class Training:
     """Handles SampleBatch, ReportStep, AnnounceSnapshot and FinishRun."""
 
@@ -172,13 +193,7 @@ class Training:
                 "exist: report those of the batch",
             )
         if message.rows is not None:
-            reported, slots = len(message.rows.skipped), state.store.batches.slots(state.run, message.step)
-            if reported != slots:
-                raise Refused(
-                    "row_numbers",
-                    f"the report of step {message.step} has numbers of {quantity(reported, 'row')}, and its batch "
-                    f"{quantity(slots, 'slot')}: report one row for each slot",
-                )
+            _refuse_other_rows(message.step, message.rows, state.store.batches.response_tokens(state.run, message.step))
         state.store.batches.report(state.run, message, state.clock.wall())
         state.steps_done = max(state.steps_done, message.step + 1)
         state.pace.note_step()

@@ -123,6 +123,11 @@ def _origins(db: Database) -> None:
     db.execute("ALTER TABLE starts ADD COLUMN origins TEXT")
 
 
+@migrations(name="0008_token_log_ratios")
+def _token_log_ratios(db: Database) -> None:
+    db.execute("ALTER TABLE consumption_rows ADD COLUMN token_log_ratios BLOB")
+
+
 def migrate(db: Database) -> None:
     """Apply the migrations that a database lacks. Raises StorageError if it has one that this release does not know."""
     check_known(applied_migrations(db.conn))

@@ -9,6 +9,7 @@ from typing import Any
 
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.schema import applied_migrations, schema_names
+from tba.common.wire.row_numbers import LOG_RATIO_DTYPE
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 _SHOWN = 5
@@ -27,6 +28,10 @@ _RULES = {
         f" WHERE LENGTH(y.prompt_ids) != {_UNITS['prompt_ids']} * t.prompt_tokens"
         f" OR LENGTH(y.response_ids) != {_UNITS['response_ids']} * t.response_tokens"
         f" OR LENGTH(y.logprobs) != {_UNITS['logprobs']} * t.response_tokens"
+    ),
+    "log-ratios of tokens are as counted": (
+        "SELECT c.trajectory FROM consumption_rows c JOIN trajectory_rows t ON t.id = c.trajectory"
+        f" WHERE LENGTH(c.token_log_ratios) != {LOG_RATIO_DTYPE.itemsize} * t.response_tokens"
     ),
     "a trajectory has the run of its prompt": (
         "SELECT t.id FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt WHERE p.run != t.run"

@@ -21,7 +21,14 @@ REQUESTS = {
         trajectory_ids=[9],
         reference_logprobs=[-1.5],
         rows=RowNumbers(
-            logprob=[-2.5], log_ratio=[0.25], advantage=[-0.5], weight=[1.0], mismatch=[None], skipped=[False]
+            logprob=[-2.5],
+            log_ratio=[0.25],
+            advantage=[-0.5],
+            weight=[1.0],
+            mismatch=[None],
+            skipped=[False],
+            # 0.5 and -0.25.
+            token_log_ratios=[bytes.fromhex("003800b4")],
         ),
     ),
     "announce_snapshot": messages.AnnounceSnapshot(weights=REF, bytes=100),

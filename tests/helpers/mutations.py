@@ -191,7 +191,7 @@ _PLAIN: list[Callable[[random.Random], messages.Message]] = [
         reference="x",
         trajectory_ids=[1],
         reference_logprobs=[-2.0],
-        rows=numbers_of(r.randrange(1, 4)),
+        rows=numbers_of(n := r.randrange(1, 4), token_log_ratios=[r.choice((None, b"", bytes(6))) for _ in range(n)]),
     ),
     lambda r: messages.AnnounceSnapshot(weights=reference(r.choice(VERSIONS), 0), bytes=1),
     lambda r: messages.FinishRun(step=r.randrange(9)),

@@ -8,7 +8,7 @@ import numpy as np
 
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.row_numbers import RowNumbers
+from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, RowNumbers
 from tba.common.wire.trajectory import Trajectory, pack
 from tba.tests.helpers.checks import PATIENCE_SECONDS
 
@@ -44,6 +44,16 @@ def numbers_of(rows: int, **changes: Any) -> RowNumbers:
         "skipped": [n == 0 for n in range(rows)],
     }
     return RowNumbers(**{**columns, **changes})
+
+
+def log_ratios(*rows: Sequence[float] | None) -> list[bytes | None]:
+    """Return the log-ratios of the tokens of rows as a report has them."""
+    return [None if row is None else np.array(row, LOG_RATIO_DTYPE).tobytes() for row in rows]
+
+
+def read_log_ratios(blobs: Sequence[bytes | None] | None) -> list[list[float] | None]:
+    """Return the log-ratios of the tokens of rows from the bytes of a report."""
+    return [None if blob is None else np.frombuffer(blob, LOG_RATIO_DTYPE).tolist() for blob in blobs or []]
 
 
 def put_message(rows: Sequence[Trajectory], first: int = 0) -> tuple[messages.PutTrajectories, list[bytes]]:

@@ -5,6 +5,7 @@ resumes from a checkpoint in DIRECTORY/SCENARIO if there is one. The scenario NA
 so that it can resume.
 """
 
+import math
 import os
 import resource
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from msgspec.structs import asdict
 from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
 from tba.common.errors import ConfigError
 from tba.common.system.process import RENDEZVOUS_VARIABLE
+from tba.common.wire.row_numbers import RowNumbers
+from tba.tests.helpers.puts import read_log_ratios
 from tba.tests.helpers.trainer import objective, random_batch, tiny_model
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.checkpoints import checkpoint
@@ -170,10 +173,17 @@ def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2)
         list(checkpoint.tensors_of(learner))
     return {
         "metrics": [result.metrics for result in done],
-        "rows": [asdict(result.rows) for result in done],
+        "rows": [columns_of(result.rows) for result in done],
         "weights": weights,
         "reductions": len(REDUCTIONS),
     }
+
+
+def columns_of(rows: RowNumbers) -> dict[str, list[Any]]:
+    """Return the numbers of rows by name, those of their tokens as one column: NaN for a row without."""
+    each = read_log_ratios(rows.token_log_ratios)
+    tokens = [value for row in each for value in ([math.nan] if row is None else row)]
+    return {**asdict(rows), "token_log_ratios": tokens}
 
 
 def count_reductions() -> None:

@@ -217,6 +217,7 @@ def test_the_pages_in_a_browser(visit):
     charts_lead_to_steps(wide)
     filters_choose_rows(wide)
     keys_move(wide)
+    tokens_have_the_colour_of_their_mismatch(wide)
     two_runs(wide)
     hostile_text_is_text(wide)
     assert [*wide.wrong, *narrow.wrong] == []
@@ -278,6 +279,18 @@ def keys_move(browser: Watched) -> None:
     browser.press("Enter", f"**/trajectories/{second}")
     browser.press("[", f"**/trajectories/{int(second) - 1}")
     browser.press("]", f"**/trajectories/{second}")
+
+
+def tokens_have_the_colour_of_their_mismatch(browser: Watched) -> None:
+    browser.filter("/r/done/trajectories", {"step": "0", "error": "no"})
+    browser.open(f"/r/done/trajectories/{browser.column('id')[0]}")
+    browser.page.click("text=mismatch >> nth=0")
+    browser.page.wait_for_url("**?colour=mismatch")
+    tokens = browser.page.locator(".strip span")
+    assert tokens.count() > 0
+    for token in tokens.all():
+        assert "log-ratio " in (token.get_attribute("title") or "")
+        assert token.evaluate("one => getComputedStyle(one).backgroundColor") != "rgba(0, 0, 0, 0)"
 
 
 def two_runs(browser: Watched) -> None:

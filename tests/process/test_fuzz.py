@@ -252,7 +252,7 @@ others: st.SearchStrategy[Any] = st.one_of(
             reference="r",
             trajectory_ids=ids,
             reference_logprobs=[x] * len(ids),
-            rows=numbers_of(2, advantage=[x, None]),
+            rows=numbers_of(2, advantage=[x, None], token_log_ratios=[bytes(2 * n % 64), None]),
         ),
         *(numbers, st.lists(numbers, max_size=3), floats),
     ),

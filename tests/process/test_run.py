@@ -21,6 +21,7 @@ import pytest
 from tba.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.token_log_ratios import check_token_log_ratios
 from tba.tests.process.conftest import arithmetic, merged
 from tba.tests.runner import FULL_SIZE
 
@@ -134,6 +135,7 @@ def check_numbers_of_rows(run) -> None:
         known = [metrics.get(name, math.nan) for name in ("log_ratio_mean", "kl", "mismatch_mean")]
         found = [math.nan if mean is None else mean for mean in means]
         assert found == pytest.approx(known, rel=1e-4, abs=1e-6, nan_ok=True)
+    check_token_log_ratios(run.database)
 
 
 def log_of(tmp_path: Path) -> str:

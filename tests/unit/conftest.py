@@ -10,7 +10,7 @@ import pytest
 from tba.buffer.store.schema import migrations
 from tba.common.config import Config
 from tba.tests.conftest import Outcome, ServiceHarness
-from tba.tests.helpers.puts import make_trajectory, numbers_of
+from tba.tests.helpers.puts import log_ratios, make_trajectory, numbers_of
 
 
 @pytest.fixture
@@ -36,7 +36,8 @@ def filled_once(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     failed = make_trajectory(tokens=[], lease=0, error="reward: no number", stop_reason="error", reward=0.0)
     buffer.put([failed], first_sequence=6)
     ids = buffer.sample(0, prompts=2, samples=3).message.trajectory_ids
-    buffer.report(0, ids, [-1.5] * len(ids), numbers_of(len(ids)))
+    each = log_ratios(None, *([-2.0, 0.001, n / 10] for n in range(1, len(ids))))
+    buffer.report(0, ids, [-1.5] * len(ids), numbers_of(len(ids), token_log_ratios=each))
     buffer.store.close()
     return buffer.store.path.read_bytes()
 

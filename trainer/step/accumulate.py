@@ -13,7 +13,7 @@ Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-
 Q quantities of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,7 +39,8 @@ class Accumulator:
     """Adds the gradient of one batch to the parameters, and adds up what the metrics need.
 
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
-    `quantities_QBK` are those of the rows (`tba.trainer.step.row_numbers`). The lists hold one tensor per micro-batch:
+    `quantities_QBK` are those of the rows (`tba.trainer.step.row_numbers`), and `log_ratio_R` the log-ratios of the
+    tokens of all rows, in their order, float32. The lists hold one tensor per micro-batch:
     trainer minus engine of on-policy tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of
     counted tokens.
     """
@@ -55,14 +56,19 @@ class Accumulator:
     entropy: bool
     retain_gathered: bool
     quantities_QBK: Tensor = field(init=False)
+    log_ratio_R: Tensor = field(init=False)
     loss: float = 0.0
     differences: list[Tensor] = field(default_factory=list)
     log_ratios: list[Tensor] = field(default_factory=list)
     entropies: list[Tensor] = field(default_factory=list)
+    _log_ratios_of_groups: tuple[Tensor, ...] = field(init=False)
 
     def run(self, plan: Sequence[MicroBatch]) -> None:
         """Process all micro-batches. The results are then sums over all ranks, on every rank."""
         self.quantities_QBK = torch.zeros(len(QUANTITIES), *self.batch.reward_BK.shape, dtype=torch.float64)
+        tokens = self._tokens(range(self.batch.prompts))
+        self.log_ratio_R = torch.zeros(sum(tokens))
+        self._log_ratios_of_groups = torch.split(self.log_ratio_R, tokens)
         for micro_batch in plan:
             last = micro_batch is plan[-1]
             if len(micro_batch.chunks) == 1:
@@ -136,8 +142,22 @@ class Accumulator:
         self.log_ratios.append((tempered_R - responses.sampled_logprob_R)[known_R])
         if scores.entropy_R is not None:
             self.entropies.append(scores.entropy_R.cpu()[mask_R])
-        self.quantities_QBK[:, micro_batch.groups] = quantities(rows, responses, terms)
+        with torch.no_grad():
+            log_ratio_R = responses.log_ratio_R
+        self.quantities_QBK[:, micro_batch.groups] = quantities(rows, responses, terms, log_ratio_R)
+        self._keep_tokens(micro_batch.groups, log_ratio_R)
         self.differences += on_policy_differences(rows, tempered_R)
+
+    def _keep_tokens(self, groups: list[int], log_ratio_R: Tensor) -> None:
+        """Copy the log-ratios of the tokens of some groups to their places in those of the batch."""
+        for group, part in zip(groups, torch.split(log_ratio_R, self._tokens(groups)), strict=True):
+            self._log_ratios_of_groups[group].copy_(part)
+
+    def _tokens(self, groups: Iterable[int]) -> list[int]:
+        """Return the response tokens of each of some groups."""
+        samples = self.batch.samples
+        rows = [self.batch.rows[group * samples : (group + 1) * samples] for group in groups]
+        return [sum(len(row.response_ids) for row in group) for group in rows]
 
     def _responses(self, groups: list[int], rows: list[Row], scores: Scores) -> Responses:
         """Return some groups of the batch as the objective takes them."""
@@ -167,7 +187,7 @@ class Accumulator:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = ranks.sum(gradient)
         # Each row is computed by one rank, and 0 on the others.
-        self.quantities_QBK = ranks.sum(self.quantities_QBK)
+        self.quantities_QBK, self.log_ratio_R = ranks.sum(self.quantities_QBK), ranks.sum(self.log_ratio_R)
         self.loss = float(ranks.sum(torch.tensor(self.loss, dtype=torch.float64)))
         self.differences, self.log_ratios = self._concat(self.differences), self._concat(self.log_ratios)
         if self.entropy:

@@ -20,7 +20,7 @@ from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import MemoryShort, TbaError, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
-from tba.common.wire.row_numbers import RowNumbers
+from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
 from tba.trainer.batch.batch import Row, TrainBatch, known
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed.ranks import ALONE, Ranks
@@ -121,7 +121,7 @@ class Learner:
         # Of the previous step: the name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})
         self._learning_rate = learning_rate_schedule(config)
-        self._told_of_floor = False
+        self._told_of_floor = self._told_of_report = False
         if ranks.size > 1:
             for scorer in dict.fromkeys((self.scorer, self.reference.scorer)):
                 shard(scorer, scorer.model._no_split_modules or (), ranks, autocast=autocast)
@@ -167,6 +167,7 @@ class Learner:
         """
         self._check_tokens(batch)
         self._check_floor(batch)
+        self._check_report(batch)
         with self.watch.phase("reference"):
             reference_BK, computed = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
@@ -181,7 +182,7 @@ class Learner:
             if not all(map(math.isfinite, (sums.loss, *norms))):
                 reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
                 blamed = _not_finite(batch, sums)
-                rows = row_numbers(sums.quantities_QBK, batch.rows, skipped=True)
+                rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
                 return self._skip(batch, finite, rows, reason, blamed)
             cosine = gradient_cosine(self.optimizer, self._ranks)
             ratios = self._policy_metrics(batch, sums)
@@ -201,7 +202,8 @@ class Learner:
             "reference_computed": float(len(computed)),
             "skipped": 0.0,
         }
-        return StepResult(only_finite(metrics), computed, row_numbers(sums.quantities_QBK, batch.rows, skipped=False))
+        rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=False)
+        return StepResult(only_finite(metrics), computed, rows)
 
     def step_in_memory(self, batch: TrainBatch) -> StepResult:
         """Make one update, like `step`, but raise MemoryShort with advice if memory runs out.
@@ -357,6 +359,18 @@ class Learner:
                 "it to the least reward of the task",
                 reward=least,
                 reward_floor=floor,
+                step=batch.step,
+            )
+
+    def _check_report(self, batch: TrainBatch) -> None:
+        """Log once that the log-ratios of the tokens of all rows do not fit the report of the step."""
+        size = LOG_RATIO_DTYPE.itemsize * sum(len(row.response_ids) for row in batch.rows if row.temperature > 0)
+        if size > MAX_LOG_RATIO_BYTES and not self._told_of_report:
+            self._told_of_report = True
+            log.info(
+                "the log-ratios of the tokens of some rows are left out of the report: they fit no message",
+                bytes=size,
+                limit=MAX_LOG_RATIO_BYTES,
                 step=batch.step,
             )
 

@@ -1,10 +1,12 @@
 """The trajectories of a run by filters, and one trajectory with its tokens and training history."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,7 +14,8 @@ from tba.buffer.tools.page_rows import PageRows
 from tba.buffer.tools.show import describe, recorded_model
 from tba.buffer.tools.tokenizer import decoder_of
 from tba.common.errors import UsageError
-from tba.common.wire.row_numbers import QUANTITIES
+from tba.common.quantity import quantity
+from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, QUANTITIES
 from tba.ui.runs import Run
 from tba.ui.site import missing, run_of, site_of
 from tba.ui.tokens import COLOURS, STRIP_TOKENS, strip
@@ -21,8 +24,26 @@ from tba.ui.trajectory_filter import SORTS, find
 _COLUMNS = """id, received_at, prompt, prompt_text, reward, policy_version, stop_reason, response_tokens, searcher,
     substr(error, 1, 500) AS error, substr(text, 1, 500) AS text, times_trained, last_step"""
 _SEARCHERS = "SELECT id, sender FROM clients WHERE run = ? AND trajectories > 0 ORDER BY id DESC LIMIT 200"
+_RATIO_STEPS = """SELECT DISTINCT b.step FROM consumption_rows c JOIN batches b ON b.id = c.batch
+    WHERE c.trajectory = ? AND c.token_log_ratios IS NOT NULL ORDER BY b.step"""
+# A batch may have the trajectory in several slots.
+_RATIOS = """SELECT c.token_log_ratios, c.staleness, c.mismatch FROM consumption_rows c JOIN batches b ON b.id = c.batch
+    WHERE c.trajectory = ? AND b.step = ? AND c.token_log_ratios IS NOT NULL ORDER BY c.slot LIMIT 1"""
 # A longer text is shown in full only if asked for: browsers lay out a line of a megabyte slowly.
 TEXT_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class LogRatios:
+    """log pi - log mu of each token of a response in nats, as a `step` reported them; no `values` if it did not.
+
+    `steps` are all that reported them, `about` is a sentence for the page.
+    """
+
+    steps: list[int]
+    step: int | None
+    values: list[float]
+    about: str
 
 
 def listing(request: Request) -> Response:
@@ -81,16 +102,17 @@ def _neighbours(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
 
 
 def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a trajectory with its tokens; `query` has the colour and the first token of the strip."""
+    """Return a trajectory with its tokens; `query` has the colour, its step and the first token of the strip."""
     colour, first = query.get("colour", COLOURS[0]), query.get("token", "0")
-    if colour not in COLOURS or not (first.isascii() and first.isdigit() and len(first) < 10):
-        raise UsageError("colour is logprob or version, and token a position")
+    if colour not in COLOURS or not all(_is_number(text) for text in (first, query.get("step", "0"))):
+        raise UsageError("colour is logprob, version or mismatch, step and token are numbers")
     decode = _decoder(recorded_model(run.database, number))
     known = describe(run.database, number, decode)
     limit = None if query.get("full") else TEXT_CHARACTERS
     response = known["text"] if known["text"] is not None else known.get("response_text")
     prompt = known["prompt_text"]
     total = len(known["response_ids"] or [])
+    ratios = _log_ratios(run, known, query.get("step")) if colour == "mismatch" else None
     return {
         "known": known,
         "prompt": (prompt or "")[:limit],
@@ -98,15 +120,43 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
         "error": (known["error"] or "")[:limit],
         "is_cut": limit is not None and any(len(text or "") > limit for text in (prompt, response, known["error"])),
         "has_prompt": prompt is not None,
-        "tokens": strip(known, decode, colour=colour, first=int(first)),
+        "tokens": strip(known, decode, colour=colour, first=int(first), log_ratios=ratios.values if ratios else ()),
+        "ratios": ratios,
         "is_decoded": decode is not None,
         "first": int(first),
         "total": total,
         "next_token": int(first) + STRIP_TOKENS if int(first) + STRIP_TOKENS < total else None,
         "logprob_sum": sum(known["logprobs"]) if known["logprobs"] else None,
         "colour": colour,
+        "colours": COLOURS,
         "quantities": QUANTITIES,
     }
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def _log_ratios(run: Run, known: dict[str, Any], asked: str | None) -> LogRatios:
+    """Return the log-ratios of the tokens of a trajectory as a step reported them, by default the newest that did."""
+    with run.rows() as rows:
+        steps = [row["step"] for row in rows.all(_RATIO_STEPS, known["id"])]
+        step = int(asked) if asked else max(steps, default=None)
+        found = rows.first(_RATIOS, known["id"], step) if step in steps else None
+    if step is None:
+        why = "" if known["trained_by"] else ": no step has trained on them"
+        return LogRatios(steps, step, [], f"No trainer has reported log-ratios of these tokens{why}.")
+    size = LOG_RATIO_DTYPE.itemsize * len(known["response_ids"] or [])
+    if found is None or len(found["token_log_ratios"]) != size:
+        return LogRatios(steps, step, [], f"Step {step} has reported no log-ratios of these tokens.")
+    what = "the mismatch of trainer and engine"
+    # A row has the number `mismatch` if the weights that were trained sampled it.
+    if found["mismatch"] is not None:
+        what += ", which had the same weights"
+    elif found["staleness"]:
+        what += f", and what training changed in the {quantity(found['staleness'], 'step')} since it was sampled"
+    values = np.frombuffer(found["token_log_ratios"], LOG_RATIO_DTYPE).tolist()
+    return LogRatios(steps, step, values, f"log π of the trainer at step {step} − log μ of the searcher: {what}.")
 
 
 @lru_cache(maxsize=4)

@@ -16,7 +16,8 @@ from tba.common.wire.row_numbers import RowNumbers
 
 _CONSUMPTION_COLUMNS = ("batch", "slot", "trajectory", "staleness")
 _SET_NUMBERS = """
-UPDATE consumption_rows SET (logprob, log_ratio, advantage, weight, mismatch, skipped) = (?, ?, ?, ?, ?, ?)
+UPDATE consumption_rows
+SET (logprob, log_ratio, advantage, weight, mismatch, skipped, token_log_ratios) = (?, ?, ?, ?, ?, ?, ?)
 WHERE batch = ? AND slot = ?
 """
 _SELECT_BATCH = """
@@ -29,6 +30,14 @@ JOIN consumption_rows c ON c.batch = b.id
 JOIN trajectory_rows t ON t.id = c.trajectory
 JOIN prompts p ON p.id = t.prompt
 LEFT JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = ?
+WHERE b.run = ? AND b.step = ?
+ORDER BY c.slot
+"""
+_SELECT_TOKENS = """
+SELECT t.response_tokens
+FROM batches b
+JOIN consumption_rows c ON c.batch = b.id
+JOIN trajectory_rows t ON t.id = c.trajectory
 WHERE b.run = ? AND b.step = ?
 ORDER BY c.slot
 """
@@ -53,10 +62,9 @@ class Batches:
         """Return whether the batch of a step is recorded."""
         return bool(self._database.all("SELECT 1 FROM batches WHERE run = ? AND step = ?", run.id, step))
 
-    def slots(self, run: Run, step: int) -> int:
-        """Return the number of slots of the recorded batch of a step."""
-        query = "SELECT prompts * samples FROM batches WHERE run = ? AND step = ?"
-        return int(self._database.one(query, run.id, step)[0])
+    def response_tokens(self, run: Run, step: int) -> list[int]:
+        """Return the number of response tokens of each slot of the recorded batch of a step."""
+        return [tokens for (tokens,) in self._database.all(_SELECT_TOKENS, run.id, step)]
 
     def record(
         self,
@@ -114,9 +122,11 @@ class Batches:
 
     def _set_numbers(self, run: Run, step: int, numbers: RowNumbers) -> None:
         (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)
-        columns = astuple(numbers)
-        rows = zip(*columns, repeat(batch), range(len(columns[0])), strict=False)
+        *columns, log_ratios = astuple(numbers)
+        log_ratios = log_ratios or [None] * len(numbers.skipped)
+        rows = zip(*columns, log_ratios, repeat(batch), range(len(numbers.skipped)), strict=False)
         self._database.execute_many(_SET_NUMBERS, list(rows))
+        self._trajectories.count_logged(sum(map(len, filter(None, log_ratios))))
 
     def steps_done(self, run: Run) -> int:
         """Return the number of steps that were trained."""

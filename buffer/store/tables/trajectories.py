@@ -211,11 +211,16 @@ class Trajectories:
         return dict(self._database.all(f"SELECT t.id, {size} {tables} WHERE t.run = ? ORDER BY t.id", run.id))
 
     def drop_payloads(self, trajectories: Sequence[int], now: float) -> None:
-        """Delete payloads, and set `compacted_at` of their trajectories."""
+        """Delete payloads and the log-ratios of their tokens, and set `compacted_at` of their trajectories."""
         ids = [(id_,) for id_ in trajectories]
         self._database.execute_many("DELETE FROM payloads WHERE trajectory = ?", ids)
         dropped = [(now, id_) for id_ in trajectories]
         self._database.execute_many("UPDATE trajectory_rows SET compacted_at = ? WHERE id = ?", dropped)
+        self._database.execute_many("UPDATE consumption_rows SET token_log_ratios = NULL WHERE trajectory = ?", ids)
+
+    def count_logged(self, size: int) -> None:
+        """Note that the transaction wrote this many bytes to another table."""
+        self._unlogged += size
 
     def committed(self) -> int:
         """Note a commit. Returns approximately how many bytes the transaction added to the write-ahead log."""

@@ -9,6 +9,7 @@ from tba.buffer.tools import check
 from tba.buffer.tools.backup import backup
 from tba.common.config import Config
 from tba.common.errors import Refused, StorageError
+from tba.tests.helpers.puts import log_ratios, numbers_of
 
 TEST_RUN = ["--set", "run.name=test"]
 
@@ -40,7 +41,7 @@ def capped(harness, trajectory):
     buffer.announce(0, 0)
     buffer.put([trajectory(tokens=[n] * 2000) for n in range(2)], 0)
     buffer.sample(0, prompts=1, samples=2)
-    buffer.report(0)
+    buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios([0.5] * 2000, [0.5] * 2000)))
     buffer.put([trajectory(tokens=[n] * 2000) for n in range(2, 10)], 2)
     buffer.store.close()
     return buffer.store.path
@@ -56,7 +57,8 @@ def test_compact_drops_tokens_that_cannot_be_sampled(capped, tba_buffer):
     assert done["file_bytes_after"] < done["file_bytes_before"]
     assert ask(capped, LEFT) == [(9,), (10,)]
     assert ask(capped, "SELECT COUNT(*), COUNT(compacted_at), COUNT(reward) FROM trajectories") == [(10, 8, 10)]
-    assert ask(capped, "SELECT COUNT(*) FROM consumption") == [(2,)]
+    # The log-ratios of tokens that are gone are dropped too, the numbers of the rows stay.
+    assert ask(capped, "SELECT COUNT(*), COUNT(skipped), COUNT(token_log_ratios) FROM consumption_rows") == [(2, 2, 0)]
 
 
 def test_compact_keeps_batches_that_a_resumed_trainer_may_repeat(capped, tba_buffer, harness):
@@ -222,6 +224,7 @@ BREAKAGES = {
     "DELETE FROM payloads WHERE trajectory = 3": "every trajectory has its tokens",
     "UPDATE trajectory_rows SET compacted_at = 1.0 WHERE id = 3": "compacted trajectories have no tokens",
     "UPDATE trajectory_rows SET response_tokens = 4 WHERE id = 3": "tokens are as counted",
+    "UPDATE consumption_rows SET token_log_ratios = x'0000' WHERE slot = 0": "log-ratios of tokens are as counted",
     "UPDATE prompts SET run = 2 WHERE id = 1": "a trajectory has the run of its prompt",
     "UPDATE trajectory_rows SET policy_version = 5 WHERE id = 3": "every policy version was announced",
     "DELETE FROM consumption_rows WHERE slot = 5": "batches have their size",

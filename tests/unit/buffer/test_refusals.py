@@ -9,7 +9,7 @@ from tba.common.wire import fields, messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.status_messages import GetStatus
-from tba.tests.helpers.puts import numbers_of
+from tba.tests.helpers.puts import log_ratios, numbers_of, read_log_ratios
 
 
 def report(ids):
@@ -68,6 +68,32 @@ def test_the_numbers_of_a_report_are_stored_slot_by_slot_and_those_of_a_repeated
     # A report without numbers, of an older trainer, keeps them.
     buffer.report(0)
     assert buffer.store.database.all("SELECT advantage FROM consumption ORDER BY slot") == [(1e308,), (-1e308,)]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_log_ratios_of_more_or_fewer_tokens_than_the_response_has_are_refused_and_change_nothing(harness, tokens):
+    buffer = harness()
+    buffer.fill(1, 4)
+    buffer.ask(sample(), role="trainer", sender="t.1")
+    sentence = f"log-ratios of {2 * tokens} bytes for the 2 response tokens of slot 1: report 2 bytes for each"
+    with pytest.raises(Refused, match=sentence) as refused:
+        buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios([0.5, 1.0], [0.5] * tokens)))
+    assert refused.value.code == "row_numbers"
+    assert buffer.store.database.all("SELECT DISTINCT trained_at FROM consumption") == [(None,)]
+    assert buffer.store.database.all("SELECT DISTINCT token_log_ratios FROM consumption_rows") == [(None,)]
+
+
+def test_log_ratios_of_tokens_are_stored_slot_by_slot_and_count_towards_the_log(harness):
+    buffer = harness()
+    buffer.fill(1, 4)
+    buffer.ask(sample(), role="trainer", sender="t.1")
+    before = buffer.store.log.written
+    buffer.report(0, rows=numbers_of(2))
+    small = buffer.store.log.written - before
+    buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios(None, [0.5, -65504])))
+    stored = buffer.store.database.all("SELECT token_log_ratios FROM consumption_rows ORDER BY slot")
+    assert read_log_ratios([blob for (blob,) in stored]) == [None, [0.5, -65504]]
+    assert buffer.store.log.written - before == 2 * small + 4
 
 
 def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(harness, monkeypatch):

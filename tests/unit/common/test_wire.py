@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -20,8 +21,10 @@ from tba.common.wire.codec import (
     encode_request,
     request_id_of,
 )
+from tba.common.wire.row_numbers import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers
 from tba.common.wire.status_messages import GetStatus
 from tba.common.wire.trajectory import pack, unpack_arrays
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.examples import FILE_MESSAGES, QUERY_MESSAGES, REPLIES, REQUESTS, STATE
 from tba.tests.helpers.puts import put_message
 
@@ -78,6 +81,62 @@ def test_numbers_of_rows_have_one_length_and_a_limit():
         decode_report(weight=[1.0] * (fields.MAX_ROWS + 1))
     with pytest.raises(WireError, match="rows"):
         decode_report(median=[1.0])
+
+
+@pytest.mark.parametrize(
+    ("blob", "words"),
+    [
+        (b"\0", "log-ratios of tokens end within a number"),
+        (bytes.fromhex("007c"), "a log-ratio of a token is not finite"),
+        (bytes.fromhex("00fe"), "a log-ratio of a token is not finite"),
+        (bytes(MAX_LOG_RATIO_BYTES + 2), "rows.token_log_ratios"),
+        ([0.5], "rows.token_log_ratios"),
+        ("0.5", "rows.token_log_ratios"),
+    ],
+    ids=range(6),
+)
+def test_log_ratios_of_tokens_are_finite_numbers_with_a_limit(blob, words):
+    assert decode_report(token_log_ratios=[b""]).rows.token_log_ratios == [b""]
+    assert decode_report(token_log_ratios=[None]).rows.token_log_ratios == [None]
+    with pytest.raises(WireError, match=words):
+        decode_report(token_log_ratios=[blob])
+
+
+def test_log_ratios_of_tokens_have_a_limit_together_that_a_request_has_room_for():
+    columns: dict[str, Any] = {**dict.fromkeys(QUANTITIES, [0.5] * 3), "skipped": [True] * 3}
+    with pytest.raises(WireError, match=f"of {MAX_LOG_RATIO_BYTES + 2} bytes, at most {MAX_LOG_RATIO_BYTES} fit"):
+        decode_report(**columns, token_log_ratios=[bytes(2), bytes(MAX_LOG_RATIO_BYTES // 2), bytes(5 << 20)])
+    with pytest.raises(WireError, match="the columns of numbers of rows differ in length"):
+        decode_report(**columns, token_log_ratios=[b""] * 2)
+    rows, name = fields.MAX_ROWS, "x" * 195
+    numbers: dict[str, Any] = dict.fromkeys(QUANTITIES, [0.5] * rows)
+    most = messages.ReportStep(
+        step=1 << 62,
+        metrics={f"{name}{n:05}": 0.5 for n in range(1024)},
+        reference="initial",
+        trajectory_ids=[1 << 62] * rows,
+        reference_logprobs=[0.5] * rows,
+        rows=RowNumbers(
+            **numbers,
+            skipped=[True] * rows,
+            token_log_ratios=[bytes(MAX_LOG_RATIO_BYTES // rows)] * rows,
+        ),
+    )
+    assert decode_request(views(request(most))).message == most
+
+
+def test_the_bytes_of_numbers_of_rows_are_those_of_protocol_version_1():
+    body = msgpack.unpackb(request(REQUESTS["report_step"])[0])["body"]
+    assert msgpack.packb(body["rows"]).hex() == (
+        "87a76c6f6770726f6291cbc004000000000000a96c6f675f726174696f91cb3fd0000000000000a9616476616e7461676591cbbfe0"
+        "000000000000a677656967687491cb3ff0000000000000a86d69736d6174636891c0a7736b697070656491c2b0746f6b656e5f6c6f"
+        "675f726174696f7391c404003800b4"
+    )
+    # A trainer that does not report them.
+    del body["rows"]["token_log_ratios"]
+    message = decode_request(repacked(request(REQUESTS["report_step"]), body=body)).message
+    assert isinstance(message, messages.ReportStep)
+    assert not_none(message.rows).token_log_ratios is None
 
 
 def test_a_report_of_a_release_without_numbers_of_rows_is_read():

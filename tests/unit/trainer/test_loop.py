@@ -271,6 +271,7 @@ def test_an_unreported_step_is_reported_after_the_resume(make_run):
     references = run.query("SELECT COUNT(*) FROM consumption_rows LEFT JOIN reference_logprobs USING (trajectory) "
                            "WHERE reference_logprobs.logprob IS NULL")  # fmt: skip
     assert references == [0]
+    assert run.query("SELECT COUNT(*) FROM consumption_rows WHERE token_log_ratios IS NULL") == [0]
 
 
 def stop_while_the_buffer_is_away(run: Run, trainer: Trainer, batch, stop: threading.Event) -> None:

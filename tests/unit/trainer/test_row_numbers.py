@@ -9,6 +9,8 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.puts import read_log_ratios
 from tba.tests.helpers.trainer import LONGEST_RESPONSE, make_batch, objective, random_batch
 from tba.tests.unit.trainer.test_objectives import BETA, NAMES, case, group_advantages, raised
 from tba.tests.unit.trainer.test_step import make_learner, naive_logprob, sampled_at
@@ -148,6 +150,13 @@ def test_numbers_of_rows_equal_those_of_the_full_logits(keys):
     assert numbers["logprob"] == pytest.approx(logprobs, abs=1e-9)
     assert numbers["log_ratio"] == pytest.approx([None if each is None else sum(each) for each in ratios], abs=1e-6)
     assert numbers["advantage"] == pytest.approx(group_advantages(batch.reward_BK, "std").flatten().tolist())
+    for row, each, found in zip(batch.rows, ratios, read_log_ratios(numbers["token_log_ratios"]), strict=True):
+        if each is None:
+            assert found is None
+        else:
+            terms = np.zeros(len(row.response_ids))
+            terms[row.loss_mask != 0] = each
+            assert found == pytest.approx(terms.tolist(), rel=6e-4, abs=1e-6)
     fresh = [row.on_policy and each for row, each in zip(batch.rows, ratios, strict=True)]
     expected = [np.abs(each).mean() if each else None for each in fresh]
     assert numbers["mismatch"] == pytest.approx(expected, abs=1e-6)
@@ -174,15 +183,39 @@ def test_means_of_the_numbers_are_the_metrics_of_the_step():
     batch = sampled_at(0.7, random_batch(5), make_learner(double=True, seed=7).policy)
     result = learner.step(batch)
     metrics = result.metrics
-    rows = {name: np.array(column, float) for name, column in asdict(result.rows).items()}
+    columns = asdict(result.rows)
+    each = read_log_ratios(columns.pop("token_log_ratios"))
+    rows = {name: np.array(column, float) for name, column in columns.items()}
     reference = list(result.reference.values())
     assert np.mean(rows["log_ratio"]) == pytest.approx(metrics["log_ratio_mean"], rel=1e-9)
     assert np.mean(rows["logprob"]) - np.mean(reference) == pytest.approx(metrics["kl"], rel=1e-9)
     assert np.std(rows["advantage"]) == pytest.approx(metrics["advantage_std"], rel=1e-9)
     tokens = [len(row.response_ids) for row in batch.rows]
+    assert [sum(not_none(row)) for row in each] == pytest.approx(rows["log_ratio"], rel=1e-3, abs=1e-3)
     assert np.average(rows["mismatch"], weights=tokens) == pytest.approx(metrics["mismatch_mean"], rel=1e-5)
     assert (rows["weight"] == 1).all()
     assert not rows["skipped"].any()
+
+
+def test_log_ratios_beyond_the_range_of_half_precision_are_its_limits():
+    batch = mixed_batch(3, make_learner().policy)
+    far = replace(batch.rows[3], sampling_logprobs=np.full(len(batch.rows[3].response_ids), -1e6, np.float32))
+    rows = make_learner().step(replace(batch, rows=[*batch.rows[:3], far, *batch.rows[4:]])).rows
+    assert set(not_none(read_log_ratios(rows.token_log_ratios)[3])) == {65504.0}
+    assert not_none(rows.log_ratio[3]) > 1e6
+
+
+def test_rows_whose_log_ratios_do_not_fit_a_report_are_left_out_and_the_log_says_so_once(monkeypatch, caplog):
+    caplog.set_level("INFO", "tba")
+    learner, batch = make_learner(), sampled_at(1.0, random_batch(5), make_learner(seed=7).policy)
+    sizes = [2 * len(row.response_ids) for row in batch.rows]
+    monkeypatch.setattr("tba.trainer.step.row_numbers.MAX_LOG_RATIO_BYTES", sum(sizes[:3]))
+    monkeypatch.setattr("tba.trainer.step.learner.MAX_LOG_RATIO_BYTES", sum(sizes[:3]))
+    for _ in range(2):
+        rows = learner.step(batch).rows
+        assert [blob and len(blob) for blob in not_none(rows.token_log_ratios)] == [*sizes[:3], *[None] * 9]
+        assert None not in rows.log_ratio
+    assert caplog.text.count("left out of the report") == 1
 
 
 def test_a_skipped_step_has_the_finite_numbers_and_all_rows_are_skipped():
@@ -192,6 +225,7 @@ def test_a_skipped_step_has_the_finite_numbers_and_all_rows_are_skipped():
     assert None not in rows.logprob
     assert rows.advantage[0] is None
     assert None not in rows.advantage[4:]
+    assert None not in not_none(rows.token_log_ratios)
 
 
 def test_a_step_without_a_forward_pass_has_no_numbers():
@@ -200,4 +234,5 @@ def test_a_step_without_a_forward_pass_has_no_numbers():
         learner.reference.scorer.model.get_input_embeddings().weight.fill_(math.nan)
     rows = asdict(learner.step(random_batch(1)).rows)
     assert rows.pop("skipped") == [True] * 12
+    assert rows.pop("token_log_ratios") is None
     assert all(column == [None] * 12 for column in rows.values())

@@ -1,0 +1,29 @@
+"""A check of the log-ratios of tokens that a run has stored."""
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba.common.wire.row_numbers import LOG_RATIO_DTYPE
+
+_ROWS = """
+SELECT c.log_ratio, c.mismatch, t.response_tokens, c.token_log_ratios
+FROM consumption_rows c JOIN batches b ON b.id = c.batch JOIN trajectory_rows t ON t.id = c.trajectory
+WHERE b.trained_at IS NOT NULL
+"""
+
+
+def check_token_log_ratios(database: Path) -> None:
+    """Check that every trained row has one log-ratio per token, which agree with the numbers of the row."""
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        rows = connection.execute(_ROWS).fetchall()
+    assert rows
+    for log_ratio, mismatch, tokens, blob in rows:
+        ratio_R = np.frombuffer(blob, LOG_RATIO_DTYPE).astype(float)
+        assert len(ratio_R) == tokens
+        assert ratio_R.sum() == pytest.approx(log_ratio, rel=1e-3, abs=1e-3)
+        if mismatch is not None:
+            assert np.abs(ratio_R).mean() == pytest.approx(mismatch, rel=1e-3, abs=1e-7)

@@ -74,7 +74,8 @@ def gradient_cosine(optimizer: AdamW, ranks: Ranks) -> float:
         if parameter.grad is not None and "exp_avg" in state:
             gradient = local_part(parameter.grad).flatten()[:_COSINE_ELEMENTS]
             mean = local_part(state["exp_avg"]).flatten()[:_COSINE_ELEMENTS]
-            products.append(torch.stack([gradient @ mean, gradient @ gradient, mean @ mean]))
+            # Not `@`: the sum of a BLAS library depends on alignment in memory, which a restored state has not kept.
+            products.append(torch.stack([(gradient * mean).sum(), gradient.square().sum(), mean.square().sum()]))
     total_3 = torch.stack(products).double().sum(dim=0) if products else torch.zeros(3, dtype=torch.float64)
     both, gradient_square, mean_square = ranks.sum(total_3.cpu()).tolist()
     lengths = math.sqrt(gradient_square * mean_square)

@@ -47,7 +47,7 @@ def run_panel(name: str, options: argparse.Namespace, deadline: float) -> None:
     run_missing([setting for seed in seeds for cell in chosen for setting in cell.of_seeds([seed])], options, deadline)
     results = load(file)
     print(f"\n{name}, {options.task}" + (f". The paper: {panel.paper}." if panel.paper else ""))
-    print("\n".join(table(panel, results, chosen, seeds)))
+    print("\n".join(table(results, chosen, seeds)))
     if name not in ABLATIONS and not options.tables_only:
         shown = cells(panel, results, options.task, objectives_of(results, options.task), list(panel.columns))
         draw(file.with_name(f"off_policy_{name}_{options.task}.png"), results, list(shown), REPORT_SEEDS)

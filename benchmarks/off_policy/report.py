@@ -1,10 +1,10 @@
 """Tables of a panel, in Markdown, from the file of results."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.off_policy.panels import FRESH, Cell, Panel
+from benchmarks.off_policy.panels import FRESH, Cell
 from benchmarks.off_policy.results import Result, Results
 
 HEADINGS = (
@@ -22,49 +22,51 @@ HEADINGS = (
 )
 
 
-def table(panel: Panel, results: Results, cells: Sequence[Cell], seeds: Sequence[int]) -> list[str]:
+def table(results: Results, cells: Sequence[Cell], seeds: Sequence[int]) -> list[str]:
     """Return the lines of the table of a panel. A cell without any run is left out.
 
-    Gains are relative to those on fresh data with its own rate. `drift` is the mean over the run of KL(sampler ||
-    policy) of whole responses.
+    Gains are relative to those on fresh data with its own rate, over the seeds that have both. `drift` is the mean over
+    the run of KL(sampler || policy) of whole responses.
     """
     found = {cell: _results(results, cell, seeds) for cell in cells}
-    gains = {cell.objective: _gain(runs) for cell, runs in found.items() if cell.column == FRESH and runs}
+    fresh = {cell.objective: runs for cell, runs in found.items() if cell.column == FRESH}
     lines = [_row(HEADINGS), _row(["---"] * len(HEADINGS))]
     for cell, runs in found.items():
         if runs:
-            fresh = (gains.get(cell.objective), gains.get("tb")) if FRESH in panel.columns else (None, None)
-            lines.append(_row(_columns(cell, runs, *fresh)))
-    start = next((runs[0] for runs in found.values() if runs), None)
+            shares = [_share(runs, fresh.get(name, {})) for name in (cell.objective, "tb")]
+            lines.append(_row(_columns(cell, list(runs.values()), shares)))
+    start = next((run for runs in found.values() for run in runs.values()), None)
     if start is not None:
         lines.append("")
         lines.append(
             f"Before the first step: reward {start.reward[0]:.3f}, greedy {start.greedy[0]:.3f}, pass@8 "
             f"{start.pass_at_8[0]:.3f}. The runs of this table took "
-            f"{sum(run.cpu_seconds for runs in found.values() for run in runs) / 60:.0f} CPU minutes."
+            f"{sum(run.cpu_seconds for runs in found.values() for run in runs.values()) / 60:.0f} CPU minutes."
         )
     return lines
 
 
-def _results(results: Results, cell: Cell, seeds: Iterable[int]) -> list[Result]:
-    return [results[setting] for setting in cell.of_seeds(seeds) if setting in results]
+def _results(results: Results, cell: Cell, seeds: Iterable[int]) -> dict[int, Result]:
+    """Return the runs of a cell by seed."""
+    return {setting.seed: results[setting] for setting in cell.of_seeds(seeds) if setting in results}
 
 
-def _gain(runs: Sequence[Result]) -> float:
-    return float(np.mean([run.gain for run in runs]))
+def _share(runs: Mapping[int, Result], fresh: Mapping[int, Result]) -> str:
+    """Return the mean gain as a share of that on fresh data, over the seeds of both. Empty if there are none."""
+    both = runs.keys() & fresh.keys()
+    return f"{sum(runs[seed].gain for seed in both) / sum(fresh[seed].gain for seed in both):.0%}" if both else ""
 
 
-def _columns(cell: Cell, runs: Sequence[Result], own: float | None, balance: float | None) -> list[str]:
+def _columns(cell: Cell, runs: Sequence[Result], shares: Sequence[str]) -> list[str]:
     finals = [run.reward[-1] for run in runs]
     spread = f" ± {np.std(finals, ddof=1):.3f}" if len(finals) > 1 else ""
-    of_fresh = ["" if fresh is None else f"{_gain(runs) / fresh:.0%}" for fresh in (own, balance)]
     return [
         cell.objective,
         cell.column,
         f"{cell.setting.rate:.0e}" + {"own": " (own)", "given": " (not swept)"}.get(cell.kind, ""),
         str(len(runs)),
         f"{np.mean(finals):.3f}{spread}",
-        *of_fresh,
+        *shares,
         f"{np.mean([run.greedy[-1] for run in runs]):.3f}",
         f"{np.mean([run.pass_at_8[-1] for run in runs]):.3f}",
         f"{np.mean([run.drift[1:] for run in runs]):.2f}",

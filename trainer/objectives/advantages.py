@@ -72,7 +72,9 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
     if floor != "group":
         return weight * (mean_bK - floor)
     least_bK, largest_bK = range_of_others(reward_bK)
-    spread_bK, above_bK = largest_bK - least_bK, mean_bK - least_bK
+    spread_bK = largest_bK - least_bK
+    # The mean is a difference of sums: where one reward is large, rounding can put it far outside the spread.
+    above_bK = (mean_bK - least_bK).clamp(min=0).minimum(spread_bK)
     solved_bK = above_bK * (above_bK / spread_bK) ** _SOLVED_POWER
     # A group of right answers only has no spread, and is worth keeping.
     return weight * torch.where(spread_bK > 0, solved_bK, mean_bK.clamp(min=0))

@@ -1,6 +1,7 @@
 """Imitation and taper: what they change on fresh and on stale data, on policies small enough to enumerate."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,14 @@ def expected_gradient(
         group = replace(group, tempered_R=tempered_R, reference_bK=torch.full((1, 3), -1.0))
         total = total + sampler[list(picks)].prod() * objective(name, **keys).loss(group, BETA)
     return torch.autograd.grad(total, logits)[0]
+
+
+def test_imitation_is_at_most_the_spread_of_the_others_where_a_reward_is_large():
+    # The mean of the last two is what rounding leaves of a sum of 1e9: it is far outside the two.
+    reward_1K = torch.tensor([[-1e9, 0.1, math.nextafter(0.1, 1)]], dtype=torch.float64)
+    (added,) = imitation(reward_1K, 1.0, "group")
+    assert 0 <= added[0] <= 1e-16
+    assert added[1:].tolist() == pytest.approx([1e9 / 16] * 2)
 
 
 @pytest.mark.parametrize("floor", [-1.0, "group"])

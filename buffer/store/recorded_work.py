@@ -22,6 +22,8 @@ _MODEL = "model.path"
 _OF_TASK = ("name", "options", "mixture")
 _OF_PROMPTS = ("limit", "system", "template_kwargs")
 _OF_PART = ("name", "options", "limit", "label")
+# Options, such as those of redteam: the same servers may have moved, and a limit of time changes no reward.
+_MAY_CHANGE = ("url", "request_seconds")
 # The start whose searchers registered the prompts: a later one may have been refused by the searchers.
 _START = f"""SELECT s.config FROM runs r JOIN starts s ON s.run = r.id
     WHERE r.name = ? AND json_extract(s.config, '$.{IMPORT}') IS NULL
@@ -49,7 +51,8 @@ def refuse_other_work(config: Config, *, evaluates: bool = False) -> None:
     except StorageError:
         return
     different = [
-        f"{key} was {_shown(was)} and is {_shown(now)}" for key, was, now in _differences(recorded, config, evaluates)
+        f"{key} was {_shown(was)} and is {_shown(now)}" if was != now else f"{key} {_shown(now)} had other weights"
+        for key, was, now in _differences(recorded, config, evaluates)
     ]
     if different:
         raise ConfigError(
@@ -99,10 +102,19 @@ def _is_other_model(recorded: Mapping[str, Any], config: Config) -> bool:
 def _comparable(key: str, value: Any) -> Any:
     if key == "mixture":
         return [{name: _comparable(name, part.get(name)) for name in _OF_PART} for part in value]
+    if key == "options":
+        return _fixed(value)
     # The file of a task may have moved.
     if key == "name" and isinstance(value, str) and value.partition(":")[0].endswith(".py"):
         return Path(value).name
     return value
+
+
+def _fixed(options: Any) -> Any:
+    """Return options of a task without those that may change."""
+    if not isinstance(options, dict):
+        return options
+    return {name: _fixed(value) for name, value in options.items() if name not in _MAY_CHANGE}
 
 
 def _shown(value: Any) -> str:

@@ -105,6 +105,20 @@ def test_what_does_not_change_the_rows_may_change(run, model, tmp_path):
         refuse_other_work(config_of(run.run.dir, moved, **sections))
 
 
+def test_the_servers_of_a_task_may_move_and_not_change(tmp_path, model):
+    def of(url: str, seconds: float, replies: int, **more) -> Config:
+        options = {"victim": {"url": url, "replies": replies}, "request_seconds": seconds}
+        part = {"name": "own.py:Own", "options": options}
+        return config_of(tmp_path / "run", model, task={"name": "mixture", "mixture": [part]} if more else part)
+
+    for mixture in ({}, {"mixture": True}):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        start(of("http://node0:8001", 30, 5, **mixture), lease=True)
+        refuse_other_work(of("http://node7:9001", 60, 5, **mixture))
+        with pytest.raises(ConfigError, match='"replies": 5.* and is .*"replies": 6'):
+            refuse_other_work(of("http://node0:8001", 30, 6, **mixture))
+
+
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_model_with_other_weights_is_refused_also_at_the_same_path(run, model, tmp_path, elsewhere):
     other = shutil.copytree(model, tmp_path / "other") if elsewhere else model
@@ -112,7 +126,8 @@ def test_a_model_with_other_weights_is_refused_also_at_the_same_path(run, model,
     # As if the tensors of the last layers had been trained.
     weights[-1000:] = (byte ^ 1 for byte in weights[-1000:])
     (other / "model.safetensors").write_bytes(weights)
-    with pytest.raises(ConfigError, match="model.path was"):
+    found = "model.path was .* and is .*/other" if elsewhere else 'model.path ".*/model" had other weights'
+    with pytest.raises(ConfigError, match=found):
         refuse_other_work(config_of(run.run.dir, other))
 
 

@@ -54,6 +54,7 @@ log = get_logger(__name__)
 _NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "load_seconds"}
 _OF_CLASSIFIER = {"path", "weight", "template"}
 _NOT_MEASURED = {"at_end", "gpu"}
+_OF_EMBEDDINGS = {"duplicate_distance"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
 # The sampled answers of an evaluation have seeds of their own, as those of an epoch do.
@@ -90,10 +91,12 @@ def read_subject(config: Config) -> Subject:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
     check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
+    # What changes no number must not have a curve of evaluations repeated.
+    unused = _NOT_MEASURED if config.eval.embedder else _NOT_MEASURED | _OF_EMBEDDINGS
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
         **_scoring_models(config),
-        "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
+        "eval": config.eval.model_dump(mode="json", exclude=unused),
         "max_tokens": max_tokens(config),
         "stop": config.search.stop,
         "seed": config.run.seed,

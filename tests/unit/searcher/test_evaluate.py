@@ -121,6 +121,15 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
         pass
 
 
+def test_only_a_setting_that_changes_a_number_makes_another_evaluation(example_model):
+    def settings(**section) -> str:
+        return read_subject(Config.model_validate({"model": {"path": str(example_model)}, "eval": section})).settings
+
+    assert settings(duplicate_distance=0.3) == settings()
+    embedder = {"samples": 4, "embedder": "encoder"}
+    assert settings(duplicate_distance=0.3, **embedder) != settings(**embedder)
+
+
 def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path):
     address = "tcp://127.0.0.1:1"
     fetching = Fetching()

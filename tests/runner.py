@@ -31,9 +31,12 @@ _failed: list[str] = []
 # compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# A shell script starts background commands with SIGINT ignored, which their children inherit.
+# A shell script starts background commands with SIGINT ignored, and nohup ignores SIGHUP. Processes that tests start
+# would inherit that; a signal with a handler they get as usual.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def size(small: T, full: T) -> T:

@@ -134,7 +134,7 @@ class ObjectiveSection(Section):
     is 1 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["task", "group"] = "group"
     """imitation: the reward from which it counts. group: the least reward of the other responses, and less of it the
-    further their mean is from their largest (docs/objectives.md); 0 if their rewards are equal. task: the
+    fewer of them are close to the best (docs/objectives.md); 0 if their rewards are equal. task: the
     `least_reward` that the task declares, 0 if it declares none, or task.truncated if that is lower; a trainer then
     loads a task of your own when it starts. A number stands for it. A reward below that of a task is logged once."""
     taper: Literal["off", "response", "mean"] = "off"

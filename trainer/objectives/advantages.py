@@ -15,6 +15,8 @@ _LARGEST_LOG_RATIO = 10.0
 _STD_EPSILON = 1e-4
 # Chosen by measurement (docs/decisions/0039-tb-stale-weights-tokens.md).
 _SOLVED_POWER = 3
+# Of the range of a group's rewards: a response this close to the best counts as solved.
+_SOLVED_WITHIN = 0.05
 
 
 def centred(reward_bK: Tensor) -> Tensor:
@@ -51,14 +53,15 @@ def leave_one_out(reward_bK: Tensor) -> Tensor:
 def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"]) -> Tensor:
     """Return the term that is added to advantages so that good stale answers are kept: [b, K], zero for `weight` 0.
 
-    Over the rewards of the other K - 1 responses, with m their mean, l their least and h their largest:
+    Over the rewards of the other K - 1 responses, with m their mean, l their least and h their largest, and s the share
+    of them with a reward of at least h - (h - l) / 20:
 
-        lambda (m - l) ((m - l) / (h - l))^3,    or lambda max(m, 0) where l = h
-        lambda (m - floor)                       if `floor` is a number, such as the least reward of the task
+        lambda (m - l) s^3,    or lambda max(m, 0) where l = h
+        lambda (m - floor)     if `floor` is a number, such as the least reward of the task
 
     Added to `centred`, it lowers the baseline, lambda = `weight`, from the mean of the group towards the least reward
     (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). The power leaves most of it to prompts that are
-    nearly solved: with graded rewards m is half-way between l and h, and there the term is mostly noise.
+    nearly solved. With graded rewards few responses share the best one, and there the term would be mostly noise.
 
     Where the policy has left its sampler, the group's mean under the sampler is no baseline that keeps the probability
     of the sampled answers: a common fall of all of them changes no centred residual. This term pulls the policy to the
@@ -75,9 +78,15 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
     spread_bK = largest_bK - least_bK
     # The mean is a difference of sums: where one reward is large, rounding can put it far outside the spread.
     above_bK = (mean_bK - least_bK).clamp(min=0).minimum(spread_bK)
-    solved_bK = above_bK * (above_bK / spread_bK) ** _SOLVED_POWER
+    solved_bK = _share_of_others(reward_bK, largest_bK - _SOLVED_WITHIN * spread_bK)
     # A group of right answers only has no spread, and is worth keeping.
-    return weight * torch.where(spread_bK > 0, solved_bK, mean_bK.clamp(min=0))
+    return weight * torch.where(spread_bK > 0, above_bK * solved_bK**_SOLVED_POWER, mean_bK.clamp(min=0))
+
+
+def _share_of_others(reward_bK: Tensor, least_bK: Tensor) -> Tensor:
+    """Return the share of the other responses of the group with at least a reward of `least_bK`: [b, K]."""
+    enough_bKK = (reward_bK[:, None, :] >= least_bK[:, :, None]).to(reward_bK.dtype)
+    return (enough_bKK.sum(dim=2) - enough_bKK.diagonal(dim1=1, dim2=2)) / (reward_bK.shape[1] - 1)
 
 
 def range_of_others(reward_bK: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,7 @@ def test_imitation_is_at_most_the_spread_of_the_others_where_a_reward_is_large()
     reward_1K = torch.tensor([[-1e9, 0.1, math.nextafter(0.1, 1)]], dtype=torch.float64)
     (added,) = imitation(reward_1K, 1.0, "group")
     assert 0 <= added[0] <= 1e-16
+    # One of the two others is the best: half of their range, times the share of a half cubed.
     assert added[1:].tolist() == pytest.approx([1e9 / 16] * 2)
 
 
@@ -194,9 +195,21 @@ def test_prompts_that_are_nearly_solved_are_imitated_most():
     assert added_b8[8].tolist() == [1.0] * 8
 
 
+def test_graded_rewards_are_imitated_only_if_most_are_close_to_the_best():
+    def added(*others: float) -> float:
+        return float(imitation(torch.tensor([[0.5, *others]], dtype=torch.float64), 1.0, "group")[0, 0])
+
+    # Of a range of 0.3, a twentieth is 0.015.
+    assert added(0.6, 0.75, 0.9, 0.6, 0.75, 0.9) == pytest.approx(0.15 * (2 / 6) ** 3)
+    assert added(0.6, 0.886, 0.9) == pytest.approx((2.386 / 3 - 0.6) * (2 / 3) ** 3)
+    assert added(0.6, 0.884, 0.9) == pytest.approx((2.384 / 3 - 0.6) * (1 / 3) ** 3)
+    # A small penalty of right answers leaves them right.
+    assert added(0.0, 0.98, 0.97, 0.96) == pytest.approx(2.91 / 4 * 0.75**3)
+
+
 def test_equal_rewards_of_the_others_count_from_0_if_they_are_positive():
     reward_bK = torch.tensor([[3.0, 1.0, 1.0], [1.0, 1.0, 1.0], [-1.0, -1.0, 2.0], [-1.0, -1.0, -1.0]])
-    # Half-way between least and largest, the power takes 7/8 of what the mean is above the least.
+    # One of the two others is the best, so the power takes 7/8 of what their mean is above the least.
     half = [1.0 / 16, 1.5 / 16]
     expected = [[0.5, half[0], half[0]], [0.5, 0.5, 0.5], [half[1], half[1], 0.0], [0.0, 0.0, 0.0]]
     assert imitation(reward_bK, 0.5, "group").tolist() == expected

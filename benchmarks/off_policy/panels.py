@@ -22,7 +22,7 @@ OBJECTIVES = (
     "tba_prime:mean_kl=policy",
     "dr_grpo",
     "ppo_clip",
-    "oapl:value_beta=1",
+    "oapl",
     "online_dpo",
 )
 FRESH = "fresh"

@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "proximal_rloo": {},
     "cispo": {"lora.rank": 4},
     "online_dpo": {"reference.kind": "ema", "reference.every": 3},
-    "oapl": {"train.weight_decay": 0},
+    "oapl": {"train.weight_decay": 0, "objective.value_beta": "beta"},
 }
 
 

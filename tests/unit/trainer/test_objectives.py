@@ -279,7 +279,9 @@ def test_oapl_is_zero_at_its_optimum():
     assert loss < 1e-28
     assert gradient.abs().max() < 1e-13
     off = by_hand([1, 2], [optimum[0] + 1.0, *optimum[1:]], [2 * HALF, HALF, HALF], [1.0, 0.0])
-    assert objective("oapl", value_beta="beta").loss(off, BETA).item() == pytest.approx(BETA**2 / (2 * BETA) / 2, rel=1e-12)
+    assert objective("oapl", value_beta="beta").loss(off, BETA).item() == pytest.approx(
+        BETA**2 / (2 * BETA) / 2, rel=1e-12
+    )
 
 
 def test_trajectory_balance_is_zero_at_its_optimum():

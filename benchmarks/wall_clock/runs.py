@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ _DEMO = Path("examples/arithmetic/demo.toml")
 # Not forked: this process has threads.
 _SPAWN = multiprocessing.get_context("spawn")
 _STOP_SECONDS = 120.0
+_START_SECONDS = 600.0
 _POLL_SECONDS = 0.2
 
 
@@ -35,6 +37,7 @@ class Outcome:
     """One run. `accuracies` are pairs of Unix time and held-out accuracy, `late` counts steps slower than the pace."""
 
     started: float
+    first_ended: float
     ended: float
     steps: int
     staleness: float
@@ -44,7 +47,8 @@ class Outcome:
 
     @property
     def seconds_step(self) -> float:
-        return (self.ended - self.started) / self.steps
+        """Seconds from the end of a step to the end of the next one."""
+        return (self.ended - self.first_ended) / (self.steps - 1)
 
     def seconds_to(self, accuracy: float) -> float | None:
         """Seconds from the first batch until an accuracy is reached; None if it is not."""
@@ -67,7 +71,9 @@ def run(settings: list[str], searchers: int, pace: Pace) -> Outcome:
             [sys.executable, "-m", "tba", "buffer", "serve", "--config", str(_DEMO), *assignments],
             stderr=subprocess.DEVNULL,
         )
-        children = [_child(_search, config, pace, number) for number in range(searchers)]
+        # Generation starts in all searchers at once: starting dozens of processes takes longer than a step.
+        ready = _SPAWN.Barrier(searchers)
+        children = [_child(_search, config, pace, number, ready) for number in range(searchers)]
         trainer = _child(_train, config, pace, notes)
         try:
             _wait([trainer, *children], buffer)
@@ -95,9 +101,11 @@ def _wait(children: list[BaseProcess], buffer: subprocess.Popen[bytes]) -> None:
             raise RuntimeError("a process of the run has failed: its log lines are above")
 
 
-def _search(config: Config, pace: Pace, number: int) -> None:
+def _search(config: Config, pace: Pace, number: int, ready: Barrier) -> None:
     def paced(*arguments: object, **named: object) -> PacedEngine:
-        return PacedEngine(make_engine(*arguments, **named), pace)  # type: ignore[arg-type]
+        engine = make_engine(*arguments, **named)  # type: ignore[arg-type]
+        ready.wait(_START_SECONDS)
+        return PacedEngine(engine, pace, [config.run.seed, number])
 
     searcher_run.make_engine = paced
     searcher_run.search(config, device="cpu", label=f"cpu{number}", stop=StopSignal())
@@ -119,6 +127,7 @@ def _outcome(config: Config, assignments: list[str], pace: Pace, notes: Path) ->
     evaluated = json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
     return Outcome(
         started=started,
+        first_ended=float(ended[0]),
         ended=float(ended[-1]),
         steps=len(ended),
         staleness=statistics.mean(one["staleness_mean"] for one in metrics if "staleness_mean" in one),

@@ -1,5 +1,7 @@
 """Objectives that are squared residuals: each is zero at a known optimum, whichever policy sampled the responses.
 
+`optimal_advantage` is so only if `value_beta` is beta.
+
 Shape suffixes: b prompts of a micro-batch, K responses to each.
 """
 

@@ -1,4 +1,4 @@
-"""The bound that the benchmark of asynchronous against synchronous training prints beside its measurements."""
+"""The bound that the benchmark of asynchronous against synchronous training prints next to its measurements."""
 
 import importlib
 from dataclasses import replace

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.off_policy.results import Results
 from benchmarks.off_policy.setting import SWEEP_SEEDS, Setting
-from benchmarks.off_policy.tasks import load_task
+from benchmarks.off_policy.tasks import rate_and_beta
 
 RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 OBJECTIVES = (
@@ -43,9 +43,8 @@ class Panel:
 
     def template(self, task: str, objective: str, column: str) -> Setting:
         """Return the setting of a cell, with the rate that no sweep chose and the first sweep seed."""
-        known = load_task(task)
-        rate = self.rate or known.rate
-        base = Setting(task=task, objective=objective, rate=rate, seed=SWEEP_SEEDS[0], beta=known.beta)
+        rate, task_beta = rate_and_beta(task)
+        base = Setting(task=task, objective=objective, rate=self.rate or rate, seed=SWEEP_SEEDS[0], beta=task_beta)
         beta = {key: factor * base.beta for key, factor in self.columns[column].items() if key.startswith("beta")}
         return base.replace(**self.common | self.columns[column] | beta)
 

@@ -32,9 +32,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Problems of one length of prompt. `longest` is the limit of responses in tokens, `beta` the KL coefficient.
-
-    `rate` is the learning rate where no sweep has chosen one.
+    """Problems of one length of prompt. `longest` is the limit of responses in tokens.
 
     With `graded` the reward is the fraction of positions of the answer that are right, otherwise 1 for the right
     answer and 0 for any other.
@@ -43,8 +41,6 @@ class Task:
     name: str
     model: Path
     longest: int
-    beta: float
-    rate: float
     graded: bool
     end: int
     training: Sequence[Problem]
@@ -61,12 +57,25 @@ class Task:
 @cache
 def load_task(name: str) -> Task:
     """Return a task by name: "arithmetic", or "copying-N" for N digits. Makes the model of the latter at first use."""
+    digits = digits_to_copy(name)
+    return _copying(digits) if digits else _arithmetic()
+
+
+def rate_and_beta(name: str) -> tuple[float, float]:
+    """Return the learning rate of a task where no sweep has chosen one, and its KL coefficient."""
+    digits = digits_to_copy(name)
+    # A position is worth 1 / (digits + 1): beta keeps the odds of a right one in the optimum, e^8.
+    return (3e-4, 1 / (8 * (digits + 1))) if digits else (1e-4, 0.1)
+
+
+def digits_to_copy(name: str) -> int:
+    """Return N of the task "copying-N", 0 for "arithmetic". Raises ValueError for any other name."""
     if name == "arithmetic":
-        return _arithmetic()
+        return 0
     kind, _, digits = name.partition("-")
-    if kind != "copying" or not digits.isdigit():
+    if kind != "copying" or not digits.isdigit() or not int(digits):
         raise ValueError(f"unknown task {name!r}: arithmetic, or copying-N with N digits")
-    return _copying(int(digits))
+    return int(digits)
 
 
 def _arithmetic() -> Task:
@@ -77,8 +86,6 @@ def _arithmetic() -> Task:
         name="arithmetic",
         model=path,
         longest=5,
-        beta=0.1,
-        rate=1e-4,
         graded=False,
         end=tokenizer.eos_token_id,
         training=encoded(problems[:-REPORTED], tokenizer),
@@ -102,9 +109,6 @@ def _copying(digits: int) -> Task:
         name=f"copying-{digits}",
         model=path,
         longest=digits + 1,
-        # A position is worth 1 / (digits + 1): beta keeps the odds of a right one in the optimum, e^8.
-        beta=1 / (8 * (digits + 1)),
-        rate=3e-4,
         graded=True,
         end=tokenizer.eos_token_id,
         training=problems[2 * COPYING_HELD_OUT :],

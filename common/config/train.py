@@ -163,7 +163,7 @@ class ObjectiveSection(Section):
     """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler,
     as in the authors' code, keeps the level of the log-probabilities of stale data; policy is the paper's Eq. 7."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
-    """oapl: the temperature of the value estimate; beta uses train.beta, with which stale data is unlearnt
+    """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
     (docs/evidence.md)."""
     log_z_learning_rate: PositiveFloat = 1e-3
     """tb_learned_z: constant learning rate of the head that predicts log Z from the prompt."""

@@ -15,7 +15,7 @@ _LARGEST_LOG_RATIO = 10.0
 _STD_EPSILON = 1e-4
 # Chosen by measurement (docs/decisions/0039-tb-stale-weights-tokens.md).
 _SOLVED_POWER = 3
-# Of the range of a group's rewards: a response this close to the best counts as solved.
+# Of the range of the other rewards: a response this close to the best of them counts as solved.
 _SOLVED_WITHIN = 0.05
 
 
@@ -61,7 +61,7 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
 
     Added to `centred`, it lowers the baseline, lambda = `weight`, from the mean of the group towards the least reward
     (baselines below the mean: Arnal et al. 2025, arXiv 2506.20520). The power leaves most of it to prompts that are
-    nearly solved. With graded rewards few responses share the best one, and there the term would be mostly noise.
+    nearly solved. With graded rewards, where it would be mostly noise, few responses share the best one.
 
     Where the policy has left its sampler, the group's mean under the sampler is no baseline that keeps the probability
     of the sampled answers: a common fall of all of them changes no centred residual. This term pulls the policy to the
@@ -78,15 +78,15 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
     spread_bK = largest_bK - least_bK
     # The mean is a difference of sums: where one reward is large, rounding can put it far outside the spread.
     above_bK = (mean_bK - least_bK).clamp(min=0).minimum(spread_bK)
-    solved_bK = _share_of_others(reward_bK, largest_bK - _SOLVED_WITHIN * spread_bK)
+    share_bK = _share_of_others(reward_bK, largest_bK - _SOLVED_WITHIN * spread_bK)
     # A group of right answers only has no spread, and is worth keeping.
-    return weight * torch.where(spread_bK > 0, above_bK * solved_bK**_SOLVED_POWER, mean_bK.clamp(min=0))
+    return weight * torch.where(spread_bK > 0, above_bK * share_bK**_SOLVED_POWER, mean_bK.clamp(min=0))
 
 
-def _share_of_others(reward_bK: Tensor, least_bK: Tensor) -> Tensor:
-    """Return the share of the other responses of the group with at least a reward of `least_bK`: [b, K]."""
-    enough_bKK = (reward_bK[:, None, :] >= least_bK[:, :, None]).to(reward_bK.dtype)
-    return (enough_bKK.sum(dim=2) - enough_bKK.diagonal(dim1=1, dim2=2)) / (reward_bK.shape[1] - 1)
+def _share_of_others(reward_bK: Tensor, enough_bK: Tensor) -> Tensor:
+    """Return the share of the other responses of the group with a reward of at least `enough_bK`: [b, K]."""
+    reached_bKK = (reward_bK[:, None, :] >= enough_bK[:, :, None]).to(reward_bK.dtype)
+    return (reached_bKK.sum(dim=2) - reached_bKK.diagonal(dim1=1, dim2=2)) / (reward_bK.shape[1] - 1)
 
 
 def range_of_others(reward_bK: Tensor) -> tuple[Tensor, Tensor]:

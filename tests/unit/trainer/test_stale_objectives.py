@@ -207,6 +207,18 @@ def test_graded_rewards_are_imitated_only_if_most_are_close_to_the_best():
     assert added(0.0, 0.98, 0.97, 0.96) == pytest.approx(2.91 / 4 * 0.75**3)
 
 
+@pytest.mark.parametrize("samples", [2, 3, 4, 6, 9])
+def test_imitation_of_a_response_does_not_depend_on_its_own_reward(samples):
+    rewards = torch.rand(200, samples, dtype=torch.float64, generator=torch.Generator().manual_seed(samples))
+    # Coarse, so that the share near the best takes all its values.
+    rewards = (rewards * 4).round() / 4
+    other = rewards.clone()
+    other[:, 0] += torch.linspace(-3, 3, 200, dtype=torch.float64)
+    before, after = (imitation(each, 1.0, "group")[:, 0] for each in (rewards, other))
+    assert torch.allclose(before, after, atol=1e-14)
+    assert len(before.unique()) > samples
+
+
 def test_equal_rewards_of_the_others_count_from_0_if_they_are_positive():
     reward_bK = torch.tensor([[3.0, 1.0, 1.0], [1.0, 1.0, 1.0], [-1.0, -1.0, 2.0], [-1.0, -1.0, -1.0]])
     # One of the two others is the best, so the power takes 7/8 of what their mean is above the least.

@@ -5,7 +5,7 @@
 Real processes: buffer server, searchers and trainer of the demo, with its model and task. Engine and trainer are paced
 to the times of a node (`pace.py`), `--faster` times as fast. Synchronous is `max_staleness = 0`: each step trains on
 responses of its own weights, and the searchers generate one batch of them. Asynchronous searchers are held back by
-`samples_per_insert = 1` alone, since here all of them share the cores on which they compute. The snapshots of every
+`samples_per_insert = 1` alone, four batches ahead, since here all of them share the cores on which they compute. The snapshots of every
 fifth step are evaluated afterwards; the time to the accuracy is interpolated between them. *Bound* is how many times as
 fast a step can be at most, by the pace alone, and *ratio* how many times as fast it was.
 """
@@ -60,9 +60,13 @@ def _cells(outcome: Outcome, options: argparse.Namespace) -> list[str]:
 def _settings(searchers: int, steps: int, seed: int, *, synchronous: bool) -> list[str]:
     # A searcher leases twice what its engine takes, and the paced engine decodes all of it: one batch in all searchers.
     in_flight = max(1, _SAMPLES * math.ceil(_PROMPTS / searchers) // 2)
-    limits = (
-        ["buffer.max_staleness=0"] if synchronous else ["buffer.max_staleness=unbounded", "buffer.samples_per_insert=1"]
-    )
+    asynchronous = [
+        "buffer.max_staleness=unbounded",
+        "buffer.samples_per_insert=1",
+        # By default searchers stop two batches ahead, while the long responses that complete a group are still missing.
+        f"buffer.samples_per_insert_slack={4 * _PROMPTS * _SAMPLES}",
+    ]
+    limits = ["buffer.max_staleness=0"] if synchronous else asynchronous
     return [
         *limits,
         f"run.seed={seed}",

@@ -5,9 +5,9 @@
 Real processes: buffer server, searchers and trainer of the demo, with its model and task. Engine and trainer are paced
 to the times of a node (`pace.py`), `--faster` times as fast. Synchronous is `max_staleness = 0`: each step trains on
 responses of its own weights, and the searchers generate one batch of them. Asynchronous searchers are held back by
-`samples_per_insert = 1` alone, four batches ahead, since here all of them share the cores on which they compute. The snapshots of every
-fifth step are evaluated afterwards; the time to the accuracy is interpolated between them. *Bound* is how many times as
-fast a step can be at most, by the pace alone, and *ratio* how many times as fast it was.
+`samples_per_insert = 1` alone, four batches ahead, since here all of them share the cores on which they compute. The
+snapshots of every fifth step are evaluated afterwards; the time to the accuracy is interpolated between them. *Bound*
+is how many times as fast a step can be at most, by the pace alone, and *ratio* how many times as fast it was.
 """
 
 import argparse

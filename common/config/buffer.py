@@ -62,7 +62,8 @@ class BufferSection(Section):
     """How often a trajectory is trained on, on average. The trainer waits if it would exceed this, and searchers wait
     if they are ahead by more than `samples_per_insert_slack`."""
     samples_per_insert_slack: Positive | Literal["auto"] = "auto"
-    """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the minimum."""
+    """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few
+    responses are much longer than the others, the trainer may wait for them: set four batches (docs/evidence.md)."""
     prompt_cap: Positive = 100
     """Maximum number of sampleable trajectories per prompt; the others stay in history."""
     prompt_keep: Literal["newest", "best", "reservoir"] = "newest"

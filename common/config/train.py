@@ -12,8 +12,7 @@ _ANCHORED = ("tb", "tb_learned_z", "online_dpo", "oapl")
 # Their advantage is the reward minus a mean of the group, so it can be raised by that mean.
 _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo")
 # Their formulas include pi / mu, of tokens or otherwise.
-_TOKEN_RATIO = ("grpo", "dr_grpo", "ppo_clip", "cispo")
-_RATIO = (*_TOKEN_RATIO, "proximal_rloo", "oapl")
+_RATIO = ("grpo", "dr_grpo", "ppo_clip", "cispo", "proximal_rloo", "oapl")
 # Their gradient is an advantage times grad log pi, without a ratio.
 _UNWEIGHTED = ("tb", "reinforce", "rloo")
 # The paper's Eq. 7 with truncated importance weights of tokens.
@@ -42,11 +41,12 @@ class TrainSection(Section):
     """Request the next batch during the current step. It is then sampled about one step earlier, from the data that
     has arrived by then. Has no effect with buffer.max_staleness = 0, where that data does not exist yet."""
     micro_batch_tokens: Positive = 16384
-    """Maximum tokens (without padding) per micro-batch, whose activations are in memory together; at least one
-    trajectory. A group with more tokens is split, which costs one more forward pass."""
+    """Maximum tokens (without padding, a shared prompt once) per micro-batch, whose activations are in memory together;
+    at least one trajectory. A group with more tokens is split, which costs one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """packed: a micro-batch is one row of all its sequences without padding, with attention within each. padded: rows
-    of similar length, padded. auto packs on a GPU in bfloat16 if the model supports it, and pads on a CPU."""
+    """packed: a micro-batch is one row of all its sequences without padding, with attention within each; the samples of
+    a prompt share its tokens. padded: rows of similar length, padded, each with its prompt. auto packs on a CPU, and on
+    a GPU in bfloat16, if the model supports it."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -151,9 +151,6 @@ class ObjectiveSection(Section):
     """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio below 1 - this is clipped."""
     clip_high: PositiveFloat = 0.2
     """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped."""
-    second_moment: PositiveFloat | Literal["off"] = "off"
-    """grpo, dr_grpo, ppo_clip, cispo: leave out the tokens with the largest (log pi/mu)^2 of each prompt, until the
-    mean of the others is below this (M2PO, whose authors use 0.04)."""
     cispo_cap: PositiveFloat = 5.0
     """cispo: the maximum importance weight of a token."""
     truncation: PositiveFloat | Literal["off"] = 8.0
@@ -220,11 +217,6 @@ class ObjectiveSection(Section):
 
     @model_validator(mode="after")
     def _check_stale(self) -> Self:
-        if self.second_moment != "off" and self.name not in _TOKEN_RATIO:
-            raise ValueError(
-                f"objective.second_moment has no effect for {self.name}: remove it, or use one of "
-                f"{', '.join(_TOKEN_RATIO)}"
-            )
         if self.imitation_weight and self.name not in _CENTRED:
             raise ValueError(
                 f"objective.imitation has no meaning for {self.name}, whose advantage is not the reward minus the mean "

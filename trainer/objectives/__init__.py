@@ -4,7 +4,6 @@
     advantages.py       rewards relative to the other responses to the same prompt
     balance.py          squared residuals: tb, tb_learned_z, oapl
     policy_gradient.py  advantage times log-probability: reinforce, rloo, tba_prime, grpo, dr_grpo, ppo_clip, ...
-    second_moment.py    which tokens an M2PO mask leaves out
     preference.py       pairs of responses: online_dpo
     likelihood.py       negative log-likelihood, for supervised fine-tuning
     from_config.py      the objective that the configuration names

@@ -23,7 +23,6 @@ from tba.trainer.objectives.advantages import (
 from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
 from tba.trainer.objectives.preference import online_dpo
 from tba.trainer.objectives.responses import Responses, Terms, row_totals
-from tba.trainer.objectives.second_moment import second_moment_mask
 
 # A response whose sampler is unknown is left out of their losses.
 _NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
@@ -127,35 +126,28 @@ def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses
     weight_bK = taper(responses, total_bK, config.taper)
     if config.name in _NEEDS_SAMPLER:
         weight_bK = responses.only_known(weight_bK)
-    kept = responses
-    if config.second_moment != "off":
-        # The advantage is of the whole response: the reference has no log-probabilities of single tokens.
-        kept = replace(responses, mask_R=second_moment_mask(responses, config.second_moment))
-    truncated_bK = weight_bK * _truncation(config, chosen, responses, kept, total_bK)
-    if kept is not responses and config.name == "grpo":
-        # Its mean stays that over the whole response, or the tokens that are kept would weigh more.
-        weight_bK = weight_bK * kept.tokens_bK / responses.tokens_bK.clamp(min=1)
+    truncated_bK = weight_bK * _truncation(config, chosen, responses, total_bK)
     if config.weights_tokens and config.imitation_weight:
         # Eq. 7 is at temperature 1, but the sampler is imitated at its own temperature.
         tempered = replace(responses, logprob_R=responses.at_sampling_R)
         loss = chosen.loss(responses, weight_bK * advantage_bK) + chosen.loss(tempered, weight_bK * raised_bK)
     else:
-        loss = chosen.loss(kept, weight_bK * total_bK)
+        loss = chosen.loss(responses, weight_bK * total_bK)
     return Terms(loss, total_bK, truncated_bK)
 
 
 @torch.no_grad()
 def _truncation(
-    config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, kept: Responses, advantage_bK: Tensor
+    config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, advantage_bK: Tensor
 ) -> Tensor:
-    """Return the mean weight of the counted tokens of each response: [b, K]; those outside `kept` have weight 0."""
+    """Return the mean weight of the counted tokens of each response: [b, K]."""
     if chosen.bounds is None:
         return torch.ones_like(advantage_bK)
     if config.name == "proximal_rloo":
         return pg.ratio_weight(responses.log_ratio_bK, advantage_bK, chosen.bounds, clips=True)
     advantage_R = responses.per_token(advantage_bK)
     weight_R = pg.ratio_weight(responses.log_ratio_R, advantage_R, chosen.bounds, clips=chosen.clips)
-    total_N = row_totals(torch.where(kept.mask_R, weight_R, 0.0), responses.lengths)
+    total_N = row_totals(torch.where(responses.mask_R, weight_R, 0.0), responses.lengths)
     counted_N = row_totals(responses.mask_R, responses.lengths)
     return (total_N / counted_N.clamp(min=1)).view_as(advantage_bK)
 

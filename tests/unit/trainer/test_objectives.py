@@ -22,7 +22,6 @@ from tba.trainer.objectives.diagnostics import (
     truncated_fraction,
 )
 from tba.trainer.objectives.responses import Responses, Totals
-from tba.trainer.objectives.second_moment import second_moment_mask
 
 BETA = 0.3
 # tb_learned_z needs a log Z, which the cases below do not have.
@@ -327,36 +326,6 @@ def test_tokens_over_the_cap_keep_a_gradient_in_cispo_and_lose_it_in_ppo():
     responses = by_hand([1, 1], [0.0, -1.0], [-3.0, -1.0], [1.0, 0.0])
     assert loss_and_gradient("ppo_clip", responses)[1][0] == 0
     assert loss_and_gradient("cispo", responses)[1][0].item() == pytest.approx(-5.0 * A / 2, rel=1e-12)
-
-
-def test_the_second_moment_mask_keeps_the_most_tokens_whose_mean_square_is_below_the_limit():
-    responses = by_hand([2, 3], [0.1, -0.9, 0.0, 0.3, -2.0], [0.0] * 5, [1.0, 0.0])
-    responses = replace(responses, mask_R=torch.tensor([True, True, True, True, True]))
-    # Squares 0.01, 0.81, 0, 0.09 and 4; ascending, their means are 0, 0.005, 0.033, 0.23 and 0.98.
-    for limit, kept in [
-        (1.0, [1, 1, 1, 1, 1]),
-        (0.5, [1, 1, 1, 1, 0]),
-        (0.04, [1, 0, 1, 1, 0]),
-        (1e-9, [0, 0, 1, 0, 0]),
-    ]:
-        assert second_moment_mask(responses, limit).tolist() == [bool(one) for one in kept]
-    masked = replace(responses, mask_R=torch.tensor([True, False, True, True, False]))
-    assert second_moment_mask(masked, 1.0).tolist() == masked.mask_R.tolist()
-
-
-def test_the_second_moment_mask_agrees_with_a_search_and_does_not_depend_on_how_the_batch_is_cut():
-    whole = case(4)
-    kept = tokens_of_groups(second_moment_mask(whole, 0.04), whole, [0, 1, 2])
-    mask, square = (tokens_of_groups(value, whole, [0, 1, 2]) for value in (whole.mask_R, whole.log_ratio_R.square()))
-    for group in range(3):
-        part = slice(4 * group, 4 * group + 4)
-        squares = torch.cat(square[part])[torch.cat(mask[part])].sort(descending=True).values
-        left_out = next(n for n in range(len(squares)) if n == len(squares) - 1 or squares[n:].mean() < 0.04)
-        assert int(torch.cat(kept[part]).sum()) == len(squares) - left_out
-        assert second_moment_mask(groups_of(whole, [group]), 0.04).tolist() == torch.cat(kept[part]).tolist()
-    masked, full = (loss_and_gradient("dr_grpo", whole, **keys)[1] for keys in ({"second_moment": 0.04}, {}))
-    assert (masked[~torch.cat(kept)] == 0).all()
-    assert not torch.equal(masked, full)
 
 
 def test_a_group_without_a_pair_adds_nothing_to_online_dpo():

@@ -24,8 +24,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("rloo", {"kl": "reference", "taper": "mean"}),
     ("tba_prime", {"truncation": "off"}),
     ("tb_stale", {"truncation": 1.0}),
-    ("grpo", {"second_moment": 0.05}),
-    ("ppo_clip", {"second_moment": 0.05, "kl": "ema"}),
+    ("ppo_clip", {"kl": "ema"}),
     ("cispo", {"cispo_cap": 1.0}),
 ]
 

@@ -7,9 +7,10 @@ lengths are log-normal with mean 200 and at most 1,024 tokens, prompts have 40 t
 
 - bare: the minimum: rows of similar length padded, a causal forward, cross-entropy of the logits at response
   positions, backward, pass by pass. No objective, no groups.
-- tba: `Learner`, from rows to gradients, with the entropy that it measures by default.
+- tba: `Learner`, from rows to gradients, with the entropy that it measures by default: rows packed into one, in which
+  the rows of a group share their prompt.
 - quiet: tba without the entropy.
-- packed: tba with `train.packing = "packed"`: one row without padding, attention sequence by sequence.
+- padded: tba with `train.packing = "padded"`: rows of similar length padded, each with its prompt.
 - TRL: `GRPOTrainer._compute_loss` and backward on micro-batches of 8 rows, its default, all rows padded to the longest
   prompt and the longest completion of the batch, as its data preparation leaves them.
 - paper: as in TBA's released trainer, all K rows of a prompt padded to one length, logits of the whole rectangle,
@@ -46,7 +47,7 @@ from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.step.learner import Learner
 
 LONGEST, PAD = 1024, 0
-WAYS = ("bare", "tba", "quiet", "packed", "TRL", "paper")
+WAYS = ("bare", "tba", "quiet", "padded", "TRL", "paper")
 VOCABULARIES = (32_000, 152_000)
 
 
@@ -89,7 +90,7 @@ def make_batch(prompts: int, samples: int, vocabulary: int, mean: int = 200) -> 
 
 
 def tba_way(
-    model: LlamaForCausalLM, batch: TrainBatch, *, packed: bool = False, entropy: bool = True
+    model: LlamaForCausalLM, batch: TrainBatch, *, packed: bool = True, entropy: bool = True
 ) -> Callable[[], None]:
     # The batch includes reference log-probabilities, so no reference model is needed.
     objective = replace(make_objective(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
@@ -184,7 +185,7 @@ def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Ca
         "bare": bare_way,
         "tba": tba_way,
         "quiet": partial(tba_way, entropy=False),
-        "packed": partial(tba_way, packed=True),
+        "padded": partial(tba_way, packed=False),
         "TRL": trl_way,
         "paper": paper_way,
     }

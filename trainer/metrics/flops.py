@@ -33,7 +33,7 @@ class ModelFlops:
 
     6 per parameter and token (Kaplan et al. 2020), 4 where it is frozen; of routed experts only those that compute a
     token; the head's only where a response token is predicted; plus causal attention: 6 x layers x attention width x
-    length^2 per row. Padding, recomputation and the reference do not count.
+    length^2 per row. A prompt of several rows counts once. Padding, recomputation and the reference do not count.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,8 +53,11 @@ class ModelFlops:
 
     def update(self, rows: Sequence[Row]) -> float:
         """FLOPs of one update on these rows."""
-        dense = sum(self._body * row.tokens + self._head * len(row.response_ids) for row in rows)
-        return float(dense) + float(self._attention * sum(row.tokens**2 for row in rows))
+        prompts = [len(ids) for ids in {row.prompt_ids.tobytes(): row.prompt_ids for row in rows}.values()]
+        predicted = sum(len(row.response_ids) for row in rows)
+        pairs = sum(length**2 for length in prompts)
+        pairs += sum(row.tokens**2 - len(row.prompt_ids) ** 2 for row in rows)
+        return float(self._body * (sum(prompts) + predicted) + self._head * predicted + self._attention * pairs)
 
 
 def peak_flops(device: torch.device, tflops: float | Literal["auto"]) -> float | None:

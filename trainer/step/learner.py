@@ -296,6 +296,7 @@ class Learner:
 
     def plan(self, rows: Sequence[Row], group_size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of some rows, of which `group_size` after one another form a group."""
+        groups = [rows[first : first + group_size] for first in range(0, len(rows), group_size)]
         return micro_batches(
             [row.tokens for row in rows],
             group_size,
@@ -303,6 +304,7 @@ class Learner:
             pass_overhead=self.scorer.pass_overhead,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
+            group_tokens=[self.scorer.tokens(group) for group in groups],
         )
 
     @torch.no_grad()

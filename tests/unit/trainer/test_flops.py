@@ -22,6 +22,16 @@ def test_dense_flops_equal_torchs_count_of_the_matrix_products():
     assert dense - norms == counted
 
 
+def test_a_shared_prompt_counts_once():
+    model = tiny_model(vocabulary=32, hidden=64)
+    flops = ModelFlops(model)
+    prompt, rows = [1, 2, 3, 4], [[5, 6], [7], [8, 9, 10]]
+    alone = [flops.update([make_row(n, prompt, response)]) for n, response in enumerate(rows)]
+    together = flops.update([make_row(n, prompt, response) for n, response in enumerate(rows)])
+    # make_row(_, prompt, []) is the prompt alone: no token is predicted.
+    assert together == sum(alone) - 2 * flops.update([make_row(0, prompt, [])])
+
+
 def test_a_cpu_has_no_peak_unless_it_is_configured():
     assert peak_flops(torch.device("cpu"), "auto") is None
     assert peak_flops(torch.device("cpu"), 0.5) == 0.5e12

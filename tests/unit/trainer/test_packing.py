@@ -1,4 +1,6 @@
-"""Packed rows give the same numbers as padded ones."""
+"""Packed rows, which share their prompts, give the same numbers as padded ones."""
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,7 +32,8 @@ from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
 from tba.tests.runner import slow
 from tba.trainer.distributed.ranks import ALONE
-from tba.trainer.model.packing import _has_kernel, _head_sizes, _kernel, attend, obstacle, pack, packs
+from tba.trainer.model.packed_attention import Segments, _kernel, attend, has_kernel
+from tba.trainer.model.packing import _head_sizes, obstacle, pack, packed_length, packs
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.canary import make_canary, skeleton
 from tba.trainer.step.build import build
@@ -89,14 +92,37 @@ def logprobs_both_ways(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
     return padded, packed
 
 
-def test_positions_restart_at_each_packed_row():
-    layout = pack([make_row(1, [1, 2], [3]), make_row(2, [4], []), make_row(3, [5, 6], [7, 0])], CPU)
-    assert layout.tokens_NT.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
-    assert layout.source_R.tolist() == [1, 5, 6]
-    assert (layout.starts, layout.prompt_lengths, layout.lengths) == ([0, 3, 4], [2, 1, 2], [1, 0, 2])
-    assert layout.model_kwargs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
-    assert layout.model_kwargs["cu_seq_lens_q"].tolist() == [0, 3, 4, 8]
-    assert layout.model_kwargs["max_length_q"] == 4
+def test_rows_with_the_same_prompt_share_its_tokens():
+    rows = [make_row(1, [1, 2], [3, 4]), make_row(2, [5, 6, 7], [8]), make_row(3, [1, 2], [9, 10, 11])]
+    layout = pack(rows, CPU)
+    # The last token of a response predicts nothing.
+    assert layout.tokens_NT.tolist() == [[1, 2, 3, 9, 10, 5, 6, 7]]
+    assert layout.source_R.tolist() == [1, 2, 7, 1, 3, 4]
+    assert (layout.starts, layout.prompt_lengths, layout.lengths) == ([0, 5, 0], [2, 3, 2], [2, 1, 3])
+    assert layout.model_kwargs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 0, 1, 2]]
+    segments = layout.model_kwargs["segments"]
+    assert segments.query_bounds.tolist() == [0, 2, 3, 5, 8]
+    assert segments.key_bounds.tolist() == [0, 2, 5, 9, 12]
+    assert segments.key_source_K.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 6, 7]
+    assert packed_length(rows) == 8
+
+
+def test_a_row_by_itself_is_one_segment():
+    rows = [make_row(1, [1, 2], [3]), make_row(2, [4], []), make_row(3, [5, 6], [7, 0])]
+    layout = pack(rows, CPU)
+    assert layout.tokens_NT.tolist() == [[1, 2, 4, 5, 6, 7]]
+    assert layout.source_R.tolist() == [1, 4, 5]
+    assert layout.model_kwargs["segments"].query_bounds.tolist() == [0, 2, 3, 6]
+    assert not layout.model_kwargs["segments"].shared
+
+
+def test_responses_of_one_token_or_none_add_no_segment():
+    rows = [make_row(1, [1, 2], [3]), make_row(2, [1, 2], []), make_row(3, [1, 2], [4])]
+    layout = pack(rows, CPU)
+    assert layout.tokens_NT.tolist() == [[1, 2]]
+    assert layout.source_R.tolist() == [1, 1]
+    padded, packed = logprobs_both_ways(tiny_model(layers=2).double(), rows)
+    assert torch.allclose(packed, padded, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +161,14 @@ def test_a_packing_model_still_accepts_padded_rows():
 
 
 def steps(count: int = 2, **keys):
-    """Return metrics and weights of a learner after some steps."""
+    """Return metrics and gradients of a learner's steps. Adam would make much of the rounding of small gradients."""
     torch.manual_seed(0)
-    learner = make_learner(**keys)
+    learner, gradients = make_learner(**keys), []
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append([not_none(parameter.grad).clone() for parameter in learner.trained])
+    )
     metrics = [learner.step(random_batch(step, prompts=5, step=step)).metrics for step in range(count)]
-    return metrics, dict(learner.policy.named_parameters())
+    return metrics, gradients
 
 
 @pytest.mark.parametrize(
@@ -159,14 +188,14 @@ def steps(count: int = 2, **keys):
     ids=lambda keys: " ".join(keys) or "default",
 )
 def test_steps_equal_those_of_padded_rows(keys):
-    # The head that predicts log Z is always float32.
-    tolerance = 1e-6 if keys.get("name") == "tb_learned_z" else 1e-10
+    # The model's norms round to float32, before or after the gradients of a shared prompt are added up.
+    tolerance = 1e-6
     (padded, expected), (packed, found) = (steps(packing=packing, **keys) for packing in ("padded", "packed"))
     for mine, theirs in zip(packed, padded, strict=True):
         assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
         assert mine["grad_norm"] > 1e-3
-    for name, weight in expected.items():
-        assert torch.allclose(found[name], weight, atol=tolerance, rtol=0), name
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.allclose(one, other, atol=tolerance, rtol=0) for one, other in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
@@ -190,12 +219,31 @@ def passes_of_a_step(learner, batch) -> list[tuple[bool, int]]:
 
 def test_no_graph_has_more_tokens_than_the_limit():
     batch = random_batch(0, prompts=3)
-    groups = [sum(row.tokens for row in batch.rows[at : at + 4]) for at in range(0, 12, 4)]
-    limit = max(*(row.tokens for row in batch.rows), min(groups) - 1)
+    groups = [batch.rows[at : at + 4] for at in range(0, 12, 4)]
+    limit = min(packed_length(group) for group in groups) - 1
+    assert limit >= max(row.tokens for row in batch.rows)
     calls = passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit), batch)
     with_graph = [tokens for graph, tokens in calls if graph]
-    assert max(with_graph) <= limit < min(groups)
-    assert sum(with_graph) == sum(groups)
+    # No group fits, so each is cut into chunks, every one with the prompt.
+    assert len(with_graph) > 3
+    assert max(with_graph) <= limit
+
+
+def test_the_limit_counts_a_shared_prompt_once():
+    batch = random_batch(0, prompts=3)
+    limit = packed_length(batch.rows)
+    assert limit < sum(row.tokens for row in batch.rows)
+    assert passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit), batch) == [(True, limit)]
+    # Each group by itself, or two of the three.
+    calls = passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit - 1), batch)
+    assert len(calls) == 2
+    assert sum(tokens for _, tokens in calls) == limit
+
+
+def test_the_padded_way_computes_a_prompt_for_each_row():
+    batch = random_batch(0, prompts=3)
+    calls = passes_of_a_step(make_learner(packing="padded"), batch)
+    assert sum(tokens for _, tokens in calls) >= sum(row.tokens for row in batch.rows)
 
 
 def test_packing_does_not_change_the_canary_of_a_model():
@@ -254,7 +302,8 @@ def run_out(*_, **__):
 @pytest.fixture
 def kernel_everywhere(monkeypatch):
     """Use the kernel in half precision, as on a GPU. Returns a function that replaces the kernel."""
-    monkeypatch.setattr("tba.trainer.model.packing._has_kernel", lambda _device, _heads, *, half: half)
+    for module in ("packing", "packed_attention"):
+        monkeypatch.setattr(f"tba.trainer.model.{module}.has_kernel", lambda _device, _heads, *, half: half)
     return lambda kernel: monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
 
 
@@ -266,6 +315,13 @@ def test_a_kernel_that_fails_is_detected_before_training(kernel_everywhere):
     assert model.config._attn_implementation != "tba_packed"
     with pytest.raises(ConfigError, match="does not run on packed rows: Expected is_sm80_or_later: set it to"):
         packs("packed", model, "cpu", half=True)
+
+
+def test_a_kernel_with_another_mask_is_detected_before_training(kernel_everywhere):
+    kernel_everywhere(documented_kernel)
+    assert obstacle(tiny_model(), half=True) == ""
+    kernel_everywhere(partial(documented_kernel, lower_right=False))
+    assert "the packed attention kernel of this torch differs from SDPA by" in obstacle(tiny_model(), half=True)
 
 
 def test_running_out_of_memory_is_not_an_obstacle_of_the_model(kernel_everywhere):
@@ -288,9 +344,9 @@ def test_an_error_without_a_message_is_named_by_its_class(kernel_everywhere):
 )
 def test_the_kernel_needs_heads_of_one_size_that_is_a_multiple_of_8(monkeypatch, heads, supported):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert _has_kernel("cuda", heads, half=True) == supported
+    assert has_kernel("cuda", heads, half=True) == supported
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not _has_kernel("cuda", heads, half=True)
+    assert not has_kernel("cuda", heads, half=True)
 
 
 def test_head_sizes_are_all_that_a_configuration_names():
@@ -298,12 +354,13 @@ def test_head_sizes_are_all_that_a_configuration_names():
     assert _head_sizes(tiny_gpt2()) == {8}
 
 
-def test_on_a_cpu_rows_are_packed_only_if_required():
+def test_on_a_cpu_rows_are_packed_if_the_model_allows_it():
     assert [packs(packing, tiny_model(), "cpu", half=False) for packing in ("auto", "padded", "packed")] == [
-        False,
+        True,
         False,
         True,
     ]
+    assert not packs("auto", tiny_lfm2(), "cpu", half=False)
 
 
 @pytest.mark.parametrize(
@@ -320,43 +377,70 @@ def test_rows_are_packed_where_weights_are_rounded_to_bfloat16(tmp_path, monkeyp
     assert learner.scorer.pass_overhead is None, "rows are packed"
 
 
+# A prompt of 3 tokens with responses of 2 and 4 tokens, then a sequence of 3.
+SHARED = Segments([0, 3, 5, 9], [3, 2, 4, 3], [(0, 0), (0, 3), (0, 3), (0, 0)], CPU)
+
+
 def test_the_gpu_kernel_accepts_our_shapes():
     """Fake tensors compute the shapes of both passes without a GPU."""
     with FakeTensorMode():
         query, key, value = (torch.empty(12, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
-        boundaries = torch.tensor([0, 5, 12], dtype=torch.int32)
-        attended = _kernel(query, key, value, boundaries, 7, 0.3, 4)
+        attended = _kernel(query, key, value, Segments([0, 5], [5, 7], [(0, 0), (0, 0)], CPU), 0.3, 4)
         torch.autograd.backward(attended.sum())
     assert (attended.shape, attended.dtype) == (query.shape, torch.bfloat16)
     assert [not_none(tensor.grad).shape for tensor in (query, key, value)] == [(12, 4, 8), (12, 2, 8), (12, 2, 8)]
 
 
-def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, lower_right=True):
     """Implement varlen_attn as torch documents it, with one large mask."""
-    assert torch.equal(cu_q, cu_k)
-    assert max_q == max_k == int(cu_q.diff().max())
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
-    assert enable_gqa
+    assert enable_gqa == (query.shape[1] != key.shape[1])
     query, key, value = (tensor.double() for tensor in (query, key, value))
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    position = torch.arange(len(query))
-    sequence = torch.bucketize(position, cu_q[1:], right=True)
-    behind = position[:, None] - position
-    left, right = (width if width >= 0 else len(query) for width in window_size)
-    seen = (sequence[:, None] == sequence) & (behind <= left) & (-behind <= right)
-    scores = torch.einsum("qad,kad->aqk", query, key) * scale
+    aligned = []
+    for length, bounds in ((len(query), cu_q), (len(key), cu_k)):
+        position = torch.arange(length)
+        sequence = torch.bucketize(position, bounds[1:], right=True)
+        aligned.append((sequence, position - bounds[int(lower_right) :][sequence]))
+    (query_of, query_at), (key_of, key_at) = aligned
+    behind = query_at[:, None] - key_at
+    left, right = (width if width >= 0 else len(key) for width in window_size)
+    seen = (query_of[:, None] == key_of) & (behind <= left) & (-behind <= right)
+    scores = torch.einsum("qad,kad->aqk", query, key) * (scale or query.shape[2] ** -0.5)
     return torch.einsum("aqk,kad->qad", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).bfloat16()
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_gpu_kernel_computes_what_each_sequence_by_itself_gives(monkeypatch, window):
+def test_the_gpu_kernel_computes_what_sdpa_computes(monkeypatch, window):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
-    kwargs = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    kwargs = {"scaling": 0.3, "sliding_window": window, "segments": SHARED}
     expected, _ = attend(torch.nn.Identity(), query, key, value, None, **kwargs)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_kernel)
-    monkeypatch.setattr("tba.trainer.model.packing._has_kernel", lambda *_, **__: True)
+    monkeypatch.setattr("tba.trainer.model.packed_attention.has_kernel", lambda *_, **__: True)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = attend(torch.nn.Identity(), query, key, value, None, max_length_q=7, **kwargs)
+        found, _ = attend(torch.nn.Identity(), query, key, value, None, **kwargs)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), expected, atol=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_a_segment_attends_to_its_prompt_and_to_itself(window):
+    """Against attention over each whole sequence, one at a time, with its gradients."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, heads, 12, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    call = partial(attend, torch.nn.Identity(), attention_mask=None, scaling=0.3, sliding_window=window)
+    found, _ = call(*tensors, segments=SHARED)
+    parts = []
+    for start, length, prompt in zip(SHARED.starts, SHARED.queries, SHARED.prompts, strict=True):
+        places = [*range(sum(prompt)), *range(start, start + length)]
+        alone, _ = call(*(tensor[:, :, places] for tensor in tensors))
+        parts.append(alone[:, -length:])
+    # The segments are in the order of the tokens.
+    expected = torch.cat(parts, dim=1)
+    assert torch.allclose(found, expected, atol=1e-12, rtol=0)
+    weight = torch.randn_like(found)
+    gradients = [torch.autograd.grad((attended * weight).sum(), tensors) for attended in (found, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-12, rtol=0)

@@ -59,10 +59,10 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"objective.kl": "ema"},
     "dr_grpo": {"train.micro_batch_tokens": 20},
     "ppo_clip": {"train.gradient_checkpointing": "true"},
-    "proximal_rloo": {},
+    "proximal_rloo": {"train.packing": "padded"},
     "cispo": {"lora.rank": 4},
     "online_dpo": {"reference.kind": "ema", "reference.every": 3},
-    "oapl": {"train.weight_decay": 0, "objective.value_beta": "beta"},
+    "oapl": {"train.weight_decay": 0, "objective.value_beta": "beta", "train.packing": "padded"},
 }
 
 

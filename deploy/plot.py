@@ -113,7 +113,7 @@ def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
         if points:
             shown = "held-out greedy accuracy" if name == "accuracy" else "held-out reward"
             colour = line.get_color() if several else None
-            _draw_points(axis, points, name, "_" if several else shown, colour)
+            every += _draw_points(axis, points, name, "_" if several else shown, colour)
     # The same axis for all runs whose rewards are fractions.
     if all(0 <= reward <= 1 for reward in every if not math.isnan(reward)):
         axis.set_ylim(0, 1)
@@ -124,8 +124,8 @@ def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
         axis.set_title(curves[0].label)
 
 
-def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, label: str, colour: Any) -> None:
-    """Draw a metric of evaluations, with its intervals where the rows have them."""
+def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, label: str, colour: Any) -> list[float]:
+    """Draw a metric of evaluations, with its intervals where the rows have them. Returns all values drawn."""
     (line,) = axis.plot(
         [at for at, _ in points], [row[name] for _, row in points], marker="o", label=label, color=colour
     )
@@ -133,6 +133,7 @@ def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, labe
     if ends:
         at, low, high = zip(*ends, strict=True)
         axis.fill_between(at, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
+    return [*(row[name] for _, row in points), *(end for _, *pair in ends for end in pair)]
 
 
 def _draw_staleness(axis: Any, curves: Sequence[Curve], x: str) -> None:

@@ -41,8 +41,8 @@ class TrainSection(Section):
     """Request the next batch during the current step. It is then sampled about one step earlier, from the data that
     has arrived by then. Has no effect with buffer.max_staleness = 0, where that data does not exist yet."""
     micro_batch_tokens: Positive = 16384
-    """Maximum tokens (without padding, a shared prompt once) per micro-batch, whose activations are in memory together;
-    at least one trajectory. A group with more tokens is split, which costs one more forward pass."""
+    """Maximum tokens (without padding, a prompt for each of its samples) per micro-batch, whose activations are in
+    memory together; at least one trajectory. A group with more tokens is split, which costs one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: a micro-batch is one row of all its sequences without padding, with attention within each; the samples of
     a prompt share its tokens. padded: rows of similar length, padded, each with its prompt. auto packs on a CPU, and on
@@ -56,7 +56,7 @@ class TrainSection(Section):
     decay_steps: NonNegative | Literal["auto"] = "auto"
     """wsd: steps of decay at the end; auto is 500, but at most half of the run."""
     weight_decay: NonNegativeFloat = 0.01
-    """AdamW weight decay, of all trained weights but a learned log Z."""
+    """AdamW weight decay, of all trained matrices: not of norms, biases and a learned log Z."""
     adam_betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay rates of AdamW's two moments."""
     learning_rate_by_ess: bool = False

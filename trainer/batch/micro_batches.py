@@ -42,23 +42,15 @@ class MicroBatch:
 
 
 def micro_batches(
-    lengths: Sequence[int],
-    group_size: int,
-    *,
-    limit: int,
-    pass_overhead: int | None,
-    rank: int,
-    ranks: int,
-    group_tokens: Sequence[int] | None = None,
+    lengths: Sequence[int], group_size: int, *, limit: int, pass_overhead: int | None, rank: int, ranks: int
 ) -> list[MicroBatch]:
     """Return the micro-batches of one rank. All ranks have equally many, of equally many chunks and passes.
 
     `lengths` are the tokens of each row, of which `group_size` after one another form a group; `limit` is the largest
-    number of tokens of a chunk with more than one row. `pass_overhead` is that of `forward_passes`. `group_tokens` are
-    the tokens that a pass over each whole group computes, by default the sum of its rows.
+    number of tokens of a chunk with more than one row. `pass_overhead` is that of `forward_passes`.
     """
     groups = [range(first, first + group_size) for first in range(0, len(lengths), group_size)]
-    sizes = group_tokens or [sum(lengths[row] for row in group) for group in groups]
+    sizes = [sum(lengths[row] for row in group) for group in groups]
     parts_of_ranks = [
         [[mine[index] for index in part] for part in cut_by_tokens([sizes[group] for group in mine], limit)]
         for mine in partition(sizes, ranks)
@@ -67,9 +59,7 @@ def micro_batches(
     for parts in itertools.zip_longest(*parts_of_ranks, fillvalue=[]):
         rows_of_ranks = [[row for group in part for row in groups[group]] for part in parts]
         lengths_of_ranks = [[lengths[row] for row in rows] for rows in rows_of_ranks]
-        fits = [sum(sizes[group] for group in part) <= limit for part in parts]
-        chunks = _chunks(lengths_of_ranks, fits, limit, pass_overhead, rank)
-        plan.append(MicroBatch(parts[rank], rows_of_ranks[rank], chunks))
+        plan.append(MicroBatch(parts[rank], rows_of_ranks[rank], _chunks(lengths_of_ranks, limit, pass_overhead, rank)))
     return plan
 
 
@@ -84,16 +74,11 @@ def partition(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return parts
 
 
-def _chunks(
-    lengths_of_ranks: Sequence[Sequence[int]], fits: Sequence[bool], limit: int, pass_overhead: int | None, rank: int
-) -> list[Chunk]:
-    """Return the chunks of one rank in a micro-batch, given the lengths of every rank's rows in it, and whether each
-    rank's rows fit into one chunk."""
+def _chunks(lengths_of_ranks: Sequence[Sequence[int]], limit: int, pass_overhead: int | None, rank: int) -> list[Chunk]:
+    """Return the chunks of one rank in a micro-batch, given the lengths of every rank's rows in it."""
     slices_of_ranks = [
-        [slice(0, len(lengths))]
-        if whole
-        else [slice(part[0], part[-1] + 1) for part in cut_by_tokens(lengths, limit, in_order=True)]
-        for lengths, whole in zip(lengths_of_ranks, fits, strict=True)
+        [slice(part[0], part[-1] + 1) for part in cut_by_tokens(lengths, limit, in_order=True)]
+        for lengths in lengths_of_ranks
     ]
     chunks = []
     for slices in itertools.zip_longest(*slices_of_ranks, fillvalue=slice(0, 0)):

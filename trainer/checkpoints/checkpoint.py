@@ -35,7 +35,7 @@ from tba.trainer.step.learner import Learner
 
 log = get_logger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"

@@ -1,28 +1,28 @@
-"""Attention within the segments of a packed row, several of which may continue the same prompt.
+"""Attention within the sequences of a packed row, several of which may begin with the same prompt.
 
-    tokens      p p p p a a b b b c c c      a prompt p with its responses a and b, then a sequence c by itself
-    segments    |       |   |     |    |
-    keys        p p p p|p p p p a a|p p p p b b b|c c c
+    tokens      p p p p a a b b b c c c                  a prompt p with its responses a and b, then a sequence c
+    sequences   p p p p a a|p p p p b b b|c c c
 
-Each segment attends causally to its keys, the last of which are its own tokens. Only attention sees a shared prompt
-once per response: its keys and values are gathered for each, and all else in the model computes it once (Prefix
-Grouper, Liu et al. 2025, arXiv 2506.05433).
+Only attention needs the whole sequences: it gathers their queries, keys and values, attends causally within each, and
+keeps one result for each token. All else in the model computes the tokens of a shared prompt once, as in Prefix Grouper
+(Liu et al. 2025, arXiv 2506.05433).
 
-`attend` is registered with the attention interface of transformers under its own name, and receives the segments as an
-argument of the model's forward. On a GPU in half precision one kernel attends within all segments. Elsewhere, and for
-head sizes that the kernel does not support, segments of similar lengths go through SDPA together.
+`attend` is registered with the attention interface of transformers under its own name, and receives the sequences as an
+argument of the model's forward. On a GPU in half precision one kernel attends within all sequences. Elsewhere, and for
+head sizes that the kernel does not support, sequences of similar lengths are padded and go through SDPA together.
 
-Shape suffixes: P tokens, A attention heads, G heads of keys and values, D head size, K keys of all segments; in a
-bucket of segments that SDPA computes together: N segments, Q queries and T keys of the longest.
+Shape suffixes: P tokens of the packed row, S tokens of all sequences, A attention heads, G heads of keys and values, D
+head size; of sequences that are padded together: N sequences, T tokens of the longest.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -37,127 +37,64 @@ _KERNEL_CAPABILITY = (8, 0)
 _KERNEL_HEAD = 256
 _KERNEL_HEAD_STEP = 8
 _HALF = (torch.bfloat16, torch.float16)
-# What one more call of SDPA costs, in keys.
-_CALL_KEYS = 64
+# What one more call of SDPA costs, in tokens.
+_CALL_TOKENS = 64
 
 # Arguments by which transformers asks for more than causal softmax(q k) v: sinks, capped scores, biases by position,
 # selected blocks and tokens.
 _UNSUPPORTED = ("s_aux", "softcap", "position_bias", "block_indices", "indices")
 
 
-class Bucket(NamedTuple):
-    """Segments that SDPA computes together, padded.
-
-    `query_NQ` and `key_NT` are positions in the packed tokens. `place_P` are the positions of the bucket's tokens in
-    the packed tokens, `filled_P` those in the flattened `query_NQ`. `seen_NQT` is the attention mask, None if attention
-    is plainly causal.
-    """
-
-    query_NQ: Tensor
-    key_NT: Tensor
-    place_P: Tensor
-    filled_P: Tensor
-    seen_NQT: Tensor | None
-
-
 @dataclass(frozen=True)
-class Segments:
-    """The segments of a packed row. `starts` and `queries` are first token and length of each, in the order of the
-    tokens; `prompts` are first token and length of the prompt that it continues, length 0 if none."""
+class Sequences:
+    """The sequences of a packed row: where the tokens of each are in it. Every token is part of at least one."""
 
-    starts: Sequence[int]
-    queries: Sequence[int]
-    prompts: Sequence[tuple[int, int]]
+    places: Sequence[NDArray[np.int64]]
     device: torch.device
 
-    @property
-    def shared(self) -> bool:
-        """Whether any segment continues a prompt."""
-        return any(length for _, length in self.prompts)
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each sequence."""
+        return list(map(len, self.places))
 
     @cached_property
-    def keys(self) -> list[int]:
-        """The number of keys of each segment."""
-        return [length + queries for queries, (_, length) in zip(self.queries, self.prompts, strict=True)]
+    def bounds(self) -> Tensor:
+        """The boundaries of the sequences among the tokens of all: int32, one more than there are sequences."""
+        return torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int32)).to(self.device)
 
     @cached_property
-    def key_source_K(self) -> Tensor:
-        """The positions of all keys in the packed tokens."""
-        return torch.from_numpy(np.concatenate([self._key_positions(n) for n in range(len(self.starts))])).to(
-            self.device
-        )
+    def place_S(self) -> Tensor:
+        """The place of each token of the sequences in the packed row."""
+        return torch.from_numpy(np.concatenate(self.places)).to(self.device)
 
     @cached_property
-    def query_bounds(self) -> Tensor:
-        """The boundaries of the segments among the tokens: int32, one more than there are segments."""
-        return _bounds(self.queries, self.device)
+    def first_P(self) -> Tensor:
+        """The first of the sequences' tokens that is each token of the packed row."""
+        return self._first(np.concatenate(self.places), np.arange(sum(self.lengths)))
 
     @cached_property
-    def key_bounds(self) -> Tensor:
-        """The boundaries of the segments among all keys."""
-        return _bounds(self.keys, self.device)
+    def padded(self) -> tuple[list[Tensor], Tensor]:
+        """Sequences of similar lengths: their `place_S`, [N, T], padded on the right with 0; and their `first_P`, in
+        the flattened [N, T] of all of them."""
+        parts, places, numbers, end = [], [], [], 0
+        for part in forward_passes(self.lengths, _CALL_TOKENS):
+            width = max(self.lengths[n] for n in part)
+            place_NT = np.zeros((len(part), width), np.int64)
+            for row, n in enumerate(part):
+                place_NT[row, : self.lengths[n]] = self.places[n]
+                places.append(self.places[n])
+                numbers.append(end + np.arange(self.lengths[n]))
+                end += width
+            parts.append(torch.from_numpy(place_NT).to(self.device))
+        return parts, self._first(np.concatenate(places), np.concatenate(numbers))
 
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """The segments by similar numbers of keys; those that continue a prompt apart from the others."""
-        kinds = [
-            [n for n, (_, length) in enumerate(self.prompts) if bool(length) == shared] for shared in (False, True)
-        ]
-        return [
-            self._bucket([kind[n] for n in part])
-            for kind in kinds
-            for part in forward_passes([self.keys[n] for n in kind], _CALL_KEYS)
-        ]
-
-    @cached_property
-    def order_P(self) -> Tensor:
-        """The position of each packed token among the tokens of all buckets."""
-        return torch.argsort(torch.cat([bucket.place_P for bucket in self.buckets]))
-
-    def _key_positions(self, segment: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        (first, length), start = self.prompts[segment], self.starts[segment]
-        return np.concatenate([np.arange(first, first + length), np.arange(start, start + self.queries[segment])])
-
-    def _bucket(self, segments: Sequence[int]) -> Bucket:
-        """Align queries and keys on the right, so that one causal mask serves all segments that continue a prompt;
-        on the left if none does: padding then comes after everything that counts."""
-        left = not self.prompts[segments[0]][1]
-        keys = [self._key_positions(n) for n in segments]
-        queries = [positions[len(positions) - self.queries[n] :] for n, positions in zip(segments, keys, strict=True)]
-        (query_NQ, own_NQ), (key_NT, real_NT) = (_aligned(rows, left=left) for rows in (queries, keys))
-        seen_NQT = None
-        if not left:
-            length, width = query_NQ.shape[1], key_NT.shape[1]
-            causal_QT = np.tri(length, width, width - length, dtype=bool)
-            # A padded query sees all that comes before it: without any key its result would be NaN.
-            seen_NQT = causal_QT & (real_NT[:, None, :] | ~own_NQ[:, :, None])
-        return Bucket(
-            query_NQ=torch.from_numpy(query_NQ).to(self.device),
-            key_NT=torch.from_numpy(key_NT).to(self.device),
-            place_P=torch.from_numpy(query_NQ[own_NQ]).to(self.device),
-            filled_P=torch.from_numpy(np.flatnonzero(own_NQ)).to(self.device),
-            seen_NQT=None if seen_NQT is None else torch.from_numpy(seen_NQT).to(self.device),
-        )
-
-
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
-
-
-def _aligned(
-    rows: Sequence[np.ndarray[Any, np.dtype[np.int64]]], *, left: bool
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Return rows padded with 0 to the same length, and which entries are not padding."""
-    width = max(map(len, rows))
-    values, real = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), bool)
-    for n, row in enumerate(rows):
-        part = slice(0, len(row)) if left else slice(width - len(row), width)
-        values[n, part], real[n, part] = row, True
-    return values, real
+    def _first(self, places: NDArray[np.int64], numbers: NDArray[np.int64]) -> Tensor:
+        _, first = np.unique(places, return_index=True)
+        return torch.from_numpy(numbers[first]).to(self.device)
 
 
 def has_kernel(device: str, heads: Collection[int], *, half: bool) -> bool:
-    """Whether one kernel can attend within all segments, for heads of these sizes of queries, keys and values."""
+    """Whether one kernel can attend within all sequences, for heads of these sizes of queries, keys and values."""
     return (
         device == "cuda"
         and torch.version.hip is None
@@ -178,10 +115,10 @@ def attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    segments: Segments | None = None,
+    sequences: Sequences | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each segment: [N, T, A, D]. Without segments each row is one sequence.
+    """Compute causal attention within each sequence: [N, T, A, D]. Without `sequences` each row is one.
 
     Raises NotImplementedError if the model asks for more than that.
     """
@@ -189,105 +126,87 @@ def attend(
     if asked := [name for name in _UNSUPPORTED if others.get(name) is not None]:
         raise NotImplementedError(f"its attention uses {asked[0]}, which packed attention does not support")
     tensors = query_NATD, key_NGTD, value_NGTD
-    if segments is None:
-        return _sdpa(*tensors, None, scaling, sliding_window).transpose(1, 2).contiguous(), None
+    if sequences is None:
+        return _causal(*tensors, scaling, sliding_window).transpose(1, 2).contiguous(), None
     # Autocast leaves rotated queries and keys in float32, which the kernel rejects.
     dtype, heads = compute_dtype(query_NATD, query_NATD), [tensor.shape[-1] for tensor in tensors]
     if has_kernel(query_NATD.device.type, heads, half=dtype in _HALF):
         query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in tensors)
-        return _kernel(query, key, value, segments, scaling, sliding_window).unsqueeze(0), None
-    return _padded(*tensors, segments, scaling, sliding_window), None
-
-
-@torch.no_grad()
-def kernel_error(head: int, device: torch.device) -> float:
-    """Return the largest difference of the kernel from SDPA in float32, on random numbers: about 0.01 in bfloat16, and
-    about 1 if the kernel aligned its causal mask otherwise. `head` is the size of the heads."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 12, head, generator=generator).to(device) for heads in (4, 2, 2))
-    segments = Segments([0, 3, 5, 9], [3, 2, 4, 3], [(0, 0), (0, 3), (0, 3), (0, 0)], device)
-    expected = _padded(query, key, value, segments, None, None)
-    query, key, value = (tensor.squeeze(0).transpose(0, 1).bfloat16() for tensor in (query, key, value))
-    return float((_kernel(query, key, value, segments, None, None) - expected[0]).abs().max())
+        return _kernel(query, key, value, sequences, scaling, sliding_window)[None], None
+    parts, first_P = sequences.padded
+    attended = [
+        _attend_padded(place_NT, query_NATD, key_NGTD, value_NGTD, scaling, sliding_window) for place_NT in parts
+    ]
+    return torch.cat(attended).index_select(0, first_P)[None], None
 
 
 def _kernel(
-    query_PAD: Tensor, key_PGD: Tensor, value_PGD: Tensor, segments: Segments, scaling: float | None, window: int | None
+    query_PAD: Tensor,
+    key_PGD: Tensor,
+    value_PGD: Tensor,
+    sequences: Sequences,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
-    """Attend within all segments with one kernel: [P, A, D].
-
-    Where a segment has more keys than queries, flash attention aligns the causal mask to the lower right, as needed
-    (torch.nn.attention.bias.CausalVariant).
-    """
+    """Attend within all sequences with one kernel: [P, A, D]."""
     # Imported here because it loads torch's compiler, which takes seconds and is not needed on a CPU.
     from torch.nn.attention.varlen import varlen_attn
 
-    if segments.shared:
-        key_PGD, value_PGD = (tensor.index_select(0, segments.key_source_K) for tensor in (key_PGD, value_PGD))
-    attended_PAD = varlen_attn(
-        query_PAD,
-        key_PGD,
-        value_PGD,
-        segments.query_bounds,
-        segments.key_bounds,
-        max(segments.queries),
-        max(segments.keys),
+    query_SAD, key_SGD, value_SGD = (
+        tensor.index_select(0, sequences.place_S) for tensor in (query_PAD, key_PGD, value_PGD)
+    )
+    longest = max(sequences.lengths)
+    attended_SAD = varlen_attn(
+        query_SAD,
+        key_SGD,
+        value_SGD,
+        sequences.bounds,
+        sequences.bounds,
+        longest,
+        longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query_PAD.shape[1] != key_PGD.shape[1],
     )
     # For mypy: with other arguments the kernel returns a tuple.
-    assert isinstance(attended_PAD, Tensor)
-    return attended_PAD
+    assert isinstance(attended_SAD, Tensor)
+    return attended_SAD.index_select(0, sequences.first_P)
 
 
-def _padded(
+def _attend_padded(
+    place_NT: Tensor,
     query_1APD: Tensor,
     key_1GPD: Tensor,
     value_1GPD: Tensor,
-    segments: Segments,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attend within the segments, bucket by bucket: [1, P, A, D]."""
-    parts = [_attend_bucket(bucket, query_1APD, key_1GPD, value_1GPD, scaling, window) for bucket in segments.buckets]
-    return torch.cat(parts).index_select(0, segments.order_P)[None]
+    """Attend within sequences that are padded together: [N x T, A, D]."""
+    query, key, value = (_gathered(tensor, place_NT) for tensor in (query_1APD, key_1GPD, value_1GPD))
+    return _causal(query, key, value, scaling, window).transpose(1, 2).flatten(0, 1)
 
 
-def _attend_bucket(
-    bucket: Bucket, query_1APD: Tensor, key_1GPD: Tensor, value_1GPD: Tensor, scaling: float | None, window: int | None
-) -> Tensor:
-    """Attend within the segments of a bucket: its tokens, [P, A, D]."""
-    query_NAQD = _gathered(query_1APD, bucket.query_NQ)
-    key_NGTD, value_NGTD = (_gathered(tensor, bucket.key_NT) for tensor in (key_1GPD, value_1GPD))
-    seen = None if bucket.seen_NQT is None else bucket.seen_NQT[:, None]
-    attended_NAQD = _sdpa(query_NAQD, key_NGTD, value_NGTD, seen, scaling, window)
-    return attended_NAQD.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled_P)
-
-
-def _gathered(tensor_1HPD: Tensor, source_NT: Tensor) -> Tensor:
-    """Return the tokens of some positions: [N, H, T, D]."""
+def _gathered(tensor_1HPD: Tensor, place_NT: Tensor) -> Tensor:
+    """Return the tokens at some places: [N, H, T, D]."""
     _, heads, _, width = tensor_1HPD.shape
     # index_select, whose backward pass on a CPU adds in a fixed order.
-    gathered_HND = tensor_1HPD[0].index_select(1, source_NT.flatten())
-    return gathered_HND.view(heads, *source_NT.shape, width).transpose(0, 1)
+    gathered_HSD = tensor_1HPD[0].index_select(1, place_NT.flatten())
+    return gathered_HSD.view(heads, *place_NT.shape, width).transpose(0, 1)
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scaling: float | None, window: int | None
-) -> Tensor:
-    """Attend: [N, A, Q, D], causally if `seen` is None. A `window` includes the token itself and those before it."""
-    length, width = query.shape[2], key.shape[2]
-    if window is not None and window < width:
-        near = torch.ones(length, width, dtype=torch.bool, device=query.device)
-        near = near.triu_(width - length + 1 - window)
-        seen = near.tril_(width - length) if seen is None else seen & near
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Attend causally: [N, A, T, D]. A `window` includes the token itself and the `window` - 1 tokens before it."""
+    length = query.shape[2]
+    mask = None
+    if window is not None and window < length:
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = seen.tril_().triu_(1 - window)
     return scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=seen,
-        is_causal=seen is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )

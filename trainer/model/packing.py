@@ -9,89 +9,61 @@ difference; attention does (`tba.trainer.model.packed_attention`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from tba.common.errors import ConfigError, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.trajectory import Int32
 from tba.trainer.batch.batch import Layout, Row
-from tba.trainer.model.packed_attention import ATTENTION, Segments, has_kernel, kernel_error
+from tba.trainer.model.packed_attention import Sequences, attend, has_kernel
 
 log = get_logger(__name__)
 
 _TOLERANCE = 1e-3
-# Of attention to random numbers in bfloat16, whose relative precision is 0.004. A wrong mask changes it by about 1.
-_KERNEL_TOLERANCE = 0.1
-
-
-@dataclass(slots=True)
-class _PackedRow:
-    """Grows segment by segment. `prompts` are first token and length of the prompt that each segment continues."""
-
-    tokens: list[Int32] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    prompts: list[tuple[int, int]] = field(default_factory=list)
-    length: int = 0
-
-    def add(self, ids: Int32, prompt: tuple[int, int] = (0, 0)) -> int:
-        """Append a segment, if it has tokens. Returns where it starts."""
-        start = self.length
-        if len(ids):
-            self.tokens.append(ids)
-            self.starts.append(start)
-            self.prompts.append(prompt)
-            self.length += len(ids)
-        return start
-
-    def model_kwargs(self, device: torch.device) -> dict[str, Any]:
-        """Return keyword arguments of a model's forward, computed once for all of its layers."""
-        lengths = [len(ids) for ids in self.tokens]
-        pairs = zip(self.prompts, lengths, strict=True)
-        positions = np.concatenate([np.arange(before, before + length) for (_, before), length in pairs])
-        return {
-            "position_ids": torch.from_numpy(positions)[None].to(device),
-            "segments": Segments(self.starts, lengths, self.prompts, device),
-        }
+# The name of the attention that the trial observes.
+_TRIAL = "tba_packed_trial"
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> Layout:
     """Concatenate rows into one, in which rows with the same prompt share its tokens."""
-    packed = _PackedRow()
-    starts, sources = [0] * len(rows), [np.zeros(0, np.int64)] * len(rows)
+    tokens: list[Int32] = []
+    places = [np.zeros(0, np.int64)] * len(rows)
+    end = 0
     for same in _by_prompt(rows):
         prompt = rows[same[0]].prompt_ids
-        if len(same) == 1:
-            start = packed.add(np.concatenate([prompt, rows[same[0]].response_ids[:-1]]))
-            firsts = [start + len(prompt)]
-        else:
-            start = packed.add(prompt)
-            firsts = [packed.add(rows[n].response_ids[:-1], (start, len(prompt))) for n in same]
-        for n, first in zip(same, firsts, strict=True):
-            starts[n] = start
-            # The last token of the prompt predicts the first one of each response.
-            length = len(rows[n].response_ids)
-            sources[n] = np.array([start + len(prompt) - 1, *range(first, first + length - 1)])[:length]
+        tokens.append(prompt)
+        prompt_places, end = np.arange(end, end + len(prompt)), end + len(prompt)
+        for n in same:
+            # The last token of a response predicts nothing that is used.
+            response = rows[n].response_ids[:-1]
+            tokens.append(response)
+            places[n] = np.concatenate([prompt_places, np.arange(end, end + len(response))])
+            end += len(response)
+    # The last token of the prompt predicts the first one of the response.
+    sources = [
+        where[len(row.prompt_ids) - 1 :][: len(row.response_ids)] for row, where in zip(rows, places, strict=True)
+    ]
+    positions = np.zeros(end, np.int64)
+    for where in places:
+        positions[where] = np.arange(len(where))
     return Layout(
-        tokens_NT=torch.from_numpy(np.concatenate(packed.tokens).astype(np.int64))[None].to(device),
+        tokens_NT=torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None].to(device),
         source_R=torch.from_numpy(np.concatenate(sources)).to(device),
-        starts=starts,
+        starts=[int(where[0]) for where in places],
         prompt_lengths=[len(row.prompt_ids) for row in rows],
         lengths=[len(row.response_ids) for row in rows],
-        model_kwargs=packed.model_kwargs(device),
+        # Computed once for all layers of the model.
+        model_kwargs={
+            "position_ids": torch.from_numpy(positions)[None].to(device),
+            "sequences": Sequences(places, device),
+        },
     )
-
-
-def packed_length(rows: Sequence[Row]) -> int:
-    """Return the number of tokens of the packed row."""
-    prompts = sum(len(rows[same[0]].prompt_ids) for same in _by_prompt(rows))
-    return prompts + sum(max(len(row.response_ids) - 1, 0) for row in rows)
 
 
 def _by_prompt(rows: Sequence[Row]) -> Iterable[list[int]]:
@@ -140,25 +112,19 @@ def obstacle(model: PreTrainedModel, *, half: bool = False) -> str:
 
     A model that supports flash attention describes its attention by arguments alone, not by masks, which packing does
     not make. Anything else that passes from token to token, for example a recurrent state, shows when two packed
-    sequences are compared with each by itself. `half` also tries bfloat16, and the kernel that it may use.
+    sequences are compared with each by itself. `half` also tries bfloat16, which may use another kernel.
     """
     name = type(model).__name__
     if not (model._supports_flash_attn and model._supports_attention_backend):
         return f"{name} does not support other attention implementations"
     if moving := sorted(kind for kind in _rope_types(model) if "dynamic" in kind or kind == "longrope"):
         return f"in {name} the longest sequence of a pass changes the rotation of all of them (RoPE {moving[0]})"
-    heads = _head_sizes(model)
     try:
-        independent = _sequences_are_independent(model, half=half)
-        if half and has_kernel(model.device.type, heads, half=half):
-            error = kernel_error(min(heads), model.device)
-            if not error < _KERNEL_TOLERANCE:
-                return f"the packed attention kernel of this torch differs from SDPA by {error:.2g}"
+        return _trial(model, half=half)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         if out_of_memory(error):
             raise
         return f"{name} does not run on packed rows: {first_line(error)}"
-    return "" if independent else f"in {name} a sequence is affected by those that are packed before it"
 
 
 def _rope_types(model: PreTrainedModel) -> Iterator[str]:
@@ -169,21 +135,29 @@ def _rope_types(model: PreTrainedModel) -> Iterator[str]:
 
 
 @torch.no_grad()
-def _sequences_are_independent(model: PreTrainedModel, *, half: bool) -> bool:
-    """Whether packed rows, two of which share a prompt, give the same results as each by itself, in the model's type.
+def _trial(model: PreTrainedModel, *, half: bool) -> str:
+    """Return why packed rows, two of which share a prompt, do not give the results of each by itself, or "".
 
-    `half` also runs bfloat16, without comparing: this shows only whether its kernel runs.
+    They are compared in the model's type. `half` also runs bfloat16, without comparing: this shows only whether its
+    kernel runs. The rows are shorter than most windows, so each layer's window is compared with the configuration.
     """
+    name, config = type(model).__name__, model.config.get_text_config()
     before = model.config._attn_implementation
-    ids = np.arange(20, dtype=np.int32) % model.config.get_text_config().vocab_size
+    ids = np.arange(20, dtype=np.int32) % config.vocab_size
     texts = [(ids[:5], ids[5:9]), (ids[:5], ids[9:12]), (ids[12:17], ids[17:])]
-    rows = [_row(prompt, response) for prompt, response in texts]
     alone = [
         _hidden(model, torch.from_numpy(np.concatenate(text))[None].to(model.device))[:, len(text[0]) - 1 : -1]
         for text in texts
     ]
-    layout = pack(rows, model.device)
-    model.set_attn_implementation(ATTENTION)
+    layout = pack([_row(prompt, response) for prompt, response in texts], model.device)
+    windows = set()
+
+    def observed(*tensors: Any, sliding_window: int | None = None, **others: Any) -> tuple[Tensor, None]:
+        windows.add(sliding_window)
+        return attend(*tensors, sliding_window=sliding_window, **others)
+
+    AttentionInterface.register(_TRIAL, observed)
+    model.set_attn_implementation(_TRIAL)
     try:
         packed = _hidden(model, layout.tokens_NT, **layout.model_kwargs)[:, layout.source_R]
         if half:
@@ -191,7 +165,10 @@ def _sequences_are_independent(model: PreTrainedModel, *, half: bool) -> bool:
                 _hidden(model, layout.tokens_NT, **layout.model_kwargs)
     finally:
         model.set_attn_implementation(before)
-    return torch.allclose(packed, torch.cat(alone, dim=1), atol=_TOLERANCE, rtol=_TOLERANCE)
+    if (window := getattr(config, "sliding_window", None)) is not None and window not in windows:
+        return f"{name} has its sliding window of {window} in a mask, which packed rows do not have"
+    equal = torch.allclose(packed, torch.cat(alone, dim=1), atol=_TOLERANCE, rtol=_TOLERANCE)
+    return "" if equal else f"in {name} a sequence is affected by those that are packed before it"
 
 
 def _row(prompt_ids: Int32, response_ids: Int32) -> Row:

@@ -22,7 +22,7 @@ from tba.trainer.batch.batch import Layout, Row, counted, pad
 from tba.trainer.batch.micro_batches import forward_passes
 from tba.trainer.model.chunked_logprobs import token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
-from tba.trainer.model.packing import pack, packed_length
+from tba.trainer.model.packing import pack
 from tba.trainer.objectives.responses import row_sums
 from tba.trainer.preflight.shape import meta_model
 
@@ -196,10 +196,6 @@ class Scorer(nn.Module):
         if self._packed:
             return None
         return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
-
-    def tokens(self, rows: Sequence[Row]) -> int:
-        """Return the number of tokens, without padding, that passes over whole groups of rows compute."""
-        return packed_length(rows) if self._packed else sum(row.tokens for row in rows)
 
     def score(
         self,

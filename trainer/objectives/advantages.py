@@ -68,6 +68,9 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
     sampler, in proportion to how good the sampler was at the prompt. It does not depend on the response that it is
     added to, so on fresh data the gradient that it adds has the mean 0. That would not hold with the least reward of
     the whole group, which would lower the expected minimum of K responses.
+
+    Demonstrations are not from the sampler, and the objectives do not add it to them: a wrong one among right answers
+    would be imitated.
     """
     if not weight:
         return torch.zeros_like(reward_bK)

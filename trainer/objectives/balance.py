@@ -44,7 +44,7 @@ def trajectory_balance(
     """
     reward_bK = responses.reward_bK
     residual_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, reward_bK, beta)
-    raised_bK = imitation(reward_bK, imitation_weight, floor)
+    raised_bK = responses.only_known(imitation(reward_bK, imitation_weight, floor))
     advantage_bK = (raised_bK - beta * residual_bK).detach()
     weight_bK = taper(responses, advantage_bK, taper_kind)
     loss = beta / 2 * (weight_bK * residual_bK.square()).sum()

@@ -119,7 +119,7 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _Policy
 def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, beta: float) -> Terms:
     reward_bK = responses.reward_bK
     advantage_bK = chosen.advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
-    raised_bK = imitation(reward_bK, config.imitation_weight, config.floor)
+    raised_bK = responses.only_known(imitation(reward_bK, config.imitation_weight, config.floor))
     if config.weights_tokens and config.mean_kl == "sampler" and config.anchor != "none":
         advantage_bK = advantage_bK + level_of_sampler(responses, beta)
     total_bK = advantage_bK + raised_bK

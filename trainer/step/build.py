@@ -1,6 +1,7 @@
 """Build a learner from the configuration, the same on every rank."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -86,9 +87,11 @@ def end_ids(config: Config, files: Path) -> frozenset[int]:
 
 def lineage_of(config: Config) -> str:
     """Return a hash of the settings that determine the weights of each step, given its batch."""
-    determining = config.model_dump_json(
-        include={"model", "train", "objective", "reference"}, exclude={"train": _NOT_DETERMINING}
-    )
+    included: dict[str, Any] = dict.fromkeys(("model", "train", "objective", "reference"), True)
+    if config.objective.name == "dr_grpo":
+        # Its loss is divided by this.
+        included["search"] = {"max_tokens"}
+    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING})
     return xxhash.xxh32_hexdigest(determining.encode())
 
 

@@ -26,6 +26,18 @@ from tba.trainer.model.scorer import halve
 _CHUNK = 1 << 20
 
 
+# The groups of an optimiser that have the policy's parameters come first.
+POLICY_GROUPS = 2
+
+
+def policy_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return the policy's parameters as groups of an optimiser: matrices, then vectors, such as norms and biases, which
+    have no weight decay: it would pull the scale of a norm to 0, not to 1."""
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
 def take_masters(policy: PreTrainedModel, device: torch.device, *, half: bool) -> dict[str, Tensor]:
     """Move a policy on the host to its device, in bfloat16 if `half`, and return its float32 weights by name."""
     # Otherwise rounding or moving makes copies.
@@ -53,7 +65,7 @@ class HostAdamW(torch.optim.AdamW):
             nn.Parameter(local_part(shard_of_rank_0(parameter, master)).cpu())
             for parameter, master in zip(parameters, masters, strict=True)
         ]
-        super().__init__(self.masters, fused=True, **settings)
+        super().__init__(policy_groups(self.masters), fused=True, **settings)
         self._ranks = ranks
         device = self._parameters[0].device
         self._stream: torch.cuda.Stream | None = None

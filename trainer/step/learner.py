@@ -38,7 +38,7 @@ from tba.trainer.objectives.diagnostics import (
 )
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.step.accumulate import Accumulator
-from tba.trainer.step.host_optimizer import HostAdamW
+from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, policy_groups
 from tba.trainer.step.row_numbers import no_numbers, row_numbers
 from tba.trainer.step.schedule import beta_at, learning_rate_schedule
 from tba.trainer.step.step_metrics import batch_metrics, gradient_cosine, only_finite, stale_metrics
@@ -127,7 +127,10 @@ class Learner:
                 shard(scorer, scorer.model._no_split_modules or (), ranks, autocast=autocast)
         keeps = config.sharding == "optimizer" or (config.sharding == "auto" and fits_gathered)
         self._retain_gathered = ranks.size > 1 and keeps
-        trained = [pair for pair in policy.named_parameters() if pair[1].requires_grad]
+        # In the order of the optimiser's groups.
+        trained = sorted(
+            (pair for pair in policy.named_parameters() if pair[1].requires_grad), key=lambda pair: pair[1].ndim <= 1
+        )
         self._names, self.trained = [name for name, _ in trained], [parameter for _, parameter in trained]
         self.optimizer = self._make_optimizer(masters)
 
@@ -140,7 +143,7 @@ class Learner:
         }
         if masters is None:
             fused = policy.device.type == "cuda"
-            optimizer = torch.optim.AdamW(self.trained, fused=fused, **settings)
+            optimizer = torch.optim.AdamW(policy_groups(self.trained), fused=fused, **settings)
         else:
             values = [masters[name] for name in self._names]
             optimizer = HostAdamW(self.trained, values, self._ranks, **settings)
@@ -235,19 +238,22 @@ class Learner:
 
     def _clip_gradients(self) -> list[float]:
         """Clip gradients. Returns their norms before it: of the policy, and of a learned log Z if there is one."""
-        modules: list[nn.Module] = [self.policy] if self.log_z is None else [self.policy, self.log_z]
+        # In the same order with and without `train.offload`: the norm is a sum.
+        policy, head = self.trained[: len(self._names)], self.trained[len(self._names) :]
         limit, norms = self._config.max_grad_norm, []
         if isinstance(self.optimizer, HostAdamW):
             self.optimizer.collect()
             norms.append(self.optimizer.clip(limit))
-            modules.remove(self.policy)
-        return norms + [float(full_tensor(nn.utils.clip_grad_norm_(module.parameters(), limit))) for module in modules]
+            policy = []
+        parts = filter(None, (policy, head))
+        return norms + [float(full_tensor(nn.utils.clip_grad_norm_(part, limit))) for part in parts]
 
     def _update(self, scale: float) -> float:
         """Apply the gradients, at a scale of the scheduled learning rate. Returns the learning rate."""
         learning_rate = scale * self._learning_rate(self.steps_done)
         self.before_writing()
-        self.optimizer.param_groups[0]["lr"] = learning_rate
+        for group in self.optimizer.param_groups[:POLICY_GROUPS]:
+            group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -296,7 +302,6 @@ class Learner:
 
     def plan(self, rows: Sequence[Row], group_size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of some rows, of which `group_size` after one another form a group."""
-        groups = [rows[first : first + group_size] for first in range(0, len(rows), group_size)]
         return micro_batches(
             [row.tokens for row in rows],
             group_size,
@@ -304,7 +309,6 @@ class Learner:
             pass_overhead=self.scorer.pass_overhead,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
-            group_tokens=[self.scorer.tokens(group) for group in groups],
         )
 
     @torch.no_grad()

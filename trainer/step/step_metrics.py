@@ -16,6 +16,7 @@ from tba.trainer.objectives.diagnostics import (
     reward_part_metrics,
     staleness_metrics,
 )
+from tba.trainer.step.host_optimizer import POLICY_GROUPS
 
 # Of each tensor. For small models these are all elements, and for large ones it costs nothing.
 _COSINE_ELEMENTS = 1 << 16
@@ -66,10 +67,10 @@ def gradient_cosine(optimizer: AdamW, ranks: Ranks) -> float:
     """Return the cosine between the gradient and Adam's mean of the earlier ones; NaN before the first update.
 
     The mean is in the optimiser's state already: the previous gradient would be another copy of the weights on the
-    device, and in each checkpoint. Only the first group counts, the policy's, and of it the beginning of each tensor.
+    device, and in each checkpoint. Only the policy's parameters count, and of each the beginning.
     """
     products = []
-    for parameter in optimizer.param_groups[0]["params"]:
+    for parameter in (one for group in optimizer.param_groups[:POLICY_GROUPS] for one in group["params"]):
         state = optimizer.state.get(parameter, {})
         if parameter.grad is not None and "exp_avg" in state:
             gradient = local_part(parameter.grad).flatten()[:_COSINE_ELEMENTS]

@@ -83,7 +83,7 @@ def test_the_newest_checkpoint_is_found_and_old_ones_are_deleted(tmp_path):
         lambda path: flip_a_byte(path / "optimizer.safetensors"),
         lambda path: (path / "optimizer.safetensors").write_bytes(b""),
         lambda path: (path / "model.safetensors").unlink(),
-        lambda path: (path / "manifest.json").write_text('{"format": 1, "run"'),
+        lambda path: (path / "manifest.json").write_text('{"format": 2, "run"'),
         lambda path: (path / "manifest.json").unlink(),
     ],
 )
@@ -122,8 +122,8 @@ def test_an_unfinished_write_is_not_a_checkpoint(tmp_path):
 def test_a_checkpoint_of_another_format_is_an_error_and_is_not_moved(tmp_path):
     path = save_three(tmp_path)[-1]
     manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match="format 2, this release reads 1"):
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(CheckpointError, match="format 3, this release reads 2"):
         not_none(checkpoint.newest(tmp_path))
     assert path.exists()
 

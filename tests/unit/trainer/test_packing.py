@@ -23,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 from tba.common.config import Config, LoraSection
@@ -32,8 +34,8 @@ from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
 from tba.tests.runner import slow
 from tba.trainer.distributed.ranks import ALONE
-from tba.trainer.model.packed_attention import Segments, _kernel, attend, has_kernel
-from tba.trainer.model.packing import _head_sizes, obstacle, pack, packed_length, packs
+from tba.trainer.model.packed_attention import Sequences, _kernel, attend, has_kernel
+from tba.trainer.model.packing import _head_sizes, obstacle, pack, packs
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.canary import make_canary, skeleton
 from tba.trainer.step.build import build
@@ -100,23 +102,20 @@ def test_rows_with_the_same_prompt_share_its_tokens():
     assert layout.source_R.tolist() == [1, 2, 7, 1, 3, 4]
     assert (layout.starts, layout.prompt_lengths, layout.lengths) == ([0, 5, 0], [2, 3, 2], [2, 1, 3])
     assert layout.model_kwargs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 0, 1, 2]]
-    segments = layout.model_kwargs["segments"]
-    assert segments.query_bounds.tolist() == [0, 2, 3, 5, 8]
-    assert segments.key_bounds.tolist() == [0, 2, 5, 9, 12]
-    assert segments.key_source_K.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 6, 7]
-    assert packed_length(rows) == 8
+    places = [place.tolist() for place in layout.model_kwargs["sequences"].places]
+    assert places == [[0, 1, 2], [5, 6, 7], [0, 1, 3, 4]]
 
 
-def test_a_row_by_itself_is_one_segment():
+def test_positions_restart_at_each_packed_row():
     rows = [make_row(1, [1, 2], [3]), make_row(2, [4], []), make_row(3, [5, 6], [7, 0])]
     layout = pack(rows, CPU)
     assert layout.tokens_NT.tolist() == [[1, 2, 4, 5, 6, 7]]
     assert layout.source_R.tolist() == [1, 4, 5]
-    assert layout.model_kwargs["segments"].query_bounds.tolist() == [0, 2, 3, 6]
-    assert not layout.model_kwargs["segments"].shared
+    assert layout.model_kwargs["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert layout.model_kwargs["sequences"].bounds.tolist() == [0, 2, 3, 6]
 
 
-def test_responses_of_one_token_or_none_add_no_segment():
+def test_responses_of_one_token_or_none_add_nothing_to_their_prompt():
     rows = [make_row(1, [1, 2], [3]), make_row(2, [1, 2], []), make_row(3, [1, 2], [4])]
     layout = pack(rows, CPU)
     assert layout.tokens_NT.tolist() == [[1, 2]]
@@ -219,25 +218,20 @@ def passes_of_a_step(learner, batch) -> list[tuple[bool, int]]:
 
 def test_no_graph_has_more_tokens_than_the_limit():
     batch = random_batch(0, prompts=3)
-    groups = [batch.rows[at : at + 4] for at in range(0, 12, 4)]
-    limit = min(packed_length(group) for group in groups) - 1
-    assert limit >= max(row.tokens for row in batch.rows)
+    groups = [sum(row.tokens for row in batch.rows[at : at + 4]) for at in range(0, 12, 4)]
+    limit = max(*(row.tokens for row in batch.rows), min(groups) - 1)
     calls = passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit), batch)
     with_graph = [tokens for graph, tokens in calls if graph]
     # No group fits, so each is cut into chunks, every one with the prompt.
     assert len(with_graph) > 3
-    assert max(with_graph) <= limit
+    assert max(with_graph) <= limit < min(groups)
 
 
-def test_the_limit_counts_a_shared_prompt_once():
+def test_a_prompt_is_computed_once_for_its_samples():
     batch = random_batch(0, prompts=3)
-    limit = packed_length(batch.rows)
-    assert limit < sum(row.tokens for row in batch.rows)
-    assert passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit), batch) == [(True, limit)]
-    # Each group by itself, or two of the three.
-    calls = passes_of_a_step(make_learner(packing="packed", micro_batch_tokens=limit - 1), batch)
-    assert len(calls) == 2
-    assert sum(tokens for _, tokens in calls) == limit
+    prompts = sum(len(row.prompt_ids) for row in batch.rows[::4])
+    tokens = prompts + sum(len(row.response_ids) - 1 for row in batch.rows)
+    assert passes_of_a_step(make_learner(packing="packed"), batch) == [(True, tokens)]
 
 
 def test_the_padded_way_computes_a_prompt_for_each_row():
@@ -271,6 +265,17 @@ def test_required_packing_rejects_a_model_with_its_own_attention():
 )
 def test_a_model_is_rejected_for_an_unsupported_attention_argument(model, argument):
     assert f"its attention uses {argument}, which" in obstacle(model())
+
+
+def test_a_window_that_is_only_in_the_mask_is_detected():
+    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 16, "num_experts": 2}
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
+    torch.manual_seed(0)
+    mixture = Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**shape, **window, shared_expert_intermediate_size=16, num_experts_per_tok=1)
+    )
+    assert "has its sliding window of 64 in a mask" in obstacle(mixture.eval())
+    assert obstacle(tiny_mistral(window=64).float()) == ""
 
 
 def test_gemma_2_without_a_cap_can_be_packed():
@@ -315,13 +320,6 @@ def test_a_kernel_that_fails_is_detected_before_training(kernel_everywhere):
     assert model.config._attn_implementation != "tba_packed"
     with pytest.raises(ConfigError, match="does not run on packed rows: Expected is_sm80_or_later: set it to"):
         packs("packed", model, "cpu", half=True)
-
-
-def test_a_kernel_with_another_mask_is_detected_before_training(kernel_everywhere):
-    kernel_everywhere(documented_kernel)
-    assert obstacle(tiny_model(), half=True) == ""
-    kernel_everywhere(partial(documented_kernel, lower_right=False))
-    assert "the packed attention kernel of this torch differs from SDPA by" in obstacle(tiny_model(), half=True)
 
 
 def test_running_out_of_memory_is_not_an_obstacle_of_the_model(kernel_everywhere):
@@ -378,36 +376,38 @@ def test_rows_are_packed_where_weights_are_rounded_to_bfloat16(tmp_path, monkeyp
 
 
 # A prompt of 3 tokens with responses of 2 and 4 tokens, then a sequence of 3.
-SHARED = Segments([0, 3, 5, 9], [3, 2, 4, 3], [(0, 0), (0, 3), (0, 3), (0, 0)], CPU)
+PLACES = [np.array(places) for places in ([0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11])]
+SEQUENCES = Sequences(PLACES, CPU)
 
 
 def test_the_gpu_kernel_accepts_our_shapes():
     """Fake tensors compute the shapes of both passes without a GPU."""
-    with FakeTensorMode():
+    sequences = Sequences(PLACES, CPU)
+    first_P, place_S = sequences.first_P, sequences.place_S
+    with FakeTensorMode() as mode:
+        for name, value in {"first_P": first_P, "place_S": place_S, "bounds": sequences.bounds}.items():
+            sequences.__dict__[name] = mode.from_tensor(value)
         query, key, value = (torch.empty(12, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
-        attended = _kernel(query, key, value, Segments([0, 5], [5, 7], [(0, 0), (0, 0)], CPU), 0.3, 4)
+        attended = _kernel(query, key, value, sequences, 0.3, 4)
         torch.autograd.backward(attended.sum())
     assert (attended.shape, attended.dtype) == (query.shape, torch.bfloat16)
     assert [not_none(tensor.grad).shape for tensor in (query, key, value)] == [(12, 4, 8), (12, 2, 8), (12, 2, 8)]
 
 
-def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, lower_right=True):
+def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """Implement varlen_attn as torch documents it, with one large mask."""
-    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert torch.equal(cu_q, cu_k)
+    assert max_q == max_k == int(cu_q.diff().max())
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert enable_gqa
     query, key, value = (tensor.double() for tensor in (query, key, value))
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    aligned = []
-    for length, bounds in ((len(query), cu_q), (len(key), cu_k)):
-        position = torch.arange(length)
-        sequence = torch.bucketize(position, bounds[1:], right=True)
-        aligned.append((sequence, position - bounds[int(lower_right) :][sequence]))
-    (query_of, query_at), (key_of, key_at) = aligned
-    behind = query_at[:, None] - key_at
-    left, right = (width if width >= 0 else len(key) for width in window_size)
-    seen = (query_of[:, None] == key_of) & (behind <= left) & (-behind <= right)
-    scores = torch.einsum("qad,kad->aqk", query, key) * (scale or query.shape[2] ** -0.5)
+    position = torch.arange(len(query))
+    sequence = torch.bucketize(position, cu_q[1:], right=True)
+    behind = position[:, None] - position
+    left, right = (width if width >= 0 else len(query) for width in window_size)
+    seen = (sequence[:, None] == sequence) & (behind <= left) & (-behind <= right)
+    scores = torch.einsum("qad,kad->aqk", query, key) * scale
     return torch.einsum("aqk,kad->qad", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).bfloat16()
 
 
@@ -415,7 +415,7 @@ def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, win
 def test_the_gpu_kernel_computes_what_sdpa_computes(monkeypatch, window):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
-    kwargs = {"scaling": 0.3, "sliding_window": window, "segments": SHARED}
+    kwargs = {"scaling": 0.3, "sliding_window": window, "sequences": SEQUENCES}
     expected, _ = attend(torch.nn.Identity(), query, key, value, None, **kwargs)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_kernel)
     monkeypatch.setattr("tba.trainer.model.packed_attention.has_kernel", lambda *_, **__: True)
@@ -426,19 +426,14 @@ def test_the_gpu_kernel_computes_what_sdpa_computes(monkeypatch, window):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_a_segment_attends_to_its_prompt_and_to_itself(window):
+def test_a_response_attends_to_its_prompt_and_to_itself(window):
     """Against attention over each whole sequence, one at a time, with its gradients."""
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, 12, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     call = partial(attend, torch.nn.Identity(), attention_mask=None, scaling=0.3, sliding_window=window)
-    found, _ = call(*tensors, segments=SHARED)
-    parts = []
-    for start, length, prompt in zip(SHARED.starts, SHARED.queries, SHARED.prompts, strict=True):
-        places = [*range(sum(prompt)), *range(start, start + length)]
-        alone, _ = call(*(tensor[:, :, places] for tensor in tensors))
-        parts.append(alone[:, -length:])
-    # The segments are in the order of the tokens.
-    expected = torch.cat(parts, dim=1)
+    found, _ = call(*tensors, sequences=SEQUENCES)
+    one, other, alone = (call(*(tensor[:, :, places] for tensor in tensors))[0] for places in PLACES)
+    expected = torch.cat([one, other[:, 3:], alone], dim=1)
     assert torch.allclose(found, expected, atol=1e-12, rtol=0)
     weight = torch.randn_like(found)
     gradients = [torch.autograd.grad((attended * weight).sum(), tensors) for attended in (found, expected)]

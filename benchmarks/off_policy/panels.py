@@ -93,6 +93,11 @@ ABLATIONS = {
         },
         "TL;DR draws responses by softmax(r), GSM8K uniformly; no comparison is given",
     ),
+    "ess": Panel(
+        {"D = 64": {"staleness": 64}, "D = 64, rate by ESS": {"staleness": 64, "rate_by_ess": True}},
+        ("tb", "dr_grpo", "tb_stale"),
+        paper="not of this paper: VCPO, arXiv 2602.17616, multiplies the rate by the root of the effective sample ratio",
+    ),
 }
 PANELS = {
     "staleness": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (4, 16, 64, 256)}),

@@ -23,6 +23,7 @@ class Setting:
     buffer: `sync_every` is k, `recency` m, `generated` the S responses of which `samples` (K) are drawn, `fill` the
     batches of the initial fill, and `priority` the inverse temperature of the softmax over rewards (0: uniform).
     `beta_first` is annealed linearly to `beta` over `anneal_steps`. `reset_every` copies the policy to the reference.
+    `rate_by_ess` is `train.learning_rate_by_ess`.
     `part` is the part of the held-out problems that is measured: "choosing" or "reporting".
     """
 
@@ -43,6 +44,7 @@ class Setting:
     generated: int = 0
     fill: int = 0
     priority: float = 0.0
+    rate_by_ess: bool = False
 
     @property
     def part(self) -> str:
@@ -56,6 +58,7 @@ class Setting:
             prompts_per_step=self.prompts,
             samples_per_prompt=self.samples,
             learning_rate=self.rate,
+            learning_rate_by_ess=self.rate_by_ess,
             schedule="constant",
             warmup_steps=WARMUP_STEPS,
             beta=self.beta_first or self.beta,

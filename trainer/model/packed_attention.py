@@ -123,6 +123,7 @@ def attend(
     Raises NotImplementedError if the model asks for more than that.
     """
     assert attention_mask is None, "transformers makes no mask for an attention that registers no mask function"
+    assert query_NATD.shape[2] == key_NGTD.shape[2], "packed attention is for training, without a KV cache"
     if asked := [name for name in _UNSUPPORTED if others.get(name) is not None]:
         raise NotImplementedError(f"its attention uses {asked[0]}, which packed attention does not support")
     tensors = query_NATD, key_NGTD, value_NGTD

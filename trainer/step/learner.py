@@ -127,11 +127,8 @@ class Learner:
                 shard(scorer, scorer.model._no_split_modules or (), ranks, autocast=autocast)
         keeps = config.sharding == "optimizer" or (config.sharding == "auto" and fits_gathered)
         self._retain_gathered = ranks.size > 1 and keeps
-        # In the order of the optimiser's groups.
-        trained = sorted(
-            (pair for pair in policy.named_parameters() if pair[1].requires_grad), key=lambda pair: pair[1].ndim <= 1
-        )
-        self._names, self.trained = [name for name, _ in trained], [parameter for _, parameter in trained]
+        trained = _trained(policy)
+        self._names, self.trained = list(trained), list(trained.values())
         self.optimizer = self._make_optimizer(masters)
 
     def _make_optimizer(self, masters: Mapping[str, Tensor] | None) -> torch.optim.AdamW:
@@ -379,6 +376,12 @@ class Learner:
                 limit=MAX_LOG_RATIO_BYTES,
                 step=batch.step,
             )
+
+
+def _trained(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the policy's trained parameters by name, in the order of the optimiser's groups: matrices first."""
+    trained = [(name, one) for name, one in policy.named_parameters() if one.requires_grad]
+    return dict(sorted(trained, key=lambda pair: pair[1].ndim <= 1))
 
 
 def _ids(ids: Sequence[int]) -> str:

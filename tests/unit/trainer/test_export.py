@@ -82,7 +82,14 @@ def test_the_adapters_of_a_snapshot_are_merged_as_the_engine_merges_them(config,
 def test_a_checkpoint_is_exported_with_its_weights(config, tmp_path):
     model = load_model(EXAMPLE_MODEL, torch.device("cpu"))
     weights = {name: tensor + 0.01 for name, tensor in weights_of(model).items()}
-    manifest = {"format": checkpoint.FORMAT, "run": "r", "step": 7, "reference": "", "adapter": None, "unreported": None}
+    manifest = {
+        "format": checkpoint.FORMAT,
+        "run": "r",
+        "step": 7,
+        "reference": "",
+        "adapter": None,
+        "unreported": None,
+    }
     tensors = {f"{checkpoint.MODEL}/{name}": tensor for name, tensor in weights.items()}
     path = checkpoint.write(config.checkpoints, manifest, tensors, keep=1)
     export_model(find_source(config, path, None), tmp_path / "out", config)

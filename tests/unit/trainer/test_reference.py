@@ -129,3 +129,12 @@ def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
 def test_only_settings_that_determine_the_weights_give_references_of_another_name(section, key, value, determines):
     plain, changed = Config(), Config.model_validate({section: {key: value}})
     assert (lineage_of(plain) != lineage_of(changed)) == determines
+
+
+@pytest.mark.parametrize(("name", "determines"), [("dr_grpo", True), ("tb", False)])
+def test_the_longest_response_gives_references_of_another_name_only_if_the_loss_is_divided_by_it(name, determines):
+    one, other = (
+        lineage_of(Config.model_validate({"objective": {"name": name}, "search": {"max_tokens": tokens}}))
+        for tokens in (100, 200)
+    )
+    assert (one != other) == determines

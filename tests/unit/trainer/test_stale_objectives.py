@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,14 +120,16 @@ def test_on_fresh_data_imitation_adds_a_gradient_of_mean_zero_at_every_temperatu
     assert balance.abs().max() > 1e-3
 
 
-def mass_of_the_sampled(name: str, features: list[list[float]], beta: float) -> float:
-    """Train on one stale group, one right and seven wrong answers. Returns the probability of what was sampled."""
+def mass_of_the_sampled(
+    name: str, features: list[list[float]], beta: float, picks: Sequence[int] = (0, *[1] * 7), **keys
+) -> float:
+    """Train on one stale group, by default of one right and seven wrong answers. Returns the probability of both."""
     features_AF = torch.tensor(features, dtype=torch.float64)
     weights_F = torch.zeros(features_AF.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weights_F], lr=0.3)
     for _ in range(500):
         logprob = (PROBABILITIES.log() + features_AF @ weights_F).log_softmax(0)
-        loss = objective(name).loss(answers(logprob, PROBABILITIES, [0] + [1] * 7), beta)
+        loss = objective(name, **keys).loss(answers(logprob, PROBABILITIES, list(picks)), beta)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
@@ -142,6 +145,14 @@ def test_on_stale_data_tb_loses_the_probability_of_the_sampled_answers_and_tb_st
     shared = [[1.0, 1.0], [2.0, 0.0], [0.0, 0.0]]
     assert mass_of_the_sampled("tb", shared, 0.1) < 0.6
     assert mass_of_the_sampled("tb_stale", shared, 0.1) > before
+
+
+@pytest.mark.slow
+def test_imitation_keeps_the_probability_of_a_group_that_is_nearly_solved():
+    # Seven right answers and a wrong one; what unlearns the wrong one also unlearns the right one.
+    shared, picks = [[1.0, 1.0], [2.0, 0.0], [0.0, 0.0]], [0] * 7 + [1]
+    without, kept = (mass_of_the_sampled("tb_stale", shared, 0.1, picks, imitation=weight) for weight in (0.0, 1.0))
+    assert kept > without + 0.03
 
 
 def test_only_negative_advantages_of_lost_answers_are_tapered():

@@ -124,6 +124,19 @@ def test_a_demonstration_is_left_out_of_what_needs_its_sampler(name):
     assert all(torch.allclose(a, b, atol=1e-14) for a, b in zip(gradients(rows[0]), gradients(other), strict=True))
 
 
+def test_norms_and_biases_have_no_weight_decay():
+    """AdamW without a gradient only decays: a rate of 0.01 and a decay of 0.5 take 0.5 % of a matrix."""
+    learner = make_learner(weight_decay=0.5)
+    before = {name: tensor.detach().clone() for name, tensor in learner.policy.named_parameters()}
+    for parameter in learner.policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learner._update(1.0)
+    for name, tensor in learner.policy.named_parameters():
+        kept = 1.0 if tensor.ndim == 1 else 0.995
+        assert torch.allclose(tensor.detach(), before[name] * kept, rtol=1e-6), name
+    assert {tensor.ndim for tensor in before.values()} == {1, 2}
+
+
 def gradients_of_step(learner: Learner, batch) -> list[torch.Tensor]:
     """Return the gradients that the optimiser receives."""
     seen: list[torch.Tensor] = []

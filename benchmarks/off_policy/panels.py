@@ -96,7 +96,7 @@ ABLATIONS = {
     "ess": Panel(
         {"D = 64": {"staleness": 64}, "D = 64, rate by ESS": {"staleness": 64, "rate_by_ess": True}},
         ("tb", "dr_grpo", "tb_stale"),
-        paper="not of this paper: VCPO, arXiv 2602.17616, multiplies the rate by the root of the effective sample ratio",
+        paper="not this one: VCPO, arXiv 2602.17616, scales the rate by the root of the effective sample ratio",
     ),
 }
 PANELS = {

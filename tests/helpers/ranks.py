@@ -24,7 +24,7 @@ from tba.common.errors import ConfigError
 from tba.common.system.process import RENDEZVOUS_VARIABLE
 from tba.common.wire.row_numbers import RowNumbers
 from tba.tests.helpers.puts import read_log_ratios
-from tba.tests.helpers.trainer import objective, random_batch, tiny_model
+from tba.tests.helpers.trainer import in_float64, objective, random_batch, tiny_model
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.distributed.ranks import ALONE, Ranks, join
@@ -113,7 +113,7 @@ def make_learner(
         for layer in policy.model.layers:
             layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.T.contiguous().T
     if double:
-        policy, initial = policy.double(), initial and initial.double()
+        policy, initial = in_float64(policy), initial and in_float64(initial)
     config, masters = TrainSection.model_validate(_FLAT | keys), None
     packed = packs(config.packing, policy, "cpu", half=autocast)
     if config.offload == "optimizer":

@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
@@ -54,6 +56,19 @@ def tiny_model(
         eos_token_id=2,
     )
     return LlamaForCausalLM(shape).eval()
+
+
+def in_float64(model: Any) -> Any:
+    """Convert a Llama to float64, its norms too, which transformers computes in float32 whatever the model's type."""
+    for module in model.double().modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = partial(_norm, module)  # type: ignore[method-assign]
+    return model
+
+
+def _norm(module: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    normed: torch.Tensor = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    return module.weight * normed
 
 
 def save_tiny_model(directory: Path, **settings: Any) -> Path:

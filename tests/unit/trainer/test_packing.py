@@ -187,8 +187,8 @@ def steps(count: int = 2, **keys):
     ids=lambda keys: " ".join(keys) or "default",
 )
 def test_steps_equal_those_of_padded_rows(keys):
-    # The model's norms round to float32, before or after the gradients of a shared prompt are added up.
-    tolerance = 1e-6
+    # The head that predicts log Z is always float32.
+    tolerance = 1e-6 if keys.get("name") == "tb_learned_z" else 1e-10
     (padded, expected), (packed, found) = (steps(packing=packing, **keys) for packing in ("padded", "packed"))
     for mine, theirs in zip(packed, padded, strict=True):
         assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)

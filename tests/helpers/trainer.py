@@ -62,7 +62,7 @@ def in_float64(model: Any) -> Any:
     """Convert a Llama to float64, its norms too, which transformers computes in float32 whatever the model's type."""
     for module in model.double().modules():
         if isinstance(module, LlamaRMSNorm):
-            module.forward = partial(_norm, module)  # type: ignore[method-assign]
+            module.forward = partial(_norm, module)
     return model
 
 

@@ -92,7 +92,7 @@ bench: $(VENV)/installed-dev
 bench-step: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.step
 
-# The claims of docs/evidence.md that need no GPU, in a small form: ten minutes on two cores. Results: build/evidence.
+# The claims of docs/evidence.md that need no GPU, in a small form: about 20 minutes on two cores. Results: build/evidence.
 EVIDENCE := build/evidence/off_policy.jsonl
 evidence: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.posterior --seeds 1
@@ -101,6 +101,11 @@ evidence: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.off_policy staleness --results $(EVIDENCE) --budget-minutes 6 --seeds 1 \
 		--task copying-32 --objectives tb tb_stale tba_prime --columns fresh "D = 64"
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(EVIDENCE) --budget-minutes 8 --seeds 1 --objectives tb
+	$(BIN)/python -m benchmarks.off_policy ess buffer long --results $(EVIDENCE) --budget-minutes 6 --seeds 1 --objectives tb_stale
+	$(BIN)/python -m benchmarks.preference --seeds 2
+	$(BIN)/python -m benchmarks.redteam --seeds 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.wall_clock --searchers 3 --steps 12 --faster 20 --accuracy 0.45
+	$(BIN)/python -m benchmarks.trl_run --steps 60 --seeds 0 --set search.cpu_searchers=1 --set objective.kl=none
 
 # Stale data in full, with rates chosen for each cell: docs/evidence.md has the times. What is in the file of results is
 # not repeated.

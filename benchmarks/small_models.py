@@ -101,7 +101,7 @@ def sample(
 ) -> list[Response]:
     """Return a response, without a reward, to each prompt; all prompts have the same length."""
     model = learner_or_model.policy if isinstance(learner_or_model, Learner) else learner_or_model
-    task = Task("", Path(), longest, 0.0, 0.0, graded=False, end=end, training=[], held_out={})
+    task = Task("", Path(), longest, graded=False, end=end, training=[], held_out={})
     return respond(model, task, [Problem(tuple(prompt), ()) for prompt in prompts], generator, step)
 
 

@@ -156,3 +156,11 @@ def test_the_picture_shows_what_is_in_the_file_whatever_was_asked_for(benchmark,
     assert drawn("--objectives", "tb", "--columns", "fresh", "--seeds", "1") == every
     picture.write_bytes(b"kept")
     assert drawn("--tables-only") == b"kept"
+
+
+def test_other_benchmarks_sample_with_the_same_code(benchmark):
+    small_models = importlib.import_module("benchmarks.small_models")
+    model = importlib.import_module("tba.tests.helpers.trainer").tiny_model()
+    responses = small_models.sample(model, [[3, 4], [5, 6]], 4, 2, None)
+    assert [response.problem.prompt for response in responses] == [(3, 4), (5, 6)]
+    assert all(1 <= len(response.tokens) <= 4 for response in responses)

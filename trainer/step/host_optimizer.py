@@ -30,12 +30,15 @@ _CHUNK = 1 << 20
 POLICY_GROUPS = 2
 
 
+def decays(parameter: Tensor) -> bool:
+    """Whether a parameter has weight decay: norms and biases do not, since it would pull a norm's scale to 0, not 1."""
+    return parameter.ndim > 1
+
+
 def policy_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return the policy's parameters as groups of an optimiser: matrices, then vectors, such as norms and biases, which
-    have no weight decay: it would pull the scale of a norm to 0, not to 1."""
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    """Return the policy's parameters as groups of an optimiser: first those that have weight decay."""
+    kept = [parameter for parameter in parameters if not decays(parameter)]
+    return [{"params": list(filter(decays, parameters))}, {"params": kept, "weight_decay": 0.0}]
 
 
 def take_masters(policy: PreTrainedModel, device: torch.device, *, half: bool) -> dict[str, Tensor]:

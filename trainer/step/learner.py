@@ -38,7 +38,7 @@ from tba.trainer.objectives.diagnostics import (
 )
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.step.accumulate import Accumulator
-from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, policy_groups
+from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, decays, policy_groups
 from tba.trainer.step.row_numbers import no_numbers, row_numbers
 from tba.trainer.step.schedule import beta_at, learning_rate_schedule
 from tba.trainer.step.step_metrics import batch_metrics, gradient_cosine, only_finite, stale_metrics
@@ -379,9 +379,9 @@ class Learner:
 
 
 def _trained(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the policy's trained parameters by name, in the order of the optimiser's groups: matrices first."""
+    """Return the policy's trained parameters by name, in the order of the optimiser's groups."""
     trained = [(name, one) for name, one in policy.named_parameters() if one.requires_grad]
-    return dict(sorted(trained, key=lambda pair: pair[1].ndim <= 1))
+    return dict(sorted(trained, key=lambda pair: not decays(pair[1])))
 
 
 def _ids(ids: Sequence[int]) -> str:

@@ -188,6 +188,10 @@ class SnapshotError(TbaError):
     """A snapshot is missing, torn or of the wrong shape."""
 
 
+class SnapshotMissing(SnapshotError):
+    """A file of a snapshot is not there: a newer snapshot has replaced it, or it is on another machine."""
+
+
 class SnapshotCorrupt(SnapshotError):
     """The hash of a file does not match its manifest."""
 

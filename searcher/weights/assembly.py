@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from tba.common.clock import Clock
-from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, SnapshotOutdated
+from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotOutdated
 from tba.common.log import get_logger
 from tba.common.system.durable import copy_file, link_or_copy
 from tba.common.weights import delta
@@ -285,7 +285,7 @@ def _link(path: Path, version: int, name: str, target: Path, _size: int | None) 
     try:
         obstacle = link_or_copy(source, target)
     except OSError as error:
-        raise SnapshotError(
+        raise SnapshotMissing(
             f"{source}: {error.strerror}: already collected, or not on this machine: searchers on others need "
             "a shared file system, or train.serve_snapshots in the trainer's configuration"
         ) from error

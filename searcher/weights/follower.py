@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tba.common.clock import Clock
-from tba.common.errors import EngineError, SnapshotError, SnapshotRefused
+from tba.common.errors import EngineError, SnapshotError, SnapshotMissing, SnapshotRefused
 from tba.common.log import get_logger
 from tba.common.system.backoff import backoff
 from tba.common.wire.messages import WeightsRef
@@ -18,6 +18,10 @@ _RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
 # Snapshots that the engine refuses in a row before the searcher gives up, counting attempts: about half a minute.
 _MOST_REFUSED = 5
+
+
+# Snapshots in a row that were gone before they were read, and are no warning: newer ones had replaced them.
+_MOST_REPLACED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,8 @@ class WeightsFollower:
         # Of the last swap.
         self.report: LoadReport | None = None
         self.refusals = 0
-        # In a row, and of snapshots whose files are right.
+        # Since the last swap. Those of the engine are of snapshots whose files are right.
+        self._failed = 0
         self._refused_by_engine = 0
 
     @property
@@ -112,7 +117,7 @@ class WeightsFollower:
         if self._served is not None:
             self._served.pinned.release()
         self._served, self._refused = prepared, None
-        self._refused_by_engine = 0
+        self._failed = self._refused_by_engine = 0
         log.info(
             "weights loaded",
             version=prepared.ref.version,
@@ -130,7 +135,10 @@ class WeightsFollower:
         self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, str(error))
         self.refusals += 1
         serving = f"v{self.current.version}" if self.current else "nothing"
-        log.warning("weights refused", version=ref.version, attempt=attempts, serving=serving, reason=str(error))
+        self._failed += 1
+        replaced = isinstance(error, SnapshotMissing) and self._failed <= _MOST_REPLACED
+        tell, event = (log.info, "weights missed") if replaced else (log.warning, "weights refused")
+        tell(event, version=ref.version, attempt=attempts, serving=serving, reason=str(error))
         self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, SnapshotRefused) else 0
         if self._refused_by_engine == _MOST_REFUSED:
             raise EngineError(

@@ -1,6 +1,7 @@
 """A follower with a real engine swaps prepared snapshots, and keeps the old weights when one is refused."""
 
 import json
+import shutil
 from typing import Any
 
 import msgspec
@@ -106,6 +107,22 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     assert follower.settle(newest)
     assert (follower.weights.trouble, follower.weights.refused_version) == ("", None)
     assert not np.array_equal(follower.scores(), before)
+
+
+def test_a_collected_snapshot_is_a_warning_only_if_newer_ones_fail_too(lab, follower, caplog):
+    gone = [lab.publish(step) for step in range(4)]
+    newest = lab.publish(4)
+    for ref in gone:
+        shutil.rmtree(lab.config.snapshots / f"v{ref.version:08d}", ignore_errors=True)
+    caplog.set_level("INFO")
+    for ref in gone[:3]:
+        assert not follower.settle(ref)
+    told = [(one.levelname, one.message) for one in caplog.records if one.message.startswith("weights")]
+    assert told == [("INFO", "weights missed"), ("INFO", "weights missed"), ("WARNING", "weights refused")]
+    assert follower.settle(newest)
+    caplog.clear()
+    assert not follower.settle(gone[3])
+    assert [one.levelname for one in caplog.records if one.message.startswith("weights")] == ["INFO"]
 
 
 def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follower):

@@ -98,7 +98,13 @@ def explain(facts: Facts) -> str:
     if facts.status is None:
         return "the buffer does not answer"
     # Names and reasons come from the network.
-    return printable(_explanation(facts.status, facts.loading))
+    return printable("; ".join(filter(None, [_explanation(facts.status, facts.loading), _warning(facts.status)])))
+
+
+def _warning(status: Status) -> str:
+    """Return what is wrong with the training, as the trainer says."""
+    trainer = client_of(status, "trainer")
+    return trainer.warning if trainer is not None else ""
 
 
 def _explained(facts: Facts, status: Status) -> Group:
@@ -145,8 +151,7 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
     parts += [f"{status.puts_per_second:,.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
-    trainer = client_of(status, "trainer")
-    parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else ""])
+    parts += filter(None, [status.no_recent_data, _warning(status)])
     at_work = status.step and not status.trainer_waits_for and "trainer" not in facts.loading
     if status.finished or not at_work or find_stall(facts) is not None:
         return f"{parts[0]}  {explain(facts)}"

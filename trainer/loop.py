@@ -308,7 +308,7 @@ class Trainer:
 
         Raises MemoryShort, and TrainingBroken, after a checkpoint, if too many steps in a row were skipped.
         """
-        self._heartbeat.show("training", self._health.warning)
+        self._heartbeat.show("training")
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")
         result = self.learner.step_in_memory(batch)
         seconds = self._watch.take()
@@ -355,7 +355,8 @@ class Trainer:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
-        self._heartbeat.show("training", self._health.warning, metrics=shown | progress)
+        self._heartbeat.warning = self._health.warning
+        self._heartbeat.show("training", metrics=shown | progress)
         kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
         log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 

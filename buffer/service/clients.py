@@ -26,7 +26,7 @@ class Client:
     `seen_at` and `activity_at`, when its activity last changed, are monotonic. `owner`: what a connection must have to
     use its name (`admission`). `replaced`: a later start of the same name has said hello. `held_back`: why its last
     lease request is parked. `serves`: the address at which its node serves snapshots. `has_worked`: it has leased, put
-    or the like, and not only said who it is.
+    or the like, and not only said who it is. `warning`: what is wrong with the training, as the trainer says.
     """
 
     role: fields.Role
@@ -39,6 +39,7 @@ class Client:
     replaced: bool = False
     held_back: str = ""
     serves: str = ""
+    warning: str = ""
     has_worked: bool = False
     weights_version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -241,6 +242,7 @@ class Clients:
                 duplicates=client.duplicates,
                 leases=leases_of(sender),
                 activity_seconds=now - client.activity_at,
+                warning=client.warning,
             )
             for sender, client in self._by_sender.items()
             if not (client.replaced and self.is_silent(sender))

@@ -238,7 +238,7 @@ class BufferService:
             return ReplyBody(messages.Done())
         self.state.clients.show(sender, message.activity, message.reason)
         client.weights_version, client.metrics = message.weights_version, message.metrics
-        client.serves = message.serves
+        client.serves, client.warning = message.serves, message.warning
         if message.serves:
             return ReplyBody(messages.Sources(addresses=self.state.clients.sources_of(message.serves)))
         return ReplyBody(messages.Done())

@@ -270,9 +270,10 @@ class FinishRun(Request, frozen=True):
 class Heartbeat(Request, frozen=True):
     """Any role -> buffer, every second or two. Reply: Done or Sources. Keeps the sender's leases alive.
 
-    `activity` is one word; `reason` is a warning, or what the sender waits for, if it waits. A supervisor is a monitor,
+    `activity` is one word; `reason` is what the sender waits for, if it waits. A supervisor is a monitor,
     and says "failing" while a child of it does not work: `reason` quotes that child's error. `serves` is the address at
-    which the sender's node serves snapshots to others, or empty: if it is set, the reply is Sources.
+    which the sender's node serves snapshots to others, or empty: if it is set, the reply is Sources. `warning` is the
+    trainer's: what is wrong with the training, whatever the activity.
     """
 
     TYPE = "heartbeat"
@@ -281,6 +282,7 @@ class Heartbeat(Request, frozen=True):
     weights_version: Id | None
     metrics: Metrics
     serves: Sentence = ""
+    warning: Annotated[str, Meta(max_length=MAX_REASON)] = ""
 
 
 class Goodbye(Request, frozen=True):

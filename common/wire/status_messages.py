@@ -17,7 +17,8 @@ class GetStatus(Message, frozen=True):
 class ClientStatus(Message, frozen=True):
     """One client of the buffer in `tba status`. `trajectories` and `duplicates` are rows since the server started.
 
-    `activity_seconds`: how long it has been in this activity.
+    `activity_seconds`: how long it has been in this activity. `warning`: what is wrong with the training, if this is
+    the trainer.
     """
 
     role: Role
@@ -32,6 +33,7 @@ class ClientStatus(Message, frozen=True):
     duplicates: Id
     leases: Id
     activity_seconds: Seconds = 0.0
+    warning: str = ""
 
 
 class Status(Message, frozen=True):

@@ -34,7 +34,12 @@ REQUESTS = {
     "announce_snapshot": messages.AnnounceSnapshot(weights=REF, bytes=100),
     "finish_run": messages.FinishRun(step=15),
     "heartbeat": messages.Heartbeat(
-        activity="waiting", reason="prompts", weights_version=None, metrics={"x": 1.0}, serves="tcp://n:1"
+        activity="waiting",
+        reason="prompts",
+        weights_version=None,
+        metrics={"x": 1.0},
+        serves="tcp://n:1",
+        warning="old answers",
     ),
     "goodbye": messages.Goodbye(),
     "get_status": GetStatus(),

@@ -30,6 +30,7 @@ class HeartbeatThread:
     def __init__(self, dial: Dial) -> None:
         # Reported from the next `show` on.
         self.weights_version: int | None = None
+        self.warning = ""
         # What is sent next.
         self.shown = messages.Heartbeat(activity="connected", reason="", weights_version=None, metrics={})
         self._dial = dial
@@ -49,6 +50,7 @@ class HeartbeatThread:
             reason=reason[: fields.MAX_REASON],
             weights_version=self.weights_version,
             metrics=self._metrics,
+            warning=self.warning[: fields.MAX_REASON],
         )
 
     def close(self) -> None:

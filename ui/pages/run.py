@@ -117,9 +117,10 @@ def _doing(status: Status) -> str:
     if trainer is None:
         return "no trainer is connected"
     if status.trainer_waits_for:
-        return f"the trainer waits for data: {status.trainer_waits_for}"
-    doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
-    return "; ".join(filter(None, [doing, status.no_recent_data]))
+        doing = f"the trainer waits for data: {status.trainer_waits_for}"
+    else:
+        doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
+    return "; ".join(filter(None, [doing, status.no_recent_data, trainer.warning]))
 
 
 def _state(run: Run, about: dict[str, Any] | None, status: Status | None) -> str:

@@ -77,9 +77,13 @@ def test_a_batch_without_recent_data_is_named():
 
 
 def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
-    warned = make_status(5, clients=[make_client("trainer", reason="stale answers have lost 1.2 nats")])
-    assert explain(Facts(warned)) == "the trainer is training: stale answers have lost 1.2 nats"
-    assert summary_line(Facts(warned), warned, 80, None).endswith("stale answers have lost 1.2 nats")
+    told = "stale answers have lost 1.2 nats"
+    warned = make_status(5, clients=[make_client("trainer", warning=told)])
+    assert explain(Facts(warned)) == f"the trainer is training; {told}"
+    assert summary_line(Facts(warned), warned, 80, None).endswith(told)
+    waiting = make_status(5, clients=[make_client("trainer", warning=told)], trainer_waits_for="32 prompts")
+    assert explain(Facts(waiting)) == f"the trainer waits for data (32 prompts); no searcher is connected; {told}"
+    assert summary_line(Facts(waiting), waiting, 80, None).endswith(told)
 
 
 def test_a_noun_agrees_with_its_number():

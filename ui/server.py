@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,7 +35,8 @@ def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, rep
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, limit_concurrency=_MOST_REQUESTS, ws="none"
     )
-    # uvicorn passes the signal on after it has ended in order.
+    # uvicorn passes the signal on after it has ended in order. SIGTERM would end this process with 143.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
 

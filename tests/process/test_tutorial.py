@@ -80,3 +80,4 @@ def check_browser(shell, command: str) -> None:
     finally:
         process.terminate()
         process.communicate(timeout=60)
+    assert process.returncode == 0

@@ -116,11 +116,18 @@ def _engine(config: Config) -> tuple[str, str]:
 
 
 def _gpus(assumed: Sequence[Gpu] | None, config: Config) -> tuple[str, str]:
+    keys = {"search.gpus": config.search.gpus, "train.gpu": config.train.gpu}
+    asked = {key: wanted for key, wanted in keys.items() if wanted != CPU}
     try:
         present = list_gpus() if assumed is None else assumed
-        for key, wanted in (("search.gpus", config.search.gpus), ("train.gpu", config.train.gpu)):
-            if wanted != CPU:
-                choose_gpus(wanted, present, key)
+        if asked and not present:
+            return FAIL, (
+                f"{' and '.join(f'{key} = {wanted}' for key, wanted in asked.items())}, but this machine shows no GPU "
+                f'(nvidia-smi lists none, or is not installed): set {" and ".join(asked)} to "{CPU}", or pass '
+                "--assume 8x80 to check a node with eight GPUs of 80 GiB from here"
+            )
+        for key, wanted in asked.items():
+            choose_gpus(wanted, present, key)
     except TbaError as error:
         return "fail", str(error)
     known = "present" if assumed is None else "assumed"

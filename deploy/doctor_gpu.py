@@ -63,9 +63,11 @@ def check_cuda(config: Config) -> Result:
         missing = "No module named 'torch'" in last
         return ("unchecked", "torch is not installed here") if missing else ("fail", f"torch does not load: {last}")
     version, built_for, count, error = json.loads(done.stdout.splitlines()[-1])
-    if not count:
-        return "fail", why_no_cuda(version, built_for, error)
     try:
+        if not count:
+            # A machine without GPUs: the check of GPUs says so.
+            here = "unchecked" if built_for is None and not list_gpus() else "fail"
+            return here, why_no_cuda(version, built_for, error)
         driver = find_driver()
     except UsageError as problem:
         return "fail", str(problem)
@@ -150,7 +152,8 @@ def check_topology(config: Config) -> Result:
         return "ok", NO_GPU
     try:
         topology = parse_topology(ask_nvidia_smi("topo", "-m") or "")
-        present = list_gpus()
+        if not (present := list_gpus()):
+            return "unchecked", "nvidia-smi lists no GPU, or is not installed"
         trainers = choose_gpus(config.train.gpu, present, "train.gpu") if config.train.gpu != CPU else []
     except UsageError as error:
         return "unchecked", str(error)

@@ -108,6 +108,15 @@ def test_why_torch_shows_no_gpu_is_named(node, machine, words):
     assert (result, words in detail) == ("fail", True), detail
 
 
+def test_on_a_machine_without_gpus_only_the_check_of_gpus_fails(node):
+    node(gpus=0, cuda=None, header=None)
+    found = {finding["check"]: finding for finding in examine(ON_GPUS, UNKNOWN)}
+    assert {name: found[name]["result"] for name in ("gpus", "cuda", "topology")} == {
+        "gpus": "fail", "cuda": "unchecked", "topology": "unchecked",
+    }  # fmt: skip
+    assert 'set search.gpus and train.gpu to "cpu", or pass --assume' in found["gpus"]["detail"]
+
+
 def test_a_missing_or_broken_torch_is_no_finding_about_the_driver(node, tmp_path):
     node()
     (tmp_path / "stub/torch/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")

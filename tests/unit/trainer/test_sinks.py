@@ -13,6 +13,7 @@ import pytest
 from tba.common.config import Config
 from tba.common.errors import MissingExtra
 from tba.common.weights.tokenizer import load_tokenizer
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import make_batch, make_row
 from tba.trainer.metrics import answers as answers_module
 from tba.trainer.metrics.answers import COLUMNS, Answer, AnswerTexts, choose_answers
@@ -136,7 +137,10 @@ def test_weights_and_biases_gets_the_answers_of_each_step_as_a_table(example_mod
     sink = WandbSink("project", tmp_path, "run", {}, texts)
     sink.record(0, 1000.0, {"loss": 1.0}, answers)
     sink.close()
-    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/answers_0_*.table.json")
+    pattern = "wandb/offline-run-*/files/media/table/answers_0_*.table.json"
+    # W&B's own process writes it.
+    wait_until(lambda: any(tmp_path.glob(pattern)))
+    (file,) = tmp_path.glob(pattern)
     table = json.loads(file.read_text())
     assert table["columns"] == COLUMNS
     assert table["data"] == [[0, "1+2=", "3", 1.0, 0], [2, "5+5=", "10", 1.0, 0]]

@@ -99,7 +99,7 @@ evidence: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.off_policy staleness --results $(EVIDENCE) --budget-minutes 10 --seeds 2 \
 		--objectives tb tb_stale tba_prime dr_grpo --columns fresh "D = 64"
 	$(BIN)/python -m benchmarks.off_policy staleness --results $(EVIDENCE) --budget-minutes 6 --seeds 1 \
-		--task copying-32 --objectives tb tb_stale tba_prime --columns fresh "D = 64"
+		--task copying-32 --objectives tb tb_stale tba_prime dr_grpo --columns fresh "D = 64"
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(EVIDENCE) --budget-minutes 8 --seeds 1 --objectives tb
 	$(BIN)/python -m benchmarks.off_policy ess buffer long --results $(EVIDENCE) --budget-minutes 6 --seeds 1 --objectives tb_stale
 	$(BIN)/python -m benchmarks.preference --seeds 2

@@ -18,6 +18,7 @@
     │   ├── SyncFailed                the disk may have lost written data: the process must stop
     │   └── RecordLost                a record of a spool is damaged or missing
     ├── SnapshotError                 a snapshot is missing, torn or of the wrong shape
+    │   ├── SnapshotMissing           a file of it does not exist (any more)
     │   ├── SnapshotCorrupt           a hash does not match its manifest
     │   │   └── DamagedInUse          and it cannot be replaced yet: a searcher serves it
     │   ├── SnapshotOutdated          a newer one has superseded it
@@ -189,7 +190,7 @@ class SnapshotError(TbaError):
 
 
 class SnapshotMissing(SnapshotError):
-    """A file of a snapshot is not there: a newer snapshot has replaced it, or it is on another machine."""
+    """A file of a snapshot does not exist: a newer snapshot has replaced it, or it is on another machine."""
 
 
 class SnapshotCorrupt(SnapshotError):

@@ -14,7 +14,7 @@ from rich.text import Text
 from tba.common.clock import Clock, SystemClock
 from tba.common.quantity import lasting, quantity
 from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts, living, total
+from tba.common.stall.facts import Facts, live_trainer, living, total
 from tba.common.terminal import printable
 from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.child import Child
@@ -93,18 +93,18 @@ def client_of(status: Status, role: str) -> ClientStatus | None:
 
 def explain(facts: Facts) -> str:
     """Return one sentence: why the run stands still, or else what it does or waits for."""
-    if (stall := find_stall(facts)) is not None:
-        return stall.sentence
-    if facts.status is None:
-        return "the buffer does not answer"
+    stall, status = find_stall(facts), facts.status
+    if status is None:
+        return stall.sentence if stall is not None else "the buffer does not answer"
+    doing = stall.sentence if stall is not None else _explanation(status, facts.loading)
     # Names and reasons come from the network.
-    return printable("; ".join(filter(None, [_explanation(facts.status, facts.loading), _warning(facts.status)])))
+    return printable("; ".join(filter(None, [doing, _warning(status)])))
 
 
 def _warning(status: Status) -> str:
-    """Return what is wrong with the training, as the trainer says."""
-    trainer = client_of(status, "trainer")
-    return trainer.warning if trainer is not None else ""
+    """Return what is wrong with the training, as the living trainer says."""
+    trainer = live_trainer(status)
+    return trainer.warning if trainer is not None and not status.finished else ""
 
 
 def _explained(facts: Facts, status: Status) -> Group:
@@ -151,7 +151,8 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
     parts += [f"{status.puts_per_second:,.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
-    parts += filter(None, [status.no_recent_data, _warning(status)])
+    trainer = client_of(status, "trainer")
+    parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else "", _warning(status)])
     at_work = status.step and not status.trainer_waits_for and "trainer" not in facts.loading
     if status.finished or not at_work or find_stall(facts) is not None:
         return f"{parts[0]}  {explain(facts)}"

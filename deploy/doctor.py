@@ -11,9 +11,9 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from tba.common.config import Config, ScoringModelSection
-from tba.common.config.paths import check_data
+from tba.common.config.paths import asked_gpus, check_data
 from tba.common.errors import ConfigError, HttpUnavailable, MissingExtra, TbaError
-from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
+from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import check_model, is_hub_name
 from tba.common.wire.probe import ask_status, monitor
@@ -116,16 +116,10 @@ def _engine(config: Config) -> tuple[str, str]:
 
 
 def _gpus(assumed: Sequence[Gpu] | None, config: Config) -> tuple[str, str]:
-    keys = {"search.gpus": config.search.gpus, "train.gpu": config.train.gpu}
-    asked = {key: wanted for key, wanted in keys.items() if wanted != CPU}
+    asked = asked_gpus(config)
     try:
         present = list_gpus() if assumed is None else assumed
-        if asked and not present:
-            return FAIL, (
-                f"{' and '.join(f'{key} = {wanted}' for key, wanted in asked.items())}, but this machine shows no GPU "
-                f'(nvidia-smi lists none, or is not installed): set {" and ".join(asked)} to "{CPU}", or pass '
-                "--assume 8x80 to check a node with eight GPUs of 80 GiB from here"
-            )
+        need_gpus(asked, present)
         for key, wanted in asked.items():
             choose_gpus(wanted, present, key)
     except TbaError as error:

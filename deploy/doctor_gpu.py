@@ -64,13 +64,14 @@ def check_cuda(config: Config) -> Result:
         return ("unchecked", "torch is not installed here") if missing else ("fail", f"torch does not load: {last}")
     version, built_for, count, error = json.loads(done.stdout.splitlines()[-1])
     try:
-        if not count:
-            # A machine without GPUs: the check of GPUs says so.
-            here = "unchecked" if built_for is None and not list_gpus() else "fail"
-            return here, why_no_cuda(version, built_for, error)
         driver = find_driver()
     except UsageError as problem:
-        return "fail", str(problem)
+        return "fail", str(problem) if count else why_no_cuda(version, built_for, error)
+    if not count and driver is None and built_for is None:
+        # That this is a machine without GPUs is a finding of the check of GPUs.
+        return "unchecked", f"no NVIDIA driver is visible, and torch {version} is built without CUDA"
+    if not count:
+        return "fail", why_no_cuda(version, built_for, error)
     named = f"driver {driver.version} (CUDA {driver.cuda[0]}.{driver.cuda[1]})" if driver else "a driver without a name"
     return "ok", f"torch {version} for CUDA {built_for} shows {quantity(count, 'GPU')} with {named}"
 
@@ -153,7 +154,7 @@ def check_topology(config: Config) -> Result:
     try:
         topology = parse_topology(ask_nvidia_smi("topo", "-m") or "")
         if not (present := list_gpus()):
-            return "unchecked", "nvidia-smi lists no GPU, or is not installed"
+            return "unchecked", "this machine shows no GPU"
         trainers = choose_gpus(config.train.gpu, present, "train.gpu") if config.train.gpu != CPU else []
     except UsageError as error:
         return "unchecked", str(error)

@@ -40,7 +40,7 @@ def describe(
         check_start(config, read_results, refuse_other_work, resume=resume, present=node)
     except TbaError as error:
         problem = str(error)
-    if problem and not any(finding["detail"].endswith(problem) for finding in findings):
+    if problem and not any(problem in finding["detail"] for finding in findings):
         findings.append({"check": "start", "result": FAIL, "detail": problem})
     print_table(["process", "device", "command"], processes)
     print_table(["check", "result", "detail"], findings)

@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import check_gpus_apart, check_paths
+from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
-from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus
+from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status, check_address, monitor
@@ -223,6 +223,7 @@ def check_start(
     check_paths(config)
     if config.lora.rank:
         need("peft", "lora")
+    need_gpus(asked_gpus(config), list_gpus() if present is None else present)
     # Both raise for missing or busy GPUs.
     if config.search.gpus != CPU:
         searcher_groups(config, with_trainer=True, present=present)

@@ -28,6 +28,8 @@ def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, rep
         raise UsageError(f"--host {host} can be reached from other machines: give --token with a secret, too")
     if token is not None and len(token) < _TOKEN_CHARACTERS:
         raise UsageError(f"--token needs at least {_TOKEN_CHARACTERS} characters: `openssl rand -hex 16` makes one")
+    # uvicorn ends in order after a signal, then raises it again. SIGTERM would end this process with 143.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     app = make_app(paths, token=token, report=report)
     listener = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
@@ -35,8 +37,6 @@ def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, rep
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, limit_concurrency=_MOST_REQUESTS, ws="none"
     )
-    # uvicorn passes the signal on after it has ended in order. SIGTERM would end this process with 143.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
 

@@ -33,6 +33,12 @@ def check_paths(config: Config) -> list[str]:
     return notes + check_gpus_apart(config) + _check_engine_arguments(config)
 
 
+def asked_gpus(config: Config) -> dict[str, str]:
+    """Return the settings of searchers and trainer that ask for GPUs, with their values."""
+    keys = {"search.gpus": config.search.gpus, "train.gpu": config.train.gpu}
+    return {key: wanted for key, wanted in keys.items() if wanted != CPU}
+
+
 def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
     """Raise ConfigError if engines and trainer use the same GPU and an engine's share is more than a half of it.
 

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tba.common.errors import DeviceBusy, UsageError
@@ -51,17 +51,25 @@ def list_gpus() -> list[Gpu]:
     return [_named(name.strip(), present) for name in visible.split(",")]
 
 
+def need_gpus(asked: Mapping[str, str], present: Sequence[Gpu], flag: str = "") -> None:
+    """Raise UsageError if settings ask for GPUs and there are none. `asked` are their values; `flag` as below."""
+    if not asked or present:
+        return
+    remedy = " and ".join(f'{key} = "{CPU}"' for key in asked)
+    raise UsageError(
+        f"{' and '.join(f'{key} asks for GPU {wanted}' for key, wanted in asked.items())}, but this machine shows no GPU "
+        "(CUDA_VISIBLE_DEVICES is empty, or nvidia-smi lists none or is not installed): "
+        f"{f'pass {flag}, or ' if flag else ''}set {remedy}"
+    )
+
+
 def choose_gpus(wanted: str, present: Sequence[Gpu], key: str, flag: str = "") -> list[str]:
     """Return the names of the GPUs in a list such as `0-6`, `0,2,4`, `GPU-8f3a...` or `all`.
 
     `key` is the setting that holds the list, and `flag` the option that chooses the CPU instead, if the command has
     one: error sentences name them. Raises UsageError if the list is malformed or names a GPU that does not exist.
     """
-    if not present:
-        raise UsageError(
-            f"{key} asks for GPU {wanted}, but this machine shows no GPU (nvidia-smi lists none, or is not "
-            f'installed): {f"pass {flag}, or " if flag else ""}set {key} = "{CPU}"'
-        )
+    need_gpus({key: wanted}, present, flag)
     if wanted == "all":
         return [gpu.index for gpu in present]
     chosen = _expand_all(wanted)

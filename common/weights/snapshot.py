@@ -173,30 +173,35 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def check_file(path: Path, entry: FileEntry) -> None:
-    """Raise SnapshotCorrupt if a file is not the one of a manifest, SnapshotMissing if it cannot be read."""
+    """Raise SnapshotCorrupt if a file is not the one of a manifest, SnapshotError if it cannot be read."""
     _compare(path, blake3_of, entry.blake3)
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """Raise SnapshotCorrupt if a file has another size than in a manifest, SnapshotMissing if there is none."""
+    """Raise SnapshotCorrupt if a file has another size than in a manifest, SnapshotError if there is none."""
     try:
         found = path.stat().st_size
     except OSError as error:
-        raise SnapshotMissing(f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
+        raise read_error(error, f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
     if found != entry.bytes:
         raise SnapshotCorrupt(f"{path} has {found} bytes, not {entry.bytes} as announced")
 
 
 def check_manifest(directory: Path, sha256: str) -> None:
-    """Raise SnapshotCorrupt if a manifest is not the announced one, SnapshotMissing if it cannot be read."""
+    """Raise SnapshotCorrupt if a manifest is not the announced one, SnapshotError if it cannot be read."""
     _compare(directory / MANIFEST, sha256_of, sha256)
+
+
+def read_error(error: OSError, sentence: str) -> SnapshotError:
+    """Return the error of a file of a snapshot that cannot be read: SnapshotMissing if it does not exist."""
+    return (SnapshotMissing if isinstance(error, FileNotFoundError) else SnapshotError)(sentence)
 
 
 def _compare(path: Path, hash_of: Callable[[Path], str], expected: str) -> None:
     try:
         found = hash_of(path)
     except OSError as error:
-        raise SnapshotMissing(f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
+        raise read_error(error, f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
     check_hash(path, found, expected)
 
 
@@ -207,11 +212,11 @@ def check_hash(path: Path, found: str, expected: str) -> None:
 
 
 def read(path: Path) -> Snapshot:
-    """Read a manifest without checking the files it names. Raises SnapshotMissing or SnapshotCorrupt."""
+    """Read a manifest without checking the files it names. Raises SnapshotError."""
     try:
         manifest = _parse(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
     except OSError as error:
-        raise SnapshotMissing(f"{path / MANIFEST}: {error.strerror}: not a snapshot, or already collected") from error
+        raise read_error(error, f"{path / MANIFEST}: {error.strerror}: not a snapshot, or already collected") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SnapshotCorrupt(f"{path / MANIFEST} is malformed: {error}") from error
     weights = [path / name for name in manifest.model_files if name.endswith(".safetensors")]

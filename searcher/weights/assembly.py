@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from tba.common.clock import Clock
-from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotOutdated
+from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, SnapshotOutdated
 from tba.common.log import get_logger
 from tba.common.system.durable import copy_file, link_or_copy
 from tba.common.weights import delta
@@ -34,6 +34,7 @@ from tba.common.weights.snapshot import (
     check_manifest,
     directory_name,
     read,
+    read_error,
 )
 from tba.common.weights.tensor_file import map_tensors
 from tba.common.wire.keys import KeyPair
@@ -285,9 +286,10 @@ def _link(path: Path, version: int, name: str, target: Path, _size: int | None) 
     try:
         obstacle = link_or_copy(source, target)
     except OSError as error:
-        raise SnapshotMissing(
+        raise read_error(
+            error,
             f"{source}: {error.strerror}: already collected, or not on this machine: searchers on others need "
-            "a shared file system, or train.serve_snapshots in the trainer's configuration"
+            "a shared file system, or train.serve_snapshots in the trainer's configuration",
         ) from error
     # Where searchers read weights from memory, a copy of those that are on disk is due.
     if obstacle and name.endswith(".safetensors") and not target.is_relative_to(MEMORY):

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from tba.common.clock import Clock
-from tba.common.errors import ConfigError, SnapshotError, SnapshotOutdated, WireError
+from tba.common.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
 from tba.common.weights import delta
 from tba.common.wire.channels import ClientChannel
@@ -158,7 +158,8 @@ class Fetcher:
         """The chunk of a reply and the size of the file. Raises SnapshotError for a refusal or unexpected sizes."""
         message, frames = reply.message, reply.frames
         if isinstance(message, Failure):
-            raise SnapshotError(f"{self._who} refused: {message.message}")
+            kind = SnapshotMissing if message.code == "no_such_file" else SnapshotError
+            raise kind(f"{self._who} refused: {message.message}")
         assert isinstance(message, Chunk)
         expected = min(_CHUNK_BYTES, message.file_bytes - offset)
         if (size or message.file_bytes) != message.file_bytes or frames[0].nbytes != expected:

@@ -20,8 +20,9 @@ _MAX_RETRY_SECONDS = 30.0
 _MOST_REFUSED = 5
 
 
-# Snapshots in a row that were gone before they were read, and are no warning: newer ones had replaced them.
-_MOST_REPLACED = 2
+# Snapshots in a row whose files are gone at the first attempt, and that do not count as refused: newer ones have replaced
+# them, and are announced next.
+_MOST_MISSED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class _Refused:
     # Monotonic.
     retry_at: float
     reason: str
+    # It probably does not exist any more.
+    missed: bool
 
 
 class WeightsFollower:
@@ -53,8 +56,8 @@ class WeightsFollower:
         # Of the last swap.
         self.report: LoadReport | None = None
         self.refusals = 0
-        # Since the last swap. Those of the engine are of snapshots whose files are right.
-        self._failed = 0
+        # In a row. Those that the engine refuses have the right files.
+        self._missed = 0
         self._refused_by_engine = 0
 
     @property
@@ -75,7 +78,7 @@ class WeightsFollower:
     @property
     def refused_version(self) -> int | None:
         """The version of the newest snapshot if it was refused and waits to be tried again."""
-        return self._refused.ref.version if self._refused else None
+        return self._refused.ref.version if self._refused and not self._refused.missed else None
 
     def ask(self, nodes: Sequence[str]) -> None:
         """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
@@ -117,7 +120,7 @@ class WeightsFollower:
         if self._served is not None:
             self._served.pinned.release()
         self._served, self._refused = prepared, None
-        self._failed = self._refused_by_engine = 0
+        self._missed = self._refused_by_engine = 0
         log.info(
             "weights loaded",
             version=prepared.ref.version,
@@ -132,13 +135,16 @@ class WeightsFollower:
     def _refuse(self, ref: WeightsRef, error: SnapshotError) -> None:
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1
         delay = backoff(attempts, _RETRY_SECONDS, _MAX_RETRY_SECONDS)
-        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, str(error))
-        self.refusals += 1
+        missed = isinstance(error, SnapshotMissing) and attempts == 1 and self._missed < _MOST_MISSED
+        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, str(error), missed)
         serving = f"v{self.current.version}" if self.current else "nothing"
-        self._failed += 1
-        replaced = isinstance(error, SnapshotMissing) and self._failed <= _MOST_REPLACED
-        tell, event = (log.info, "weights missed") if replaced else (log.warning, "weights refused")
-        tell(event, version=ref.version, attempt=attempts, serving=serving, reason=str(error))
+        about = {"version": ref.version, "attempt": attempts, "serving": serving, "reason": str(error)}
+        if missed:
+            self._missed += 1
+            log.info("weights missed", **about)
+            return
+        self.refusals += 1
+        log.warning("weights refused", **about)
         self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, SnapshotRefused) else 0
         if self._refused_by_engine == _MOST_REFUSED:
             raise EngineError(

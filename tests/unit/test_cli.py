@@ -77,7 +77,7 @@ def examined(tba_here, example_model, tmp_path):
 def test_doctor_names_the_setting_that_asks_for_a_gpu(examined):
     exit_code, findings = examined(search__gpus="cpu")
     assert exit_code == 1
-    assert findings["gpus"][1].startswith('train.gpu = 0, but') and 'set train.gpu to "cpu"' in findings["gpus"][1]
+    assert 'installed): set train.gpu = "cpu"' in findings["gpus"][1]
 
 
 def test_doctor_reports_every_check(examined):

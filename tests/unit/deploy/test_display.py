@@ -81,9 +81,22 @@ def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
     warned = make_status(5, clients=[make_client("trainer", warning=told)])
     assert explain(Facts(warned)) == f"the trainer is training; {told}"
     assert summary_line(Facts(warned), warned, 80, None).endswith(told)
+    publishing = make_client("trainer", warning=told, activity="publishing", reason="v8 waits for disk space")
+    writing = make_status(5, clients=[publishing])
+    assert explain(Facts(writing)) == f"the trainer is publishing: v8 waits for disk space; {told}"
+    assert summary_line(Facts(writing), writing, 80, None).endswith(f"v8 waits for disk space  {told}")
     waiting = make_status(5, clients=[make_client("trainer", warning=told)], trainer_waits_for="32 prompts")
     assert explain(Facts(waiting)) == f"the trainer waits for data (32 prompts); no searcher is connected; {told}"
     assert summary_line(Facts(waiting), waiting, 80, None).endswith(told)
+    gone = make_status(5, clients=[make_client("trainer", warning=told, activity="gone")])
+    assert told not in explain(Facts(gone))
+    assert told not in explain(Facts(msgspec.structs.replace(waiting, finished=True)))
+
+
+def test_a_run_that_stands_still_shows_the_warning_too():
+    told = "stale answers have lost 1.2 nats"
+    trainer = make_client("trainer", warning=told, activity="publishing", activity_seconds=10_000.0)
+    assert explain(Facts(make_status(5, clients=[trainer]))).endswith(f"check it; {told}")
 
 
 def test_a_noun_agrees_with_its_number():

@@ -110,11 +110,21 @@ def test_why_torch_shows_no_gpu_is_named(node, machine, words):
 
 def test_on_a_machine_without_gpus_only_the_check_of_gpus_fails(node):
     node(gpus=0, cuda=None, header=None)
-    found = {finding["check"]: finding for finding in examine(ON_GPUS, UNKNOWN)}
-    assert {name: found[name]["result"] for name in ("gpus", "cuda", "topology")} == {
-        "gpus": "fail", "cuda": "unchecked", "topology": "unchecked",
-    }  # fmt: skip
-    assert 'set search.gpus and train.gpu to "cpu", or pass --assume' in found["gpus"]["detail"]
+    found = {finding["check"]: (finding["result"], finding["detail"]) for finding in examine(ON_GPUS, UNKNOWN)}
+    assert found["gpus"] == (
+        "fail",
+        "search.gpus asks for GPU 0-2 and train.gpu asks for GPU 3, but this machine shows no GPU (CUDA_VISIBLE_DEVICES "
+        'is empty, or nvidia-smi lists none or is not installed): set search.gpus = "cpu" and train.gpu = "cpu"',
+    )
+    assert found["cuda"] == ("unchecked", "no NVIDIA driver is visible, and torch 2.13.0 is built without CUDA")
+    assert found["topology"] == ("unchecked", "this machine shows no GPU")
+
+
+def test_a_torch_without_cuda_is_named_if_nvidia_smi_fails(node, tmp_path):
+    node(gpus=0, cuda=None)
+    (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert check_cuda(ON_GPUS)[0] == "fail"
+    assert "is built without CUDA: install" in check_cuda(ON_GPUS)[1]
 
 
 def test_a_missing_or_broken_torch_is_no_finding_about_the_driver(node, tmp_path):

@@ -1,5 +1,6 @@
 """A follower with a real engine swaps prepared snapshots, and keeps the old weights when one is refused."""
 
+import errno
 import json
 import shutil
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from tba.common.config import Config
-from tba.common.errors import EngineError
+from tba.common.errors import EngineError, SnapshotError, SnapshotMissing
 from tba.common.system.durable import sha256_of
-from tba.common.weights.snapshot import MANIFEST
+from tba.common.weights.snapshot import MANIFEST, read_error
 from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.weights.follower import WeightsFollower
 from tba.searcher.weights.preparation import Preparation
@@ -44,9 +45,9 @@ class Follower:
 
     def settle(self, newest) -> bool:
         """Update until the newest snapshot has been loaded or refused. True if it was loaded."""
-        refusals = self.weights.refusals
+        refused = self.weights._refused
         self.weights.update(newest)
-        while self.weights.current != newest and self.weights.refusals == refusals:
+        while self.weights.current != newest and self.weights._refused is refused:
             self.preparation.wait(60)
             self.weights.update(newest)
         return self.weights.current == newest
@@ -109,20 +110,44 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     assert not np.array_equal(follower.scores(), before)
 
 
-def test_a_collected_snapshot_is_a_warning_only_if_newer_ones_fail_too(lab, follower, caplog):
-    gone = [lab.publish(step) for step in range(4)]
-    newest = lab.publish(4)
-    for ref in gone:
+def remove_first(lab, count):
+    """Publish snapshots 0 to `count`, and remove the files of all but the last."""
+    refs = [lab.publish(step) for step in range(count + 1)]
+    for ref in refs[:-1]:
         shutil.rmtree(lab.config.snapshots / f"v{ref.version:08d}", ignore_errors=True)
+    return refs
+
+
+def levels(caplog):
+    return [one.levelname for one in caplog.records if one.message in ("weights missed", "weights refused")]
+
+
+def test_snapshots_that_were_replaced_before_they_were_read_are_no_warning(lab, follower, caplog):
+    *gone, newest = remove_first(lab, 4)
     caplog.set_level("INFO")
-    for ref in gone[:3]:
+    for ref in gone[:2]:
         assert not follower.settle(ref)
-    told = [(one.levelname, one.message) for one in caplog.records if one.message.startswith("weights")]
-    assert told == [("INFO", "weights missed"), ("INFO", "weights missed"), ("WARNING", "weights refused")]
+    assert (levels(caplog), follower.weights.refusals, follower.weights.refused_version) == (["INFO"] * 2, 0, None)
+    # The third in a row is one: perhaps none can be read on this machine.
+    assert not follower.settle(gone[2])
+    assert (levels(caplog)[2:], follower.weights.refusals, follower.weights.refused_version) == (["WARNING"], 1, 2)
     assert follower.settle(newest)
-    caplog.clear()
     assert not follower.settle(gone[3])
-    assert [one.levelname for one in caplog.records if one.message.startswith("weights")] == ["INFO"]
+    assert levels(caplog)[3:] == ["INFO"]
+
+
+def test_a_snapshot_that_is_still_missing_at_the_second_attempt_is_a_warning(lab, follower, caplog):
+    gone, _ = remove_first(lab, 1)
+    caplog.set_level("INFO")
+    assert not follower.settle(gone)
+    follower.clock.advance(60)
+    assert not follower.settle(gone)
+    assert levels(caplog) == ["INFO", "WARNING"]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOENT, SnapshotMissing), (errno.ENOSPC, SnapshotError)])
+def test_only_a_file_that_does_not_exist_is_missing(number, kind):
+    assert type(read_error(OSError(number, "why"), "a sentence")) is kind
 
 
 def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follower):

@@ -12,6 +12,7 @@ from tba.common.config import Config
 from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
+from tba.common.wire.status_messages import GetStatus
 from tba.tests.helpers.trainer import BufferThread, save_tiny_model
 from tba.trainer.buffer_link import connection
 from tba.trainer.buffer_link.connection import hello
@@ -169,6 +170,20 @@ def test_the_publisher_of_a_replaced_trainer_is_refused_and_its_versions_are_fre
     successor.publish()
     assert successor._publisher.flush(60)
     assert successor._heartbeat.weights_version == 1
+
+
+def test_the_warning_of_a_training_reaches_the_status_whatever_the_trainer_does(make_trainer, harness):
+    trainer = make_trainer("a")
+    trainer._health.warning = "stale answers have lost 1.2 nats"
+    trainer._show(0, {"loss": 0.5, "seconds_step": 1.0})
+    trainer._heartbeat.show("waiting", "32 prompts")
+    shown = trainer._heartbeat.shown
+    assert (shown.activity, shown.reason, shown.warning) == ("waiting", "32 prompts", trainer._health.warning)
+    buffer = harness()
+    buffer.ask(HELLO, role="trainer", sender="t.1")
+    buffer.ask(shown, role="trainer", sender="t.1")
+    clients = buffer.ask(GetStatus(), role="monitor", sender="m.1").message.clients
+    assert [one.warning for one in clients if one.role == "trainer"] == [shown.warning]
 
 
 def test_a_late_heartbeat_does_not_reconnect_a_trainer_that_left_and_a_hello_does(harness):

@@ -49,4 +49,4 @@ def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *size(small, ()))
     check_gain(result, directory, points=size(10, 25))
     with sqlite3.connect(directory / "buffer.sqlite") as database:
-        assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 10
+        assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 3

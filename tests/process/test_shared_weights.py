@@ -104,18 +104,21 @@ def test_two_searchers_fetch_a_snapshot_once(trainer, server, start_searcher):
 def test_a_waiting_searcher_resumes_the_download_of_one_that_is_killed(trainer, server, start_searcher, tmp_path):
     ref = trainer.full()
     first = start_searcher(ref, chunk_bytes=512)
-    wait_for_bytes(tmp_path / "node", 1_000_000)
+    resumed = 1_000_000
+    wait_for_bytes(tmp_path / "node", resumed)
     # Its locks stay.
     first.send_signal(signal.SIGSTOP)
-    second = start_searcher(ref)
+    second = start_searcher(ref, chunk_bytes=1 << 16)
     while "another searcher" not in second.stdout.readline():
         assert second.poll() is None
     first.kill()
     first.wait()
     assert Path(last_line(second)).read_bytes() == trainer.truth[0]
-    # The chunks that were requested when it died.
-    window = 8 * 512
-    assert len(trainer.truth[0]) <= server.served[WEIGHTS] <= len(trainer.truth[0]) + 2 * window
+    # Repeated are at most the 8 chunks that were requested when it died, and 8 of the other one if a busy machine cuts
+    # its connection.
+    repeated = 8 * (512 + (1 << 16))
+    assert repeated < resumed
+    assert len(trainer.truth[0]) <= server.served[WEIGHTS] <= len(trainer.truth[0]) + repeated
 
 
 def test_a_download_that_was_killed_resumes_after_a_restart(trainer, server, start_searcher, tmp_path):

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from tba.common.config import Config, ScoringModelSection
 from tba.common.config.paths import asked_gpus, check_data
 from tba.common.errors import ConfigError, HttpUnavailable, MissingExtra, TbaError
-from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, need_gpus
+from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import check_model, is_hub_name
 from tba.common.wire.probe import ask_status, monitor

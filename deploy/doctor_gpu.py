@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -63,17 +64,23 @@ def check_cuda(config: Config) -> Result:
         missing = "No module named 'torch'" in last
         return ("unchecked", "torch is not installed here") if missing else ("fail", f"torch does not load: {last}")
     version, built_for, count, error = json.loads(done.stdout.splitlines()[-1])
+    if not count:
+        return _no_gpus(version, built_for, error)
     try:
         driver = find_driver()
     except UsageError as problem:
-        return "fail", str(problem) if count else why_no_cuda(version, built_for, error)
-    if not count and driver is None and built_for is None:
-        # That this is a machine without GPUs is a finding of the check of GPUs.
-        return "unchecked", f"no NVIDIA driver is visible, and torch {version} is built without CUDA"
-    if not count:
-        return "fail", why_no_cuda(version, built_for, error)
+        return "fail", str(problem)
     named = f"driver {driver.version} (CUDA {driver.cuda[0]}.{driver.cuda[1]})" if driver else "a driver without a name"
     return "ok", f"torch {version} for CUDA {built_for} shows {quantity(count, 'GPU')} with {named}"
+
+
+def _no_gpus(version: str, built_for: str | None, error: str) -> Result:
+    """Return the finding of a torch that shows no GPU. On a machine without GPUs it is not torch that is wrong."""
+    if built_for is None:
+        with suppress(UsageError):
+            if find_driver() is None:
+                return "unchecked", f"no NVIDIA driver is visible, and torch {version} is built without CUDA"
+    return "fail", why_no_cuda(version, built_for, error)
 
 
 def check_compiler(config: Config) -> Result:

@@ -25,7 +25,7 @@ from tba.searcher.run import make_engine
 from tba.trainer import loop
 
 _DEMO = Path("examples/arithmetic/demo.toml")
-# Processes share the memory of what they import, so that 63 searchers fit into 16 GiB.
+# Processes share the memory of what they import, so that 63 searchers need 4 GiB instead of 19.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 _STOP_SECONDS = 120.0

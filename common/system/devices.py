@@ -52,13 +52,17 @@ def list_gpus() -> list[Gpu]:
 
 
 def need_gpus(asked: Mapping[str, str], present: Sequence[Gpu], flag: str = "") -> None:
-    """Raise UsageError if settings ask for GPUs and there are none. `asked` are their values; `flag` as below."""
+    """Raise UsageError if settings ask for GPUs and there are none.
+
+    `asked` are their values by key, `flag` as in `choose_gpus`.
+    """
     if not asked or present:
         return
+    settings = " and ".join(f"{key} asks for GPU {wanted}" for key, wanted in asked.items())
     remedy = " and ".join(f'{key} = "{CPU}"' for key in asked)
     raise UsageError(
-        f"{' and '.join(f'{key} asks for GPU {wanted}' for key, wanted in asked.items())}, but this machine shows no GPU "
-        "(CUDA_VISIBLE_DEVICES is empty, or nvidia-smi lists none or is not installed): "
+        f"{settings}, but this machine shows no GPU (CUDA_VISIBLE_DEVICES is empty, or nvidia-smi "
+        "lists none or is not installed): "
         f"{f'pass {flag}, or ' if flag else ''}set {remedy}"
     )
 

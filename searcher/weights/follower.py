@@ -20,8 +20,8 @@ _MAX_RETRY_SECONDS = 30.0
 _MOST_REFUSED = 5
 
 
-# Snapshots in a row whose files are gone at the first attempt, and that do not count as refused: newer ones have replaced
-# them, and are announced next.
+# Snapshots in a row whose files are gone at the first attempt, and that do not count as refused: newer ones have
+# replaced them, and are announced next.
 _MOST_MISSED = 2
 
 

@@ -113,8 +113,9 @@ def test_on_a_machine_without_gpus_only_the_check_of_gpus_fails(node):
     found = {finding["check"]: (finding["result"], finding["detail"]) for finding in examine(ON_GPUS, UNKNOWN)}
     assert found["gpus"] == (
         "fail",
-        "search.gpus asks for GPU 0-2 and train.gpu asks for GPU 3, but this machine shows no GPU (CUDA_VISIBLE_DEVICES "
-        'is empty, or nvidia-smi lists none or is not installed): set search.gpus = "cpu" and train.gpu = "cpu"',
+        "search.gpus asks for GPU 0-2 and train.gpu asks for GPU 3, but this machine shows no GPU "
+        "(CUDA_VISIBLE_DEVICES is empty, or nvidia-smi lists none or is not installed): "
+        'set search.gpus = "cpu" and train.gpu = "cpu"',
     )
     assert found["cuda"] == ("unchecked", "no NVIDIA driver is visible, and torch 2.13.0 is built without CUDA")
     assert found["topology"] == ("unchecked", "this machine shows no GPU")

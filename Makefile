@@ -92,7 +92,7 @@ bench: $(VENV)/installed-dev
 bench-step: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.step
 
-# The claims of docs/evidence.md that need no GPU, in a small form: about 20 minutes on two cores. Results: build/evidence.
+# The claims of docs/evidence.md that need no GPU, in a small form: about 15 minutes on two cores. Results: build/evidence.
 EVIDENCE := build/evidence/off_policy.jsonl
 evidence: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.posterior --seeds 1

@@ -251,7 +251,7 @@ def run(
     options: ConfigOptions,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in run.dir.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show processes, memory, disk and every problem; start and write nothing.")
+        bool, typer.Option("--dry-run", help="Show processes and what tba doctor finds; start and write nothing.")
     ] = False,
     assume: Assume = None,
 ) -> None:

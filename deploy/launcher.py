@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
-from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, need_gpus
+from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status, check_address, monitor
@@ -223,14 +223,8 @@ def check_start(
     check_paths(config)
     if config.lora.rank:
         need("peft", "lora")
-    need_gpus(asked_gpus(config), list_gpus() if present is None else present)
-    # Both raise for missing or busy GPUs.
-    if config.search.gpus != CPU:
-        searcher_groups(config, with_trainer=True, present=present)
-    if config.train.gpu != CPU:
-        choose_gpus(config.train.gpu, list_gpus() if present is None else present, "train.gpu")
-    if CPU not in (config.search.gpus, config.train.gpu):
-        check_gpus_apart(config, list_gpus() if present is None else present)
+    if asked := asked_gpus(config):
+        _check_gpus(config, asked, list_gpus() if present is None else present)
     results = []
     # The buffer says what is wrong with a file that cannot be read.
     with suppress(StorageError):
@@ -239,6 +233,17 @@ def check_start(
     refuse_other_work(config)
     if present is None:
         need_engine(config.search.engine)
+
+
+def _check_gpus(config: Config, asked: Mapping[str, str], present: Sequence[Gpu]) -> None:
+    """Raise for GPUs that are missing or busy, and for one that an engine and the trainer both fill."""
+    need_gpus(asked, present)
+    if "search.gpus" in asked:
+        searcher_groups(config, with_trainer=True, present=present)
+    if "train.gpu" in asked:
+        choose_gpus(config.train.gpu, present, "train.gpu")
+    if len(asked) == 2:
+        check_gpus_apart(config, present)
 
 
 def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:

@@ -18,8 +18,6 @@ _RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
 # Snapshots that the engine refuses in a row before the searcher gives up, counting attempts: about half a minute.
 _MOST_REFUSED = 5
-
-
 # Snapshots in a row whose files are gone at the first attempt, and that do not count as refused: newer ones have
 # replaced them, and are announced next.
 _MOST_MISSED = 2

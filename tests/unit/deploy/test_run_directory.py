@@ -131,3 +131,16 @@ def test_a_finished_run_is_only_extended(own):
 def test_a_run_that_is_not_finished_is_resumed(own):
     assert "already holds a run: add --resume" in refusal(own, resume=False)
     check_start(own, read_results, refuse_other_work, resume=True)
+
+
+def test_a_run_on_the_cpu_does_not_ask_a_broken_driver(own, tmp_path, monkeypatch):
+    program = tmp_path / "bin/nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    check_start(own, read_results, refuse_other_work, resume=True)
+    on_gpus = own.model_copy(update={"train": own.train.model_copy(update={"gpu": "0"})})
+    with pytest.raises(UsageError, match="nvidia-smi"):
+        check_start(on_gpus, read_results, refuse_other_work, resume=True)

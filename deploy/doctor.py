@@ -11,22 +11,22 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from tba.common.config import Config, ScoringModelSection
-from tba.common.config.paths import asked_gpus, check_data
-from tba.common.errors import ConfigError, HttpUnavailable, MissingExtra, TbaError
+from tba.common.config.paths import asked_gpus, check_data, hub_data
+from tba.common.errors import ConfigError, HttpUnavailable, HubUnavailable, MissingExtra, TbaError
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
-from tba.common.terminal import need_engine
-from tba.common.weights.model_files import check_model, is_hub_name
+from tba.common.terminal import need, need_engine
+from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here
 from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology
 from tba.deploy.doctor_keys import check_keys, check_modes
-from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weights_directory, unchecked_data
+from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weights_directory
 
 Finding = dict[str, str]
 FAIL = "fail"
-ENGINE = "engine"
+ENGINE, TASK = "engine", "task"
 _CONNECT_SECONDS = 2.0
 # Checks that need not run on the node.
-_ANYWHERE = ("gpus", "disk", "trainer memory", "model", "task", "reward model", "gold model")
+_ANYWHERE = ("model", "gpus", "disk", "trainer memory", TASK, "reward model", "gold model")
 
 
 class MemoryReport(Protocol):
@@ -59,11 +59,14 @@ def examine(config: Config, roles: Checks, assumed: Sequence[Gpu] | None = None)
 
     `assumed` are the GPUs of a node that is not this one: then only what does not depend on this machine is checked.
     """
-    disk = partial(check_disk, count=roles.parameters, here=assumed is None)
+    here = assumed is None
+    disk = partial(check_disk, count=roles.parameters, here=here)
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
         ("python", _python),
         ("packages", _packages),
         (ENGINE, _engine),
+        # First of those on the model: it asks the hub for the configuration that the others read.
+        ("model", partial(_models, here)),
         ("gpus", partial(_gpus, assumed)),
         ("cuda", check_cuda),
         ("compiler", check_compiler),
@@ -76,14 +79,13 @@ def examine(config: Config, roles: Checks, assumed: Sequence[Gpu] | None = None)
         ("other nodes", check_other_nodes),
         ("keys", check_keys),
         ("modes", check_modes),
-        ("model", _model),
-        ("task", partial(_task, roles.task)),
-        ("reward model", lambda config: _scoring_model(roles.reward_model, config.reward_model)),
-        ("gold model", lambda config: _scoring_model(roles.reward_model, config.gold_model)),
+        (TASK, partial(_task, roles.task, here)),
+        ("reward model", partial(_scoring_model, roles.reward_model, "reward_model", here)),
+        ("gold model", partial(_scoring_model, roles.reward_model, "gold_model", here)),
     ]
     findings = []
     for name, check in checks:
-        if assumed is not None and name not in _ANYWHERE:
+        if not here and name not in _ANYWHERE:
             continue
         result, detail = check(config)
         findings.append({"check": name, "result": result, "detail": detail})
@@ -101,7 +103,7 @@ def _packages(config: Config) -> tuple[str, str]:
     if all(found.values()):
         return "ok", detail
     if config.lora.rank and not found["peft"]:
-        return "fail", f"{detail}: lora.rank needs the extra lora (docs/install.md)"
+        return FAIL, f"{detail}: lora.rank needs the extra lora (docs/install.md)"
     return "warn", f"{detail}: a trainer or searcher needs the extra train (docs/install.md), a buffer does not"
 
 
@@ -123,7 +125,7 @@ def _gpus(assumed: Sequence[Gpu] | None, config: Config) -> tuple[str, str]:
         for key, wanted in asked.items():
             choose_gpus(wanted, present, key)
     except TbaError as error:
-        return "fail", str(error)
+        return FAIL, str(error)
     known = "present" if assumed is None else "assumed"
     return "ok", f"{len(present)} {known}; search.gpus = {config.search.gpus}, train.gpu = {config.train.gpu}"
 
@@ -136,7 +138,7 @@ def _memory(
     try:
         report = estimate(config, assumed)
     except TbaError as error:
-        return "fail", str(error)
+        return FAIL, str(error)
     if isinstance(report, str):
         return "unchecked", report
     if report.fits:
@@ -156,34 +158,47 @@ def _address(config: Config) -> tuple[str, str]:
         return "ok", f"{address}: nothing listens there"
     # ValueError: the port is out of range.
     except (OSError, ValueError, ConfigError) as error:
-        return "fail", f"{address}: {error}"
+        return FAIL, f"{address}: {error}"
     with closing(client):
         status = ask_status(client, deadline_seconds=2.0)
     if status is None:
-        return "fail", (
+        return FAIL, (
             f"{address} is in use by a program that does not answer like a buffer: set buffer.address, or run this "
             "again if a buffer is starting there"
         )
     if status.run_name != config.run.name:
-        return "fail", f"{address} is in use by the buffer of run {status.run_name}: set buffer.address or run.name"
+        return FAIL, f"{address} is in use by the buffer of run {status.run_name}: set buffer.address or run.name"
     return "ok", f"{address}: the buffer of run {status.run_name} answers"
 
 
-def _model(config: Config) -> tuple[str, str]:
-    path = config.model.path
+def _models(here: bool, config: Config) -> tuple[str, str]:
+    """Check model.path and eval.embedder. Returns the worse of the two results."""
+    named = {"model.path": config.model.path} | ({"eval.embedder": name} if (name := config.eval.embedder) else {})
+    found = [_model(setting, path, here) for setting, path in named.items()]
+    worst = min((result for result, _ in found), key=(FAIL, "unchecked", "ok").index)
+    return worst, "; ".join(detail for _, detail in found)
+
+
+def _model(setting: str, path: str, here: bool) -> tuple[str, str]:
     try:
-        if check_model(path):
-            return "ok", path
+        return "ok", path if check_model(path, setting=setting) else check_hub(path, setting=setting)
+    except HubUnavailable as error:
+        # Another node may have it, or reach the hub.
+        return (FAIL if here else "unchecked"), str(error)
+    except MissingExtra as error:
+        return "unchecked", f"{path}: {error}"
     except TbaError as error:
-        return "fail", str(error)
-    return "unchecked", f"{path} is not a local directory: it will be downloaded from the hub"
+        return FAIL, str(error)
 
 
-def _scoring_model(check: Callable[[ScoringModelSection], str], section: ScoringModelSection) -> tuple[str, str]:
+def _scoring_model(
+    check: Callable[[ScoringModelSection], str], name: str, here: bool, config: Config
+) -> tuple[str, str]:
+    section: ScoringModelSection = getattr(config, name)
     if not section.configured:
         return "ok", "none is configured"
-    if not section.url and is_hub_name(section.path):
-        return "unchecked", f"{section.path} is not a local directory: it will be downloaded from the hub"
+    if not section.url and is_hub_name(section.path) and model_here(section.path) is None:
+        return _model(f"{name}.path", section.path, here)
     try:
         return "ok", check(section)
     except MissingExtra as error:
@@ -191,17 +206,21 @@ def _scoring_model(check: Callable[[ScoringModelSection], str], section: Scoring
     except HttpUnavailable as error:
         return "unchecked", f"{error}; start the server before the run"
     except TbaError as error:
-        return "fail", str(error)
+        return FAIL, str(error)
 
 
-def _task(check_task: Callable[[Config], None], config: Config) -> tuple[str, str]:
+def _task(check_task: Callable[[Config], None], here: bool, config: Config) -> tuple[str, str]:
     try:
         check_data(config.task)
-        if unchecked := unchecked_data(config):
-            return "unchecked", unchecked
+        if remote := hub_data(config.task):
+            if here:
+                need("datasets", "hub")
+            return "unchecked", f"{', '.join(remote)}: data of the hub, downloaded at the start"
         check_task(config)
+    except MissingExtra as error:
+        return ("warn" if here else "unchecked"), f"task.name = {config.task.name}: {error}"
     except TbaError as error:
-        return "fail", str(error)
+        return FAIL, str(error)
     return "ok", ", ".join(one.train if one.reads_files else one.name for one in config.task.sources)
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tba.common.config import Config
 from tba.common.config.paths import check_directories, nearest_existing
 from tba.common.errors import TbaError
-from tba.common.weights.model_files import is_hub_name, local_model, weight_files
+from tba.common.weights.model_files import is_hub_name, model_here, weight_files
 from tba.common.weights.node_store import COPIES, MEMORY, SNAPSHOT, weights_directory
 from tba.common.weights.tensor_file import ITEM_BYTES, read_layout
 
@@ -56,7 +56,7 @@ def mount_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> Mount:
 def count_parameters(config: Config) -> int | None:
     """Return the number of weights in the model's files, None if they are not on this machine or cannot be read."""
     try:
-        model = local_model(config.model.path)
+        model = model_here(config.model.path)
         spans = [] if model is None else [s for file in weight_files(model) for s in read_layout(file).spans.values()]
     except TbaError:
         return None
@@ -132,10 +132,9 @@ def check_weights_directory(config: Config) -> Result:
     """Describe where the weights that searchers map are, and whether a kept snapshot is a link or a copy of them."""
     try:
         place = weights_directory(config)
-        model = local_model(config.model.path)
     except TbaError as error:
         return "fail", str(error)
-    if model is None:
+    if model_here(config.model.path) is None:
         return "unchecked", "the model is not here: its size decides whether the weights are in /dev/shm"
     mount, snapshots = mount_of(place), mount_of(config.snapshots)
     if mount.is_network:
@@ -213,10 +212,3 @@ def _is_local(host: str) -> bool:
         return host in ("", "localhost") or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def unchecked_data(config: Config) -> str:
-    """Return which data of the task is on the hub and was not looked at, empty if all of it is here."""
-    named = [name for source in config.task.sources if source.reads_files for name in (source.train, source.test)]
-    remote = [name for name in named if name and not name.endswith((".json", ".jsonl")) and is_hub_name(name)]
-    return f"{', '.join(dict.fromkeys(remote))}: a data set of the hub, downloaded at the start" if remote else ""

@@ -3,12 +3,14 @@
 import shlex
 from collections.abc import Callable, Sequence
 
+import typer
+
 from tba.common.config import Config
 from tba.common.errors import ConfigError, TbaError
 from tba.common.system.devices import CPU, Gpu, assumed_gpus, list_gpus, nominal_gpus
 from tba.common.terminal import own_command, print_table
 from tba.deploy.child import Child
-from tba.deploy.doctor import ENGINE, FAIL, Checks, examine
+from tba.deploy.doctor import ENGINE, FAIL, TASK, Checks, examine
 from tba.deploy.launcher import check_start, children_of
 from tba.deploy.run_list import ReadResults
 
@@ -32,7 +34,7 @@ def describe(
     findings = examine(config, checks, node)
     for finding in findings:
         # The searchers of this run start here, unlike those of a role that `tba doctor` may be asked about.
-        if finding["check"] == ENGINE and finding["result"] == "warn":
+        if finding["check"] in (ENGINE, TASK) and finding["result"] == "warn":
             finding["result"] = FAIL
     problem, processes = "", []
     try:
@@ -47,6 +49,8 @@ def describe(
     failed = [finding["check"] for finding in findings if finding["result"] == FAIL]
     if failed:
         raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started)")
+    unchecked = [finding["check"] for finding in findings if finding["result"] == "unchecked"]
+    typer.echo("this run would start" + (f"; not checked: {', '.join(unchecked)}" if unchecked else ""))
 
 
 def _processes(

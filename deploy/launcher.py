@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths
+from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths, hub_data
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
@@ -233,6 +233,8 @@ def check_start(
     refuse_other_work(config)
     if present is None:
         need_engine(config.search.engine)
+        if hub_data(config.task):
+            need("datasets", "hub")
 
 
 def _check_gpus(config: Config, asked: Mapping[str, str], present: Sequence[Gpu]) -> None:

@@ -8,7 +8,7 @@ from tba.common.config import Config, TaskSection
 from tba.common.config.engine_arguments import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
-from tba.common.weights.model_files import check_model
+from tba.common.weights.model_files import check_model, is_hub_name
 
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5
@@ -16,21 +16,31 @@ _THIS_MACHINE = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 
 def check_paths(config: Config) -> list[str]:
-    """Check all paths, and return a sentence for each model that will be downloaded from the hub.
+    """Check all paths, and return a sentence for each setting that cannot be checked here.
 
-    Raises ConfigError with key and path for the first one that does not exist or is not writable.
+    Raises ConfigError with key and path for the first one that does not exist or is not writable. The hub is not asked.
     """
+    for key, path in model_paths(config).items():
+        check_model(path, setting=key)
+    check_data(config.task)
+    check_directories(config)
+    return check_gpus_apart(config) + _check_engine_arguments(config)
+
+
+def model_paths(config: Config) -> dict[str, str]:
+    """Return the settings that name models, with their values: directories, or names of the hub."""
     models = {"model.path": config.model.path}
     for section in ("reward_model", "gold_model"):
         if path := getattr(config, section).path:
             models[f"{section}.path"] = path
     if config.eval.embedder:
         models["eval.embedder"] = config.eval.embedder
-    elsewhere = [key for key, path in models.items() if not check_model(path, setting=key)]
-    check_data(config.task)
-    check_directories(config)
-    notes = [f"{key} {models[key]} is not a local directory: it will be downloaded from the hub" for key in elsewhere]
-    return notes + check_gpus_apart(config) + _check_engine_arguments(config)
+    return models
+
+
+def hub_models(config: Config) -> dict[str, str]:
+    """Return those of `model_paths` that are on the hub. Raises ConfigError as `check_model`."""
+    return {key: path for key, path in model_paths(config).items() if not check_model(path, setting=key)}
 
 
 def asked_gpus(config: Config) -> dict[str, str]:
@@ -85,6 +95,13 @@ def check_data(task: TaskSection) -> None:
         # Unlike Path.is_file, this is False in a directory that this user may not enter.
         if path.endswith((".json", ".jsonl")) and not os.path.isfile(path):
             raise ConfigError(f"{key} {path} does not exist")
+
+
+def hub_data(task: TaskSection) -> list[str]:
+    """Return the data sets of a task that are on the hub."""
+    named = [name for source in task.sources if source.reads_files for name in (source.train, source.test)]
+    remote = [name for name in named if name and not name.endswith((".json", ".jsonl")) and is_hub_name(name)]
+    return list(dict.fromkeys(remote))
 
 
 def nearest_existing(path: Path) -> Path:

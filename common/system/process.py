@@ -63,7 +63,7 @@ class StopSignal:
 
     def __init__(self, *, listens: bool = True) -> None:
         self._stopped_at: float | None = None
-        self._exits_immediately = False
+        self._exits_immediately, self._interrupted_code = False, 0
         # Whether the first signal was SIGINT (Ctrl-C).
         self.interrupted = False
         # How long the work under way may take, if that may be longer than the unit's TimeoutStopSec.
@@ -76,13 +76,15 @@ class StopSignal:
         return self._stopped_at is not None
 
     @contextlib.contextmanager
-    def exits_immediately(self) -> Iterator[None]:
+    def exits_immediately(self, *, interrupted: int = 0) -> Iterator[None]:
         """While the block runs, a signal ends this process and its children immediately: no work can be lost yet.
+
+        The exit code is 0, and `interrupted` after Ctrl-C.
 
         The handler does not raise an exception, since a library in the block could catch it, or wait for its children
         while it passes.
         """
-        self._exits_immediately = True
+        self._exits_immediately, self._interrupted_code = True, interrupted
         try:
             if self():
                 self._exit()
@@ -92,7 +94,7 @@ class StopSignal:
 
     def _exit(self) -> None:
         kill_descendants()
-        os._exit(0)
+        os._exit(self._interrupted_code if self.interrupted else 0)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()

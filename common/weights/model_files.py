@@ -4,13 +4,14 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tba.common.errors import ConfigError, MissingExtra, first_line
+from tba.common.errors import ConfigError, HubUnavailable, MissingExtra, first_line
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-
+_HUB_SECONDS = 10
 # A directory with a tokenizer has at least one of these.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 # What `weights_digest` reads of each file.
@@ -19,7 +20,15 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 def model_directory(path: str, *, setting: str = "model.path") -> Path:
     """The local directory of a model, downloaded from the hub if needed. Raises ConfigError if there is none."""
-    return local_model(path, setting=setting) or _from_hub(path, setting)
+    if local := local_model(path, setting=setting):
+        return local
+
+    def download() -> str:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(path, allow_patterns=_HUB_FILES))
+
+    return _from_hub(download, path, setting)
 
 
 def local_model(path: str, *, setting: str = "model.path") -> Path | None:
@@ -59,23 +68,49 @@ def check_model(path: str, *, setting: str = "model.path") -> bool:
     return True
 
 
+def check_hub(path: str, *, setting: str = "model.path") -> str:
+    """Return where a run takes a model of the hub from. If the cache lacks it, download no more than its config.json.
+
+    Raises ConfigError if the hub does not give the model, HubUnavailable if the hub cannot be asked.
+    """
+    if model_here(path):
+        return f"{path} is in the cache of the hub"
+
+    def ask() -> str:
+        from huggingface_hub import HfApi, hf_hub_download
+
+        # Without this, a download tries a hub that is not there for half a minute.
+        HfApi().model_info(path, timeout=_HUB_SECONDS)
+        return hf_hub_download(path, "config.json")
+
+    _from_hub(ask, path, setting)
+    return f"{path} is not a local directory: it will be downloaded from the hub"
+
+
 def is_hub_name(path: str) -> bool:
     """Whether this can be a model of the hub: it is no directory here and does not look like a path."""
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     return not (is_path or os.path.isdir(path))
 
 
-def _from_hub(name: str, setting: str) -> Path:
+def _from_hub(download: Callable[[], str], name: str, setting: str) -> Path:
+    """Return the path that `download` gives. Raises ConfigError and HubUnavailable as `check_hub`."""
     try:
-        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ModuleNotFoundError:
         raise MissingExtra("huggingface_hub", "train") from None
+    refused = f"{setting} {name!r} is neither a directory nor a model the hub gives"
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{setting} {name!r} is neither a directory nor a model the hub gives: {reason}") from error
+        return Path(download())
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(f"{refused}: {first_line(error)}") from error
+    # Errors of the HTTP library pass through huggingface_hub, and which library it is depends on the release.
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise HubUnavailable(
+            f"{setting} {name!r} is not a local directory, and it cannot be downloaded from the hub "
+            f"({type(cause).__name__}: {first_line(cause)})"
+        ) from error
 
 
 def model_here(path: str) -> Path | None:
@@ -85,8 +120,23 @@ def model_here(path: str) -> Path | None:
             return local
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(path, allow_patterns=_HUB_FILES, local_files_only=True))
+        directory = Path(snapshot_download(path, allow_patterns=_HUB_FILES, local_files_only=True))
+        # The cache may have its config.json alone.
+        return directory if all(file.is_file() for file in weight_files(directory)) else None
     # The hub's own errors for what is not there are of these kinds.
+    except (ConfigError, ModuleNotFoundError, OSError, ValueError):
+        return None
+
+
+def config_here(path: str) -> Path | None:
+    """The directory of a model's config.json on this machine, also in the cache of the hub; None if there is none."""
+    try:
+        if local := local_model(path):
+            return local
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(path, "config.json", local_files_only=True)).parent
+    # As in `model_here`.
     except (ConfigError, ModuleNotFoundError, OSError, ValueError):
         return None
 

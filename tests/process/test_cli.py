@@ -91,8 +91,9 @@ def test_adapters_without_peft_are_refused_before_anything_starts(
 def test_config_check_names_models_to_download_and_loads_no_torch(make_config, tmp_path):
     file = make_config(model={"path": "some/model"}).file
     command = [sys.executable, "-X", "importtime", "-m", "tba", "config", "check", file]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean_environment())
-    assert "model.path some/model is not a local directory: it will be downloaded from the hub" in result.stderr
+    offline = clean_environment() | {"HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=offline)
+    assert "model.path 'some/model' is not a local directory, and it cannot be downloaded" in result.stderr
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "pydantic" in loaded
     assert not loaded & {"torch", "vllm", "transformers"}

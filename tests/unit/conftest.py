@@ -51,6 +51,12 @@ def filled(tmp_path: Path, filled_once: bytes) -> Path:
 
 
 @pytest.fixture
+def hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes huggingface_hub answer from its cache alone, as if HF_HUB_OFFLINE was set when it was imported."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
 def next_release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     """Registers a further migration, as a later release does, and returns its name."""
 

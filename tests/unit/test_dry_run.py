@@ -24,11 +24,10 @@ QWEN = {
 
 
 @pytest.fixture
-def dry_run(tba_here, tmp_path, monkeypatch):
+def dry_run(tba_here, tmp_path, monkeypatch, hub_offline):
     """Runs `tba run FILE --dry-run` in a copy of the examples. Returns the outcome, with the table in wide lines."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("COLUMNS", "2000")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run(*arguments):
         before = sorted(tmp_path.rglob("*"))
@@ -68,7 +67,7 @@ def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run,
         "examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen", "--set", "train.keep_checkpoints=2"
     )
     assert outcome.exit_code == 78
-    assert "would not start: trainer memory, model" in outcome.message
+    assert "would not start: model, trainer memory" in outcome.message
     assert "checkpoints 255.3, snapshots" in row(outcome, "disk"), "three checkpoints of 12 bytes per parameter"
     assert "does not fit: the trainer needs" in row(outcome, "trainer memory")
     assert "has no tokenizer" in row(outcome, "model")
@@ -86,7 +85,7 @@ def test_a_machine_without_gpus_lists_the_processes_of_those_that_are_named(dry_
     assert "GPU 7" in row(outcome, "trainer")
     remedy = 'installed): set search.gpus = "cpu" and train.gpu = "cpu"'
     assert row(outcome, "gpus").endswith(remedy)
-    assert "would not start: gpus (" in outcome.message
+    assert "would not start: model, gpus (" in outcome.message
     everything = dry_run("examples/gsm8k/node.toml", "--set", "search.gpus=all", "--set", "eval.gpu=5")
     assert "GPU all" in row(everything, "search-all")
     assert "--eval --gpus 5" in row(everything, "evaluator")
@@ -100,6 +99,17 @@ def test_an_engine_that_the_run_would_start_here_must_be_installed(dry_run, monk
     assert (
         ("would not start: engine (" in outcome.message) is ("vllm is not installed" in outcome.output) is (code == 78)
     )
+
+
+ON_THE_CPU = ("--set", "search.gpus=cpu", "--set", "train.gpu=cpu", "--set", "search.engine=transformers")
+
+
+@pytest.mark.parametrize(("present", "told"), [((), True), (("--assume", "8x80"), False)])
+def test_data_of_the_hub_needs_its_package_where_the_run_starts(dry_run, example_model, monkeypatch, present, told):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    model = ("--set", f"model.path={example_model}")
+    outcome = dry_run("examples/gsm8k/node.toml", *model, *ON_THE_CPU, *present)
+    assert ("would not start: task (" in outcome.message) is ("datasets is not installed" in outcome.output) is told
 
 
 @NO_GPU

@@ -8,7 +8,7 @@ from tba.common.config import Config
 from tba.common.config.paths import SHARED_UTILIZATION
 from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, searcher_gpus, shared_gpus
-from tba.common.weights.model_files import local_model
+from tba.common.weights.model_files import config_here
 
 if TYPE_CHECKING:
     from tba.trainer.preflight.check import Report
@@ -32,9 +32,9 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
     The share of engines on the same GPU is left out. `assumed` are the GPUs of a node that is not this one, whose host
     memory is not known. Raises UsageError for a GPU that does not exist, ConfigError for a model that does not load.
     """
-    directory = local_model(config.model.path)
+    directory = config_here(config.model.path)
     if directory is None:
-        return f"{config.model.path} is not a local directory"
+        return f"{config.model.path or 'the model'} is not on this machine"
     if find_spec("torch") is None:
         return "torch is not installed here"
     ranks, gpu_total = 1, None
@@ -68,7 +68,7 @@ def _share_of_engines(config: Config, present: Sequence[Gpu]) -> float:
 def model_parameters(config: Config) -> int | None:
     """Return the number of parameters that config.json of `model.path` tells, None if it cannot be read here."""
     try:
-        directory = local_model(config.model.path)
+        directory = config_here(config.model.path)
         if directory is None or find_spec("torch") is None:
             return None
         from tba.trainer.preflight.shape import meta_model, shape_of

@@ -13,6 +13,7 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError
+from tba.common.system.devices import assumed_gpus
 from tba.common.weights.tensor_file import Tensor
 from tba.deploy import doctor_gpu, doctor_storage
 from tba.deploy.doctor import Checks, examine
@@ -318,11 +319,13 @@ def test_a_network_file_system_shares_snapshots_unless_they_stay_in_memory(tmp_p
     assert check_other_nodes(config)[0] == result
 
 
-def test_what_was_not_looked_at_is_unchecked(tmp_path):
+def test_what_was_not_looked_at_is_unchecked(tmp_path, hub_offline):
     config = config_of(
         run={"dir": tmp_path}, model={"path": "org/model"}, task={"name": "gsm8k", "train": "openai/gsm8k"},
         search={"gpus": "cpu"}, train={"gpu": "cpu"}, buffer={"address": f"ipc://{tmp_path}/b"},
     )  # fmt: skip
     findings = {row["check"]: row for row in examine(config, UNKNOWN)}
-    assert [findings[name]["result"] for name in ("model", "task", "weights directory")] == ["unchecked"] * 3
-    assert findings["task"]["detail"] == "openai/gsm8k: a data set of the hub, downloaded at the start"
+    assert [findings[name]["result"] for name in ("model", "task", "weights directory")] == ["fail"] + ["unchecked"] * 2
+    elsewhere = {row["check"]: row["result"] for row in examine(config, UNKNOWN, assumed_gpus("8x80"))}
+    assert (elsewhere["model"], elsewhere["task"]) == ("unchecked", "unchecked")
+    assert findings["task"]["detail"] == "openai/gsm8k: data of the hub, downloaded at the start"

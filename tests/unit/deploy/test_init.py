@@ -49,11 +49,11 @@ def test_a_missing_answer_is_named_and_nothing_is_written(tba_here, tmp_path, fl
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_here_is_said_to_be_of_the_hub(tba_here, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_model_that_neither_this_machine_nor_the_hub_has_is_told_and_the_file_stays(tba_here, hub_offline, tmp_path):
     done = tba_here("init", "--model", "nope/dir", "--cpu")
-    assert "nope/dir is no directory here: a run downloads it from the hub" in done.message
-    assert done.exit_code == 0
+    assert done.exit_code == 78
+    assert "'nope/dir' is not a local directory, and it cannot be downloaded" in " ".join(done.output.split())
+    assert (tmp_path / "tba.toml").exists()
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), ("0-6", "7"), ("0", "0")])

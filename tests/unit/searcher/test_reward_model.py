@@ -142,7 +142,7 @@ def diagnosis(path: object, template: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_the_doctor_checks_the_files_of_a_reward_model(tmp_path):
+def test_the_doctor_checks_the_files_of_a_reward_model(tmp_path, hub_offline):
     good = make_classifier(tmp_path / "good", chat_template=TEMPLATE)
     plain = make_classifier(tmp_path / "plain", "bert")
     damaged, empty = make_classifier(tmp_path / "damaged"), make_classifier(tmp_path / "empty")
@@ -156,7 +156,7 @@ def test_the_doctor_checks_the_files_of_a_reward_model(tmp_path):
         (empty, "concatenation", "fail", "has no safetensors files"),
         (EXAMPLE_MODEL, "concatenation", "fail", "has 2 labels: a reward needs a classifier with one"),
         (tmp_path / "missing", "concatenation", "fail", "missing does not exist"),
-        ("org/model", "concatenation", "unchecked", "it will be downloaded from the hub"),
+        ("org/model", "concatenation", "fail", "reward_model.path 'org/model' is not a local directory, and"),
         ("", "concatenation", "ok", "none is configured"),
     ):
         found, detail = diagnosis(path, template)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tba.common.system.process import StopSignal
 
 _Result = TypeVar("_Result")
+# The buffer's file in a run directory, unless buffer.database names another one.
+DATABASE_NAME = "buffer.sqlite"
 _CONFIG_VARIABLE = "TBA_CONFIG"
 _File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)]
 _ConfigFile = Annotated[
@@ -69,7 +71,11 @@ class ConfigOptions:
         return resolve(self.file, overrides=overrides, assignments=self.sets, default_file=default, unless=unless)
 
     def resolve_run(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
-        """As `resolve`, for a run that exists. Raises UsageError if nothing says which one."""
+        """As `resolve`, for a run that exists; its directory will do. Raises UsageError if nothing says which one."""
+        if self.file is not None and os.path.isfile(self.file / DATABASE_NAME):
+            overrides = {"run.dir": str(self.file)} | (overrides or {})
+            # A ./tba.toml may be that of another run.
+            return ConfigOptions(None, self.sets).resolve(overrides, unless={"run.dir", *unless})
         resolved = self.resolve(overrides, unless=unless)
         named = resolved.origins.keys() & {"run.dir", "run.name", "buffer.address", "buffer.database"}
         if resolved.file is None and not named and not resolved.config.run.dir.exists():

@@ -48,7 +48,8 @@ def describe(
     print_table(["check", "result", "detail"], findings)
     failed = [finding["check"] for finding in findings if finding["result"] == FAIL]
     if failed:
-        raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started)")
+        elsewhere = "; --assume 8x80 describes the run on another node" if "gpus" in failed and not assume else ""
+        raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started{elsewhere})")
     unchecked = [finding["check"] for finding in findings if finding["result"] == "unchecked"]
     typer.echo("this run would start" + (f"; not checked: {', '.join(unchecked)}" if unchecked else ""))
 

@@ -18,9 +18,9 @@ from tba.common.config.run import RunSection
 from tba.common.errors import TbaError
 from tba.common.evaluations import read_evaluations
 from tba.common.system.durable import is_locked
+from tba.common.terminal import DATABASE_NAME
 from tba.deploy.run_directory import LOCK_FILE, Launch, last_launch
 
-_DATABASE = "buffer.sqlite"
 _DEFAULT_NAME = RunSection().name
 # Directories of a run that hold no other runs.
 _OWN = {"snapshots", "checkpoints", "logs", "spool", "weights", "tensorboard", "wandb"}
@@ -30,8 +30,8 @@ _MOST_DIRECTORIES = 10_000
 # How a run that has ended is described, and how it goes on.
 _ENDED = {
     "finished": ("is finished", "`tba run FILE --resume` with more train.steps extends it"),
-    "stopped": ("is stopped", "`tba run --resume` continues it"),
-    "crashed": ("has crashed", "`tba run --resume` continues it"),
+    "stopped": ("is stopped", "`tba run FILE --resume` continues it"),
+    "crashed": ("has crashed", "`tba run FILE --resume` continues it"),
 }
 
 ReadResults = Callable[[Path], list[dict[str, Any]]]
@@ -81,7 +81,7 @@ def _folders(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _rows(folder: Path, read_results: ReadResults) -> list[dict[str, Any]]:
-    database = folder / _DATABASE
+    database = folder / DATABASE_NAME
     if not database.is_file():
         return []
     try:
@@ -120,7 +120,7 @@ def _state(folder: Path, result: dict[str, Any]) -> tuple[str, str]:
     """Return the state of a run, and why it is not finished."""
     if is_locked(folder / LOCK_FILE):
         return "running", ""
-    is_served = is_locked(folder / f"{_DATABASE}.lock")
+    is_served = is_locked(folder / f"{DATABASE_NAME}.lock")
     if result["finished"]:
         return "finished", "the buffer still serves" if is_served else ""
     if is_served:
@@ -133,7 +133,7 @@ def _interrupted(folder: Path, launch: Launch | None, result: dict[str, Any]) ->
     if launch is not None and launch.failure:
         return "crashed", launch.failure
     # A buffer that ends in order leaves no log.
-    log = folder / f"{_DATABASE}-wal"
+    log = folder / f"{DATABASE_NAME}-wal"
     if log.exists() and log.stat().st_size:
         return "crashed", "the buffer was killed: nothing acknowledged is lost, the next start continues"
     if launch is not None and not launch.ending:

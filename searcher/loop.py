@@ -111,7 +111,9 @@ class Searcher:
         self._watchdog.start()
         while not (stop() or self._finished):
             self._watchdog.beat(warm=self._scoring.trajectories > 0)
-            self._weights.update(self._client.state.weights if self._client.state else None)
+            # Those of a finished run may be deleted already; a trainer that resumes it publishes others.
+            state = self._client.state
+            self._weights.update(None if state is None or state.finished else state.weights)
             self._lease_prompts()
             generate = self._pipeline.generating and not self._delivery.pause
             self._pipeline.step(generate=generate, wait_seconds=0.0 if generate else _SCORE_WAIT_SECONDS)
@@ -131,10 +133,14 @@ class Searcher:
     @property
     def _finished(self) -> bool:
         """Whether the run is over. A run that was over when this searcher joined may be resumed by a trainer."""
-        if self._client.state is None or not self._client.state.finished:
+        if not self._run_finished:
             self._seen_running = True
             return False
         return self._seen_running or self._clock.monotonic() - self._joined_at > _RESUME_SECONDS
+
+    @property
+    def _run_finished(self) -> bool:
+        return self._client.state is not None and self._client.state.finished
 
     def _join(self, stop: Callable[[], bool]) -> None:
         hello = messages.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}")
@@ -153,6 +159,8 @@ class Searcher:
             return
         self._joined_at, self._seen_running = self._clock.monotonic(), False
         log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
+        if self._run_finished:
+            log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=_RESUME_SECONDS)
         notify_systemd("READY=1")
 
     def _find_sources(self, stop: Callable[[], bool]) -> None:
@@ -257,6 +265,8 @@ class Searcher:
             self._endpoint.show(samples)
 
     def _activity(self) -> tuple[str, str]:
+        if self._run_finished:
+            return "waiting", f"the run is finished: for a trainer that resumes it, {_RESUME_SECONDS:.0f} s at most"
         if self._weights.current is None:
             return "waiting", self._weights.trouble or "no snapshot is published yet"
         if self._delivery.pause:

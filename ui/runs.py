@@ -16,13 +16,13 @@ from tba.buffer.tools.page_rows import PageRows, page_rows
 from tba.common.config import SecuritySection
 from tba.common.errors import StorageError, TbaError, UsageError
 from tba.common.system.durable import is_locked
+from tba.common.terminal import DATABASE_NAME
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.probe import ask_status
 from tba.common.wire.socket_files import socket_of
 from tba.common.wire.status_messages import Status
 
-DATABASE_NAME = "buffer.sqlite"
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0
 # A server on the same machine answers within milliseconds.

@@ -163,7 +163,8 @@ def test_the_status_of_a_run_that_ended_early_says_how_to_continue_it(filled, ma
     outcome = tba_here("status", "--set", f"run.dir={folder}", "--set", "run.name=test")
     assert outcome.exit_code == 0
     assert f"run test in {folder} {expected}, and nothing serves it any more: 1" in outcome.output
-    assert "`tba run --resume` continues it" in outcome.output
+    assert "`tba run FILE --resume` continues it" in outcome.output
+    assert tba_here("status", folder).output == outcome.output
 
 
 def test_lines_of_the_evaluations_that_are_none_are_skipped(make_run, tmp_path):

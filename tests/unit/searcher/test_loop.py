@@ -47,6 +47,7 @@ class SlowClient:
         self.sender = f"searcher.{uuid.uuid4().hex}"
         self.secret, self.keys = b"", None
         self.puts: list[tuple[messages.PutTrajectories, Sequence[bytes]]] = []
+        self.reasons: set[str] = set()
 
     @property
     def state(self) -> messages.RunState:
@@ -54,6 +55,8 @@ class SlowClient:
 
     def post(self, message: messages.Message, frames: Sequence[bytes] = ()) -> int:
         self._last_id += 1
+        if isinstance(message, messages.Heartbeat):
+            self.reasons.add(message.reason)
         self._posted[self._last_id] = self._polls + self._delay, message, frames
         return self._last_id
 
@@ -145,6 +148,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         put_delay: int | None = None,
         rows: int = ROWS,
         neighbour: str = "",
+        finished: bool = False,
         template: str = "",
         task: dict[str, Any] | None = None,
         **keys: Any,
@@ -168,6 +172,8 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
             stopping=stopping,
         )  # fmt: skip
         announce(buffer, engine, model, tmp_path)
+        if finished:
+            buffer.ask(messages.FinishRun(step=0), role="trainer", sender="t.1")
         watched = Watched(engine)
         loaded = load_task(config.task)
         searcher = Searcher(
@@ -214,6 +220,20 @@ def test_a_searcher_that_serves_snapshots_learns_before_its_first_fetch_which_no
     # It no longer listens.
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
         pass
+
+
+@pytest.mark.slow
+def test_a_searcher_that_joins_a_finished_run_says_so_asks_for_no_weights_and_leaves(search, monkeypatch):
+    from tba.searcher.weights.follower import WeightsFollower
+
+    wanted = []
+    update = WeightsFollower.update
+    monkeypatch.setattr(WeightsFollower, "update", lambda self, ref: wanted.append(ref) or update(self, ref))
+    # It leaves although `stop` is never true.
+    engine, client = search(steps=1, finished=True)
+    assert set(wanted) == {None}
+    assert client.reasons == {"the run is finished: for a trainer that resumes it, 60 s at most"}
+    assert engine.in_flight_at_steps == client.puts == []
 
 
 @pytest.mark.slow

@@ -263,7 +263,7 @@ def run(
         raise UsageError("--assume is for --dry-run: a run uses the GPUs of this machine")
     resolved = options.resolve_start()
     stop = start_process("", level="WARNING")
-    from tba.deploy.launcher import check_start, check_task
+    from tba.deploy.launcher import check_start, check_task, download_models
     from tba.deploy.run_directory import await_previous
     from tba.trainer.preflight.before_start import check_memory
 
@@ -271,22 +271,13 @@ def run(
     if not stop():
         check_start(resolved.config, for_commands.read_results, for_commands.refuse_other_work, resume=resume)
         with stop.exits_immediately(interrupted=EXIT_INTERRUPTED):
-            _download_models(resolved.config)
+            download_models(resolved.config)
         check_memory(resolved.config)
         check_task(resolved.config, options.arguments(), stop)
     if not stop():
         _launch(resolved, options, stop, resume=resume)
     if stop.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _download_models(config: "Config") -> None:
-    """Bring the models of the hub to this machine, once for all processes. Raises ConfigError if one cannot be had."""
-    from tba.common.config.paths import hub_models
-    from tba.common.weights.model_files import model_directory
-
-    for key, path in hub_models(config).items():
-        model_directory(path, setting=key)
 
 
 def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None = None) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tba.common.config import Config
 from tba.common.config.paths import check_directories, nearest_existing
 from tba.common.errors import TbaError
-from tba.common.weights.model_files import is_hub_name, model_here, weight_files
+from tba.common.weights.model_files import model_here, weight_files
 from tba.common.weights.node_store import COPIES, MEMORY, SNAPSHOT, weights_directory
 from tba.common.weights.tensor_file import ITEM_BYTES, read_layout
 

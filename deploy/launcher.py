@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths, hub_data
+from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths, hub_data, hub_models
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
+from tba.common.weights.model_files import model_directory
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status, check_address, monitor
 from tba.deploy.child import Child, RestartPolicy, ending
@@ -246,6 +247,12 @@ def _check_gpus(config: Config, asked: Mapping[str, str], present: Sequence[Gpu]
         choose_gpus(config.train.gpu, present, "train.gpu")
     if len(asked) == 2:
         check_gpus_apart(config, present)
+
+
+def download_models(config: Config) -> None:
+    """Bring the models of the hub to this machine, once for all processes. Raises ConfigError if one cannot be had."""
+    for key, path in hub_models(config).items():
+        model_directory(path, setting=key)
 
 
 def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:

@@ -265,10 +265,9 @@ class Searcher:
             self._endpoint.show(samples)
 
     def _activity(self) -> tuple[str, str]:
-        if self._run_finished:
-            return "waiting", f"the run is finished: for a trainer that resumes it, {_RESUME_SECONDS:.0f} s at most"
         if self._weights.current is None:
-            return "waiting", self._weights.trouble or "no snapshot is published yet"
+            over = f"the run is finished: for a trainer that resumes it, {_RESUME_SECONDS:.0f} s at most"
+            return "waiting", over if self._run_finished else self._weights.trouble or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
         if self._unscored and not self._engine.in_flight:

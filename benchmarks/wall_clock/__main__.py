@@ -14,7 +14,7 @@ import argparse
 import math
 
 from benchmarks.table import print_table
-from benchmarks.wall_clock.pace import PACES, bound
+from benchmarks.wall_clock.pace import PACES, step_ratio
 from benchmarks.wall_clock.runs import Outcome, run
 
 _PROMPTS = 32
@@ -34,7 +34,7 @@ def main() -> None:
     pace = PACES[options.pace]
     rows = []
     for searchers in options.searchers:
-        most = f"{bound(pace, searchers, _PROMPTS * _SAMPLES):.2f}"
+        most = f"{step_ratio(pace, searchers, _PROMPTS * _SAMPLES):.2f}"
         settings = [_settings(searchers, options.steps, options.seed, synchronous=yes) for yes in (True, False)]
         one, other = (run(each, searchers, pace.scaled(options.faster)) for each in settings)
         rows.append([searchers, "synchronous", *_cells(one, options), most, ""])
@@ -42,7 +42,7 @@ def main() -> None:
         rows.append([searchers, "asynchronous", *_cells(other, options), most, ratio])
     headings = ["searchers", "", "s/step", f"s to {options.accuracy:.0%}", "last", "busy", "staleness", "late steps"]
     title = f"{options.pace} responses; seconds of the node: those measured, times {options.faster:g}"
-    print_table(title, [*headings, "bound", "ratio"], rows)
+    print_table(title, [*headings, "by the pace", "ratio"], rows)
 
 
 def _cells(outcome: Outcome, options: argparse.Namespace) -> list[str]:

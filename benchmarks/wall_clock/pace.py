@@ -21,7 +21,7 @@ from tba.trainer.loop import Trainer
 
 # The engine looks this often whether a response is due. Dozens of searchers that look more often would take the cores.
 _POLL_SECONDS = 0.02
-# Batches over which the bound averages the longest decoding.
+# Batches over which `step_ratio` averages the longest decoding.
 _DRAWN_BATCHES = 1000
 
 
@@ -56,8 +56,8 @@ class Pace:
         return np.minimum(random.lognormal(mu, self.sigma, shape), self.max_tokens)
 
 
-def bound(pace: Pace, searchers: int, responses: int) -> float:
-    """Return how many times as fast as synchronous training asynchronous training can be, per step.
+def step_ratio(pace: Pace, searchers: int, responses: int) -> float:
+    """Return how many times as fast as a synchronous step an asynchronous one is by the pace alone, on average.
 
     A synchronous step waits for its batch of `responses`, which the searchers share equally, and for new weights. An
     asynchronous one takes as long as the slower of training and generation with one batch in flight.

@@ -81,7 +81,7 @@ def check_hub(path: str, *, setting: str = "model.path") -> str:
 
         # Without this, a download tries a hub that is not there for half a minute.
         HfApi().model_info(path, timeout=_HUB_SECONDS)
-        return hf_hub_download(path, "config.json")
+        return str(hf_hub_download(path, "config.json"))
 
     _from_hub(ask, path, setting)
     return f"{path} is not a local directory: it will be downloaded from the hub"

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.hub import Hub, serve_hub
 from tba.tests.process.conftest import arithmetic, clean_environment, merged
 
-SMALL_RUN = {
+SMALL_RUN: dict[str, dict[str, Any]] = {
     "task": {"limit": 64},
     "search": {"samples_per_prompt": 4},
     "train": {"steps": 2},

@@ -1,4 +1,4 @@
-"""The bound that the benchmark of asynchronous against synchronous training prints next to its measurements."""
+"""What the benchmark of asynchronous against synchronous training computes from a pace alone."""
 
 import importlib
 from dataclasses import replace
@@ -17,20 +17,20 @@ def pace(monkeypatch):
     return importlib.import_module("benchmarks.wall_clock.pace")
 
 
-def test_the_bound_of_responses_of_equal_length_is_that_of_hand(pace):
+def test_the_ratio_for_responses_of_equal_length_is_that_of_hand(pace):
     equal = pace.Pace(
         decode=0.01, decode_each=0.001, mean_tokens=1e6, sigma=0.1, max_tokens=1000, step=20, publish=2, pause=1
     )
     # Two searchers decode 10 responses of 1000 tokens each, at 0.02 s a token: 20 s, and 1 s of pause.
-    assert pace.bound(equal, searchers=2, responses=20) == pytest.approx((20 + 20 + 2) / 21)
+    assert pace.step_ratio(equal, searchers=2, responses=20) == pytest.approx((20 + 20 + 2) / 21)
     # A slower trainer hides the generation.
-    assert pace.bound(replace(equal, step=60), 2, 20) == pytest.approx((60 + 20 + 2) / 60)
+    assert pace.step_ratio(replace(equal, step=60), 2, 20) == pytest.approx((60 + 20 + 2) / 60)
 
 
-def test_longer_tails_raise_the_bound_and_bigger_batches_lower_it(pace):
+def test_longer_tails_raise_the_ratio_and_bigger_batches_lower_it(pace):
     long = pace.PACES["long"]
-    assert pace.bound(replace(long, sigma=0.5), 7, 256) < pace.bound(long, 7, 256)
-    assert pace.bound(replace(long, step=4 * long.step), 7, 1024) < pace.bound(long, 7, 256)
+    assert pace.step_ratio(replace(long, sigma=0.5), 7, 256) < pace.step_ratio(long, 7, 256)
+    assert pace.step_ratio(replace(long, step=4 * long.step), 7, 1024) < pace.step_ratio(long, 7, 256)
 
 
 def test_engines_of_a_run_have_other_lengths_and_the_figures_of_the_long_pace_follow(pace):

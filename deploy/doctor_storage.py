@@ -17,7 +17,7 @@ from tba.common.weights.node_store import COPIES, MEMORY, SNAPSHOT, weights_dire
 from tba.common.weights.tensor_file import ITEM_BYTES, read_layout
 
 Result = tuple[str, str]
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 _LOW_DISK_GIB = 10
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # A checkpoint has the weights and Adam's two moments, all in float32.
@@ -124,8 +124,10 @@ def _compare(entries: list[tuple[str, Path, int]]) -> Result:
 
 
 def _parts(entries: list[tuple[str, Path, int]]) -> str:
-    parts = ", ".join(f"{what} {size / GIB:.1f}" for what, _, size in entries)
-    return f"up to {sum(size for _, _, size in entries) / GIB:.1f} GiB needed ({parts})"
+    total = sum(size for _, _, size in entries)
+    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+    parts = ", ".join(f"{what} {size / unit:.1f}" for what, _, size in entries)
+    return f"up to {total / unit:.1f} {name} needed ({parts})"
 
 
 def check_weights_directory(config: Config) -> Result:

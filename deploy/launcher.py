@@ -233,7 +233,7 @@ def check_start(
     refuse_start(config, results, resume=resume)
     refuse_other_work(config)
     if present is None:
-        need_engine(config.search.engine)
+        need_engine(config.search.engine, config.search.gpus)
         if hub_data(config.task):
             need("datasets", "hub")
 

@@ -144,7 +144,8 @@ def _draw_staleness(axis: Any, curves: Sequence[Curve], x: str) -> None:
         axis.plot(curve.x(x), mean, label="_" if several else "mean", color=colour)
         axis.plot(curve.x(x), most, label="_" if several else "maximum", color=colour, alpha=0.35)
     if not several:
-        axis.legend(loc="lower right")
+        # Above the axis: within it, it would hide steps.
+        axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     axis.set(xlabel=AXES[x], ylabel="staleness (steps)")
 
 

@@ -13,11 +13,14 @@ from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
 from tba.buffer.store.tables.trajectories import header_bytes
 from tba.common.errors import Refused
+from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REPLY_HEADER_BYTES
 from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, RowNumbers
 from tba.common.wire.trajectory import ARRAY_KINDS
+
+log = get_logger(__name__)
 
 # Without the envelope and the run state.
 _MAX_BATCH_HEADER = MAX_REPLY_HEADER_BYTES - (64 << 10)
@@ -241,5 +244,7 @@ class Training:
     def finish_run(self, message: messages.FinishRun, _: str) -> ReplyBody:
         """Record that the last step is done."""
         self._state.store.runs.finish(self._state.run, message.step)
+        if not self._state.finished:
+            log.info("run finished", run=self._state.run.name, step=message.step)
         self._state.finished = True
         return ReplyBody(messages.Done())

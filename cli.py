@@ -271,7 +271,7 @@ def run(
     if not stop():
         check_start(resolved.config, for_commands.read_results, for_commands.refuse_other_work, resume=resume)
         with stop.exits_immediately(interrupted=EXIT_INTERRUPTED):
-            download_models(resolved.config)
+            download_models(resolved.config, note)
         check_memory(resolved.config)
         check_task(resolved.config, options.arguments(), stop)
     if not stop():
@@ -366,18 +366,10 @@ def config_check(options: ConfigOptions) -> None:
     """Check that the configuration is valid, its files exist, and the task loads with prompts that fit batch and
     context. The exit code is 0, or 78 with one sentence, and 2 without a configuration."""
     config = options.resolve_start().config
-    from tba.common.config.paths import check_paths, hub_data, hub_models
-    from tba.common.errors import HubUnavailable
-    from tba.common.weights.model_files import check_hub
+    from tba.common.config.paths import check_hub_models, check_paths, hub_data
 
-    for sentence in check_paths(config):
+    for sentence in check_paths(config) + check_hub_models(config):
         note(sentence)
-    for key, path in hub_models(config).items():
-        try:
-            note(check_hub(path, setting=key))
-        # The configuration may be for a machine that has the model.
-        except HubUnavailable as error:
-            note(str(error))
     if config.task.checked_by_loading or not hub_data(config.task):
         from tba.common.system.process import die_with_parent
         from tba.searcher.checks import check_task_and_prompts

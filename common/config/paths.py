@@ -6,12 +6,14 @@ from pathlib import Path
 
 from tba.common.config import Config, TaskSection
 from tba.common.config.engine_arguments import check_arguments, installed_arguments
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, HubUnavailable, MissingExtra
 from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
-from tba.common.weights.model_files import check_model, is_hub_name
+from tba.common.weights.model_files import check_hub, check_model, is_hub_name
 
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5
+# The settings of models that only evaluations use.
+EVALUATION_MODELS = ("gold_model.path", "eval.embedder")
 _THIS_MACHINE = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 
@@ -41,6 +43,18 @@ def model_paths(config: Config) -> dict[str, str]:
 def hub_models(config: Config) -> dict[str, str]:
     """Return those of `model_paths` that are on the hub. Raises ConfigError as `check_model`."""
     return {key: path for key, path in model_paths(config).items() if not check_model(path, setting=key)}
+
+
+def check_hub_models(config: Config) -> list[str]:
+    """Ask the hub for the models that are there, and return a sentence for each. Raises ConfigError as `check_hub`."""
+    sentences = []
+    for key, path in hub_models(config).items():
+        try:
+            sentences.append(check_hub(path, setting=key))
+        # The configuration may be for a machine that has the model.
+        except (HubUnavailable, MissingExtra) as error:
+            sentences.append(f"not checked: {error}")
+    return sentences
 
 
 def asked_gpus(config: Config) -> dict[str, str]:

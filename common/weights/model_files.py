@@ -1,17 +1,21 @@
 """The files of a model, from a local directory or the Hugging Face hub: safetensors and JSON, never pickles."""
 
+import fnmatch
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tba.common.errors import ConfigError, HubUnavailable, MissingExtra, first_line
 
+_Answer = TypeVar("_Answer")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _HUB_SECONDS = 10
+# Unauthorized, forbidden, not found.
+_REFUSALS = (401, 403, 404)
 # A directory with a tokenizer has at least one of these.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 # What `weights_digest` reads of each file.
@@ -19,16 +23,23 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def model_directory(path: str, *, setting: str = "model.path") -> Path:
-    """The local directory of a model, downloaded from the hub if needed. Raises ConfigError if there is none."""
-    if local := local_model(path, setting=setting):
-        return local
+    """Return the local directory of a model, downloaded from the hub if needed.
+
+    A complete copy in the hub's cache is used without asking the hub: what is pushed there during a run changes no
+    weights. Raises ConfigError if there is no such model, HubUnavailable if it cannot be downloaded.
+    """
+    if found := local_model(path, setting=setting) or model_here(path):
+        return found
+    check_hub(path, setting=setting)
 
     def download() -> str:
         from huggingface_hub import snapshot_download
 
         return str(snapshot_download(path, allow_patterns=_HUB_FILES))
 
-    return _from_hub(download, path, setting)
+    directory = Path(_from_hub(download, path, setting))
+    _check_files(directory, path, setting)
+    return directory
 
 
 def local_model(path: str, *, setting: str = "model.path") -> Path | None:
@@ -44,6 +55,8 @@ def local_model(path: str, *, setting: str = "model.path") -> Path | None:
         if not os.path.isfile(local / "config.json"):
             raise ConfigError(f"{setting} {path} has no config.json: it is not a Hugging Face model directory")
         return local
+    if os.path.isfile(local):
+        raise ConfigError(f"{setting} {path} is a file: name the directory of a model")
     if not is_hub_name(path):
         raise ConfigError(f"{setting} {path} does not exist")
     return None
@@ -57,33 +70,50 @@ def check_model(path: str, *, setting: str = "model.path") -> bool:
     directory = local_model(path, setting=setting)
     if directory is None:
         return False
-    if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
-        raise ConfigError(f"{setting} {path} has no tokenizer: no file is called {', '.join(_TOKENIZER_FILES)}")
+    _check_files(directory, path, setting)
+    return True
+
+
+def _check_files(directory: Path, path: str, setting: str) -> None:
+    _need_tokenizer(os.listdir(directory), path, setting)
     try:
         missing = [file.name for file in weight_files(directory) if not file.is_file()]
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
     if missing:
         raise ConfigError(f"{setting} {path} lacks {', '.join(missing)}, which its index names: copy the model again")
-    return True
+
+
+def _need_tokenizer(names: Sequence[str], path: str, setting: str) -> None:
+    if not any(fnmatch.filter(names, pattern) for pattern in _TOKENIZER_FILES):
+        raise ConfigError(f"{setting} {path} has no tokenizer: no file is called {', '.join(_TOKENIZER_FILES)}")
 
 
 def check_hub(path: str, *, setting: str = "model.path") -> str:
     """Return where a run takes a model of the hub from. If the cache lacks it, download no more than its config.json.
 
-    Raises ConfigError if the hub does not give the model, HubUnavailable if the hub cannot be asked.
+    Raises ConfigError if the hub does not give the model, or it cannot be used, and HubUnavailable if the hub cannot be
+    asked.
     """
     if model_here(path):
         return f"{path} is in the cache of the hub"
 
-    def ask() -> str:
-        from huggingface_hub import HfApi, hf_hub_download
+    def list_files() -> list[str]:
+        from huggingface_hub import HfApi
 
-        # Without this, a download tries a hub that is not there for half a minute.
-        HfApi().model_info(path, timeout=_HUB_SECONDS)
+        # A download would try a hub that is not there for half a minute.
+        return [file.rfilename for file in HfApi().model_info(path, timeout=_HUB_SECONDS).siblings or []]
+
+    def download_config() -> str:
+        from huggingface_hub import hf_hub_download
+
         return str(hf_hub_download(path, "config.json"))
 
-    _from_hub(ask, path, setting)
+    names = _from_hub(list_files, path, setting)
+    _need_tokenizer(names, path, setting)
+    if not fnmatch.filter(names, "*.safetensors"):
+        raise ConfigError(f"{setting} {path} has no safetensors files on the hub; other weight formats are not loaded")
+    _from_hub(download_config, path, setting)
     return f"{path} is not a local directory: it will be downloaded from the hub"
 
 
@@ -93,19 +123,23 @@ def is_hub_name(path: str) -> bool:
     return not (is_path or os.path.isdir(path))
 
 
-def _from_hub(download: Callable[[], str], name: str, setting: str) -> Path:
-    """Return the path that `download` gives. Raises ConfigError and HubUnavailable as `check_hub`."""
+def _from_hub(ask: Callable[[], _Answer], name: str, setting: str) -> _Answer:
+    """Return what `ask` does. Raises ConfigError and HubUnavailable as `check_hub`, and MissingExtra."""
     try:
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
     except ModuleNotFoundError:
         raise MissingExtra("huggingface_hub", "train") from None
     refused = f"{setting} {name!r} is neither a directory nor a model the hub gives"
     try:
-        return Path(download())
-    except (HfHubHTTPError, HFValidationError) as error:
+        return ask()
+    except GatedRepoError as error:
+        raise ConfigError(f"{refused}: accept its licence on the hub, then `hf auth login`") from error
+    except HFValidationError as error:
         raise ConfigError(f"{refused}: {first_line(error)}") from error
     # Errors of the HTTP library pass through huggingface_hub, and which library it is depends on the release.
     except Exception as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in _REFUSALS:
+            raise ConfigError(f"{refused}: {first_line(error)}") from error
         cause = error.__cause__ or error
         raise HubUnavailable(
             f"{setting} {name!r} is not a local directory, and it cannot be downloaded from the hub "
@@ -114,7 +148,7 @@ def _from_hub(download: Callable[[], str], name: str, setting: str) -> Path:
 
 
 def model_here(path: str) -> Path | None:
-    """The directory of a model on this machine, also of one that was downloaded from the hub; None if there is none."""
+    """The directory of a model on this machine, or a complete one in the cache of the hub; None if there is none."""
     try:
         if local := local_model(path):
             return local
@@ -122,7 +156,8 @@ def model_here(path: str) -> Path | None:
 
         directory = Path(snapshot_download(path, allow_patterns=_HUB_FILES, local_files_only=True))
         # The cache may have its config.json alone.
-        return directory if all(file.is_file() for file in weight_files(directory)) else None
+        _check_files(directory, path, "")
+        return directory
     # The hub's own errors for what is not there are of these kinds.
     except (ConfigError, ModuleNotFoundError, OSError, ValueError):
         return None

@@ -1,15 +1,16 @@
 """Models of the hub, downloaded by the real client from a hub on this machine."""
 
-import json
 import shutil
+import signal
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tba.common.errors import EXIT_CONFIG
+from tba.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tba.tests.conftest import EXAMPLE_MODEL
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.hub import Hub, serve_hub
 from tba.tests.process.conftest import arithmetic, clean_environment, merged
 
@@ -19,73 +20,133 @@ SMALL_RUN: dict[str, dict[str, Any]] = {
     "train": {"steps": 2},
     "launch": {"drain_seconds": 10.0},
 }
+NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.fixture
 def hub(tmp_path):
-    with serve_hub(Hub({"org/tiny": EXAMPLE_MODEL, "org/closed": EXAMPLE_MODEL}, gated={"org/closed"})) as served:
+    without = {}
+    for missing in ("model.safetensors", "tokenizer.json"):
+        without[missing] = tmp_path / "models" / missing
+        shutil.copytree(EXAMPLE_MODEL, without[missing], ignore=shutil.ignore_patterns(f"{missing.partition('.')[0]}*"))
+    models = {
+        "org/tiny": EXAMPLE_MODEL,
+        "org/closed": EXAMPLE_MODEL,
+        "org/no-weights": without["model.safetensors"],
+        "org/no-tokenizer": without["tokenizer.json"],
+    }
+    with serve_hub(Hub(models, gated={"org/closed"})) as served:
         yield served
 
 
 @pytest.fixture
-def tba_with(hub, tmp_path, make_config):
-    """Runs a command on a configuration whose model is `name`, with an empty cache of the hub at first."""
+def start_with(hub, tmp_path, make_config):
+    """Starts a command on a configuration whose model is `name`; the cache of the hub is empty at first."""
+    started = []
 
-    def run(name, *arguments, **environment):
-        file = make_config(**merged(arithmetic(**SMALL_RUN), {"model": {"path": name}})).file
-        variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "COLUMNS": "400"} | environment
-        command = [sys.executable, "-m", "tba", *arguments, "--config", str(file)]
-        environment = clean_environment() | variables
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    def start(name, *arguments, sections=None, **variables):
+        file = make_config(**merged(arithmetic(**SMALL_RUN), {"model": {"path": name}} | (sections or {}))).file
+        of_hub = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "COLUMNS": "400"}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tba", *arguments, "--config", str(file)],
+                cwd=tmp_path,
+                env=clean_environment() | of_hub | variables,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def tba_with(start_with):
+    """Runs a command like `start_with` to its end, and returns its exit code and output."""
+
+    def run(name, *arguments, **keywords):
+        process = start_with(name, *arguments, **keywords)
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
 
     return run
 
 
-def finding(outcome, check):
-    return next(line for line in outcome.stdout.splitlines() if line.startswith(f"{check} "))
+def finding(output, check):
+    return next(line for line in output.splitlines() if line.startswith(f"{check} "))
 
 
-def test_a_dry_run_reads_the_configuration_of_a_model_and_a_run_downloads_it_once(tba_with, hub, tmp_path):
-    dry = tba_with("org/tiny", "run", "--dry-run")
-    assert dry.returncode == 0, dry.stderr
-    assert "org/tiny is not a local directory: it will be downloaded from the hub" in finding(dry, "model")
-    assert " fits: " in finding(dry, "trainer memory")
-    assert "this run would start; not checked: weights directory" in dry.stdout
+def test_a_dry_run_reads_the_configuration_of_a_model_and_a_run_downloads_it(tba_with, hub):
+    code, output = tba_with("org/tiny", "run", "--dry-run")
+    assert code == 0, output
+    assert "org/tiny is not a local directory: it will be downloaded from the hub" in finding(output, "model")
+    assert " fits: " in finding(output, "trainer memory")
+    assert "this run would start; not checked: weights directory" in output
     assert hub.served == ["config.json"]
 
-    run = tba_with("org/tiny", "run")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert hub.served.count("model.safetensors") == 1, "a searcher and a trainer of one machine share a download"
-
-    hub.address = "http://127.0.0.1:9"
-    again = tba_with("org/tiny", "doctor", "--json")
-    model = next(row for row in json.loads(again.stdout) if row["check"] == "model")
-    assert (model["result"], model["detail"]) == ("ok", "org/tiny is in the cache of the hub")
+    code, output = tba_with("org/tiny", "run")
+    assert code == 0, output
+    # The cache is complete: no process asks the hub again.
+    hub.address = NOWHERE
+    code, output = tba_with("org/tiny", "run", "--dry-run", sections={"run": {"name": "other", "dir": "runs/other"}})
+    assert (code, "org/tiny is in the cache of the hub" in finding(output, "model")) == (0, True), output
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("models/nope", "model.path 'models/nope' is neither a directory nor a model the hub gives: 404"),
-        ("org/closed", "model.path 'org/closed' is neither a directory nor a model the hub gives: 403"),
+        ("org/closed", "a model the hub gives: accept its licence on the hub, then `hf auth login`"),
+        ("org/no-weights", "model.path org/no-weights has no safetensors files on the hub"),
+        ("org/no-tokenizer", "model.path org/no-tokenizer has no tokenizer: no file is called"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_before_anything_starts(tba_with, tmp_path, name, sentence):
-    before = sorted(tmp_path.iterdir())
+    before = {path.name for path in tmp_path.iterdir()}
     for arguments in (("run", "--dry-run"), ("config", "check"), ("run",)):
-        refused = tba_with(name, *arguments)
-        assert refused.returncode == EXIT_CONFIG
-        assert sentence in refused.stdout + refused.stderr
-        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".toml") == [
-        path.name for path in before if path.suffix != ".toml"
-    ]
+        code, output = tba_with(name, *arguments)
+        assert (code, sentence in output) == (EXIT_CONFIG, True), output
+    created = {path.name for path in tmp_path.iterdir() if path.suffix != ".toml"} - before
+    assert created <= {"hf"}, "no run directory"
 
 
-def test_a_hub_that_does_not_answer_is_told_at_once(tba_with, hub):
-    hub.address = "http://127.0.0.1:9"
-    refused = tba_with("org/tiny", "run")
-    assert refused.returncode == EXIT_CONFIG
-    assert "'org/tiny' is not a local directory, and it cannot be downloaded from the hub (" in refused.stderr
-    checked = tba_with("org/tiny", "config", "check")
-    assert (checked.returncode, "cannot be downloaded from the hub" in checked.stderr) == (0, True)
+@pytest.mark.parametrize("fault", ["nothing listens", "503", "no network, and a dry run before"])
+def test_a_hub_that_does_not_answer_is_told_at_once(tba_with, hub, fault, tmp_path):
+    if fault == "503":
+        hub.status = 503
+    elif fault == "nothing listens":
+        hub.address = NOWHERE
+    else:
+        # It leaves a cache with the configuration alone.
+        assert tba_with("org/tiny", "run", "--dry-run")[0] == 0
+    variables = {"HF_HUB_OFFLINE": "1"} if fault.startswith("no network") else {}
+    sentence = "'org/tiny' is not a local directory, and it cannot be downloaded from the hub ("
+    code, output = tba_with("org/tiny", "run", **variables)
+    assert (code, sentence in output) == (EXIT_CONFIG, True), output
+    assert not list(tmp_path.rglob("buffer.sqlite"))
+    code, output = tba_with("org/tiny", "config", "check", **variables)
+    assert (code, f"not checked: model.path {sentence}" in output) == (0, True), output
+
+
+def test_models_that_only_evaluations_use_are_asked_for_only_if_there_is_one(tba_with, hub):
+    embedder = {"embedder": "org/none", "samples": 4}
+    code, output = tba_with("org/tiny", "run", sections={"eval": embedder | {"at_end": True}})
+    assert (code, "eval.embedder 'org/none' is neither a directory nor" in output) == (EXIT_CONFIG, True), output
+    assert hub.served == ["config.json"], "all names are asked for before weights are downloaded"
+    code, output = tba_with("org/tiny", "run", sections={"eval": embedder | {"at_end": False}})
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, 0)])
+def test_a_signal_during_the_download_ends_the_run_that_has_not_started(start_with, hub, tmp_path, number, code):
+    hub.sends_weights.clear()
+    run = start_with("org/tiny", "run")
+    wait_until(lambda: "model.safetensors" in hub.served)
+    assert not list(tmp_path.rglob("buffer.sqlite")), "no process starts before the download is complete"
+    run.send_signal(number)
+    assert run.wait(10) == code

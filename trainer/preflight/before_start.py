@@ -34,7 +34,7 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
     """
     directory = config_here(config.model.path)
     if directory is None:
-        return f"{config.model.path or 'the model'} is not on this machine"
+        return "the model's config.json is not on this machine"
     if find_spec("torch") is None:
         return "torch is not installed here"
     ranks, gpu_total = 1, None

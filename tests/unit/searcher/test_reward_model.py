@@ -156,7 +156,7 @@ def test_the_doctor_checks_the_files_of_a_reward_model(tmp_path, hub_offline):
         (empty, "concatenation", "fail", "has no safetensors files"),
         (EXAMPLE_MODEL, "concatenation", "fail", "has 2 labels: a reward needs a classifier with one"),
         (tmp_path / "missing", "concatenation", "fail", "missing does not exist"),
-        ("org/model", "concatenation", "fail", "reward_model.path 'org/model' is not a local directory, and"),
+        ("org/model", "concatenation", "warn", "reward_model.path 'org/model' is not a local directory, and"),
         ("", "concatenation", "ok", "none is configured"),
     ):
         found, detail = diagnosis(path, template)

@@ -1,5 +1,6 @@
 """Options that the commands of `tba buffer` share."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tba.common.terminal import ConfigOptions, not_both
+from tba.common.terminal import DATABASE_NAME, ConfigOptions, not_both
 
 if TYPE_CHECKING:
     from tba.common.config import Config
@@ -39,6 +40,9 @@ def resolve(
     if options.file is not None and is_database(options.file):
         not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
         options, buffer = replace(options, file=None), options.file
+    # The directory of a run stands for its database.
+    if buffer is not None and os.path.isfile(buffer / DATABASE_NAME):
+        buffer = buffer / DATABASE_NAME
     flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
     how = options.resolve_run if exists else options.resolve_start if starts else options.resolve
     return how(flags, unless=unless)

@@ -72,7 +72,12 @@ class ConfigOptions:
 
     def resolve_run(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
         """As `resolve`, for a run that exists; its directory will do. Raises UsageError if nothing says which one."""
-        if self.file is not None and os.path.isfile(self.file / DATABASE_NAME):
+        if self.file is not None and os.path.isdir(self.file):
+            if not os.path.isfile(self.file / DATABASE_NAME):
+                raise UsageError(
+                    f"{self.file} holds no {DATABASE_NAME}: it is not the directory of a run (`tba runs {self.file}` "
+                    "lists those in it), or the TOML file of the run says where its database is"
+                )
             overrides = {"run.dir": str(self.file)} | (overrides or {})
             # A ./tba.toml may be that of another run.
             return ConfigOptions(None, self.sets).resolve(overrides, unless={"run.dir", *unless})

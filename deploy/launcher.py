@@ -226,16 +226,18 @@ def check_start(
         need("peft", "lora")
     if asked := asked_gpus(config):
         _check_gpus(config, asked, list_gpus() if present is None else present)
+    if present is not None:
+        # What is in the directories of this machine says nothing of another node.
+        return
     results = []
     # The buffer says what is wrong with a file that cannot be read.
     with suppress(StorageError):
         results = read_results(config.database) if config.database.exists() else []
     refuse_start(config, results, resume=resume)
     refuse_other_work(config)
-    if present is None:
-        need_engine(config.search.engine, config.search.gpus)
-        if hub_data(config.task):
-            need("datasets", "hub")
+    need_engine(config.search.engine, config.search.gpus)
+    if hub_data(config.task):
+        need("datasets", "hub")
 
 
 def _check_gpus(config: Config, asked: Mapping[str, str], present: Sequence[Gpu]) -> None:

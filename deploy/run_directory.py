@@ -56,6 +56,11 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
             f"{directory} holds run {name}, which is finished ({steps}): extend it with --resume and a larger "
             "train.steps, or choose another run.dir; `tba eval --all` and `tba plot` evaluate and draw it"
         )
+    if own is not None and resume and config.train.steps < (own["steps"] or 0):
+        raise UsageError(
+            f"{directory} holds run {name}, which has made {own['steps']} steps, and train.steps is "
+            f"{config.train.steps}: set a larger one"
+        )
     if not resume and holds_run(config):
         raise UsageError(f"{directory} already holds a run: add --resume to continue it, or choose another run.dir")
     if resume and not config.database.exists():

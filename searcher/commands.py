@@ -1,5 +1,6 @@
 """The commands `tba eval` and `tba generate`. Slow imports are in their bodies, so that `tba --help` stays fast."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
@@ -163,21 +164,24 @@ def generate_command(model_of: ModelOf, as_recorded: AsRecorded) -> Callable[...
         not_both(chat, prompt is not None, "--chat", "PROMPT")
         if not chat and prompt is None and sys.stdin.isatty():
             raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
-        # Before torch is loaded, which takes many seconds.
-        config, source, device = _what_generates(options, as_recorded, model, version, cpu=cpu)
+        config, device = _what_generates(options, as_recorded, model, cpu=cpu)
         text = _read_prompt() if not chat and prompt is None else prompt or ""
-        from tba.searcher.engines.engine import SamplingSettings
-        from tba.searcher.generate import Generator, answer_one, converse
+        from tba.common.weights.model_source import held_source
 
-        sampling = SamplingSettings(temperature, top_p, max_tokens or config.search.max_tokens)
-        with model_of(config, source) as directory:
+        # A wrong name is found before torch is loaded, which takes many seconds.
+        with held_source(config, model, version) as source, contextlib.ExitStack() as ending:
+            from tba.searcher.engines.engine import SamplingSettings
+            from tba.searcher.generate import Generator, answer_one, converse
+
+            sampling = SamplingSettings(temperature, top_p, max_tokens or config.search.max_tokens)
+            directory = ending.enter_context(model_of(config, source))
             if not chat:
                 found = answer_one(config, directory, text, sampling, device=device, samples=samples)
                 _print_responses(found, as_json=as_json)
                 return
-            with closing(Generator(config, directory, device=device, chat=True)) as generator:
-                for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
-                    _print_responses([reply], as_json=as_json)
+            generator = ending.enter_context(closing(Generator(config, directory, device=device, chat=True)))
+            for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
+                _print_responses([reply], as_json=as_json)
 
     return generate
 
@@ -190,18 +194,16 @@ def _read_prompt() -> str:
 
 
 def _what_generates(
-    options: ConfigOptions, as_recorded: AsRecorded, model: Path | None, version: int | None, *, cpu: bool
-) -> tuple["Config", Path, str]:
-    """Return the configuration, what to load, and the device. Raises TbaError for wrong arguments."""
+    options: ConfigOptions, as_recorded: AsRecorded, model: Path | None, *, cpu: bool
+) -> tuple["Config", str]:
+    """Return the configuration and the device. Raises TbaError for wrong arguments."""
     resolve = options.resolve_run if model is None else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})
     config = as_recorded(resolved) if model is None else resolved.config
     start_process("generate", level="WARNING", drains=False)
     need("torch", "train")
-    from tba.common.weights.model_source import find_source
-
     config = _with_installed_engine(config, chosen="search.engine" in resolved.origins)
-    return config, find_source(config, model, version), _choose_device(config)
+    return config, _choose_device(config)
 
 
 def _with_installed_engine(config: "Config", *, chosen: bool) -> "Config":

@@ -316,4 +316,5 @@ class Searcher:
             self._client.call(messages.Goodbye(), messages.Done, deadline_seconds=1.0)
         except BufferUnavailable as error:
             log.warning("left without goodbye", reason=str(error))
-        log.info("left", rows=self._delivery.rows, errors=self._scoring.errors)
+        reason = "the run is finished" if self._run_finished else "stopped"
+        log.info("left", rows=self._delivery.rows, errors=self._scoring.errors, reason=reason)

@@ -84,15 +84,15 @@ def export_model(
     config = options.resolve().config
     start_process("export", level="WARNING", drains=False)
     need("torch", "train")
-    from tba.common.weights.model_source import check_export, find_source
+    from tba.common.weights.model_source import check_export, held_source
 
-    found = find_source(config, source, version)
-    # Before torch is loaded, which takes many seconds.
-    check_export(found, out)
-    from tba.trainer.export import export_model as export
+    with held_source(config, source, version) as found:
+        # Before torch is loaded, which takes many seconds.
+        check_export(found, out)
+        from tba.trainer.export import export_model as export
 
-    export(found, out, config)
-    typer.echo(f"{found} is in {out}")
+        export(found, out, config)
+        typer.echo(f"{found} is in {out}")
 
 
 def _run(config: "Config", plan: tuple[Any, ...], train_together: Together, *, resume: bool, as_json: bool) -> None:

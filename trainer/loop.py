@@ -226,7 +226,10 @@ class Trainer:
             self.save()
         self._ranks.send(END)
         self._ranks.close()
-        log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps)
+        if self.learner.steps_done >= self._steps:
+            log.info("run finished", steps=self.learner.steps_done, extends="--resume with more train.steps")
+        else:
+            log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps, continues="--resume")
 
     def close(self) -> None:
         """Close everything, also after an error."""

@@ -137,7 +137,7 @@ def _file_layer(file: Path) -> dict[str, _Value]:
     if os.path.isdir(file):
         raise ConfigError(
             f"{file} is a directory and no configuration: name the TOML file of the run, and the directory with --set "
-            f"run.dir={file} if the file does not; `tba status`, `eval`, `plot`, `report` and `ui` read a directory"
+            f"run.dir={file} if the file does not; `tba status`, `eval`, `plot`, `report` and `ui` take a directory"
         )
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))

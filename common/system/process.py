@@ -102,6 +102,8 @@ class StopSignal:
             self._stopped_at = now
             self.interrupted = number == signal.SIGINT
         elif now - self._stopped_at > _SAME_REQUEST_SECONDS:
+            with contextlib.suppress(OSError):
+                os.write(2, b"second signal: ended without waiting for the work under way\n")
             os._exit(128 + number)
         more = f"\nEXTEND_TIMEOUT_USEC={self.drain_seconds * 1e6:.0f}" if self.drain_seconds else ""
         notify_systemd(f"STOPPING=1{more}")

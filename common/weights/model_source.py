@@ -1,13 +1,16 @@
 """What `tba generate` loads and `tba export-model` writes: a snapshot, a checkpoint or a model directory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tba.common.config import Config
-from tba.common.errors import UsageError
-from tba.common.weights.node_store import weights_directory
+from tba.common.errors import SnapshotError, UsageError
+from tba.common.weights.node_store import pin_path, weights_directory
 from tba.common.weights.snapshot import MANIFEST, choose_snapshots, directory_name, list_snapshots
 
 _SHOWN_VERSIONS = 20
+_ATTEMPTS = 10
 
 
 def find_source(config: Config, named: Path | None, version: int | None) -> Path:
@@ -36,6 +39,26 @@ def find_source(config: Config, named: Path | None, version: int | None) -> Path
         versions = ", ".join(str(int(name[1:])) for name in list(kept)[-_SHOWN_VERSIONS:])
         raise UsageError(f"{directory} has no version {version}; the newest that it has: {versions}")
     return kept[directory_name(version)]
+
+
+@contextmanager
+def held_source(config: Config, named: Path | None, version: int | None) -> Iterator[Path]:
+    """Yield what `find_source` returns. The newest snapshot in memory is not deleted while the block runs.
+
+    It is chosen again if the trainer deletes it before it is held. Raises SnapshotError if that happens each time.
+    """
+    for _ in range(_ATTEMPTS):
+        source = find_source(config, named, version)
+        if source.parent != weights_directory(config):
+            yield source
+            return
+        if (pinned := pin_path(source)) is not None:
+            try:
+                yield source
+            finally:
+                pinned.release()
+            return
+    raise SnapshotError(f"{config.snapshots}: each snapshot was deleted before it could be read: try again")
 
 
 def check_export(source: Path, out: Path) -> None:

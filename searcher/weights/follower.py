@@ -70,8 +70,13 @@ class WeightsFollower:
 
     @property
     def trouble(self) -> str:
-        """Why the newest snapshot does not serve, for people; empty when it does, or soon will."""
-        return self._refused.reason if self._refused else self._preparation.progress.waits_for
+        """Why the newest snapshot does not serve, for people; empty when it does, or soon will.
+
+        One that is missing is not worth a word while another serves: the next one is announced soon.
+        """
+        if self._refused and not (self._refused.missed and self.current):
+            return self._refused.reason
+        return self._preparation.progress.waits_for
 
     @property
     def refused_version(self) -> int | None:

@@ -133,6 +133,14 @@ def test_a_missing_file_is_a_usage_error(command, tba_buffer):
     assert "nowhere.sqlite does not exist" in refused.message
 
 
+def test_the_directory_of_a_run_stands_for_its_database(tba_buffer, filled, tmp_path):
+    (tmp_path / "run").mkdir()
+    filled.rename(tmp_path / "run/buffer.sqlite")
+    outcome = tba_buffer("stats", "-b", "run")
+    assert outcome.exit_code == 0
+    assert outcome.output == tba_buffer("stats", "-b", "run/buffer.sqlite").output
+
+
 @pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
 def test_a_file_that_is_not_a_buffer_database_is_refused(command, tba_buffer, tmp_path):
     (tmp_path / "text").write_text("not a database, but long enough to look like one" * 20)

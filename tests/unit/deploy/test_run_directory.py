@@ -115,6 +115,14 @@ def test_a_start_under_another_name_is_refused_and_writes_nothing(own, resume):
     check_start(own, read_results, refuse_other_work, resume=True)
 
 
+def test_a_run_is_not_continued_to_fewer_steps_than_it_has_made(own):
+    def read(database: Path) -> list[dict[str, Any]]:
+        return [result | {"steps": 31} for result in read_results(database)]
+
+    sentence = refusal(own, read, resume=True)
+    assert "holds run own, which has made 31 steps, and train.steps is 30: set a larger one" in sentence
+
+
 def test_a_finished_run_is_only_extended(own):
     def read(database: Path) -> list[dict[str, Any]]:
         return [result | {"steps": 30, "finished": True} for result in read_results(database)]

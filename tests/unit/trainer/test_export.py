@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tba.common.config import Config
-from tba.common.errors import SnapshotCorrupt, UsageError
-from tba.common.weights import adapter
-from tba.common.weights.model_source import find_source
+from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
+from tba.common.weights import adapter, model_source
+from tba.common.weights.model_source import find_source, held_source
+from tba.common.weights.node_store import delete, weights_directory
 from tba.common.weights.snapshot import MANIFEST, Canary, Manifest, Snapshot, describe_files, directory_name, read, seal
 from tba.searcher.engines.transformers_engine import _read
 from tba.tests.conftest import EXAMPLE_MODEL
@@ -107,6 +108,25 @@ def test_an_export_replaces_nothing_and_leaves_nothing_behind_when_it_fails(conf
     (out / "mine").touch()
     with pytest.raises(UsageError, match="exists already"):
         export_model(base, out, config)
+
+
+def test_a_snapshot_in_memory_is_not_deleted_while_it_is_read_and_a_newer_one_replaces_one_that_is_gone(
+    config, tmp_path, monkeypatch
+):
+    memory = tmp_path / "memory"
+    config = config.model_copy(update={"search": config.search.model_copy(update={"weights_dir": memory})})
+    newest = weights_directory(config)
+    gone, there = (newest / f"{directory_name(version)}-0" for version in (1, 2))
+    there.mkdir(parents=True)
+    chosen = iter([gone, there])
+    monkeypatch.setattr(model_source, "find_source", lambda *_: next(chosen))
+    with held_source(config, None, None) as source:
+        assert source == there
+        assert not delete(there)
+    assert delete(there)
+    monkeypatch.setattr(model_source, "find_source", lambda *_: gone)
+    with pytest.raises(SnapshotError, match="was deleted before it could be read"), held_source(config, None, None):
+        pass
 
 
 def test_a_version_that_is_not_kept_is_an_error_that_names_those_that_are(config, base, tmp_path):

@@ -226,10 +226,9 @@ class Trainer:
             self.save()
         self._ranks.send(END)
         self._ranks.close()
-        if self.learner.steps_done >= self._steps:
-            log.info("run finished", steps=self.learner.steps_done, extends="--resume with more train.steps")
-        else:
-            log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps, continues="--resume")
+        finished = self.learner.steps_done >= self._steps
+        how = "the run is finished: --resume with more train.steps extends it" if finished else "--resume continues it"
+        log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps, next=how)
 
     def close(self) -> None:
         """Close everything, also after an error."""

@@ -4,6 +4,7 @@ A command imports what it needs in its body: `tba --help` loads no role and none
 """
 
 import faulthandler
+import json
 import os
 import shlex
 import sys
@@ -357,6 +358,10 @@ def config_show(options: ConfigOptions, as_json: Json = False) -> None:
     rows = [{"key": key, "value": value_of(values, key), "origin": resolved.origin(key)} for key, _ in fields()]
     if as_json:
         return print_json(rows)
+    for row in rows:
+        # As in the file: TOML writes truth values and lists as JSON does.
+        if isinstance(row["value"], bool | tuple):
+            row["value"] = json.dumps(row["value"])
     return print_table(["key", "value", "origin"], rows)
 
 

@@ -1,6 +1,7 @@
 """The command line up to the start of a role: help, options, and one sentence per mistake."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -101,6 +102,9 @@ def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
     assert rows["train.steps"] == {"key": "train.steps", "value": 5, "origin": "--set"}
     assert rows["run.name"]["origin"] == "run.toml"
     assert rows["train.beta"]["origin"] == "default"
+    table = tba_here("config", "show", "--config", "run.toml").output
+    assert re.search(r"^train\.adam_betas +\[0\.9, 0\.99\] ", table, re.MULTILINE)
+    assert re.search(r"^buffer\.dedup +true ", table, re.MULTILINE)
 
 
 def test_config_check_requires_a_model(tba_here, example_model):

@@ -343,7 +343,7 @@ app.command()(plot)
 # ---------------------------------------------------------------- inspection
 
 
-app.command()(status_command(for_commands.read_results, partial(for_commands.as_recorded, evaluates=False)))
+app.command()(status_command(for_commands.read_results))
 app.command()(runs_command(for_commands.read_results))
 
 

@@ -41,7 +41,7 @@ def resolve(
         not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
         options, buffer = replace(options, file=None), options.file
     # The directory of a run stands for its database.
-    if buffer is not None and os.path.isfile(buffer / DATABASE_NAME):
+    if buffer is not None and os.path.isdir(buffer):
         buffer = buffer / DATABASE_NAME
     flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
     how = options.resolve_run if exists else options.resolve_start if starts else options.resolve

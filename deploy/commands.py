@@ -20,8 +20,6 @@ from tba.common.terminal import (
 )
 
 if TYPE_CHECKING:
-    from tba.common.config import Config
-    from tba.common.config.layers import Resolved
     from tba.common.stall.facts import Facts
     from tba.common.wire.client import BufferClient
     from tba.deploy.doctor import Checks
@@ -70,11 +68,8 @@ def _configured(options: ConfigOptions) -> tuple[Path, str | None]:
 ReadResults = Callable[[Path], list[dict[str, Any]]]
 
 
-def status_command(read_results: ReadResults, as_recorded: Callable[["Resolved"], "Config"]) -> Callable[..., None]:
-    """Return the command. What reads a database is passed in, because this package does not import the buffer.
-
-    `as_recorded` returns the configuration that a run was last served with if no file was named: its address counts.
-    """
+def status_command(read_results: ReadResults) -> Callable[..., None]:
+    """Return the command. `read_results` is passed in, because this package does not import the buffer."""
 
     @with_config
     def status(
@@ -85,7 +80,7 @@ def status_command(read_results: ReadResults, as_recorded: Callable[["Resolved"]
         ] = False,
     ) -> None:
         """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
-        config = as_recorded(options.resolve_run())
+        config = options.resolve_run().config
         from contextlib import closing
 
         from tba.common.stall.facts import Facts

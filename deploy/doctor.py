@@ -11,7 +11,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from tba.common.config import Config, ScoringModelSection
-from tba.common.config.paths import asked_gpus, check_data, hub_data
+from tba.common.config.paths import asked_gpus, check_data, hub_data, unused_models
 from tba.common.errors import ConfigError, HttpUnavailable, HubUnavailable, MissingExtra, TbaError
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
@@ -174,7 +174,9 @@ def _address(config: Config) -> tuple[str, str]:
 
 def _models(here: bool, config: Config) -> tuple[str, str]:
     """Check model.path and eval.embedder. Returns the worse of the two results."""
-    named = {"model.path": config.model.path} | ({"eval.embedder": name} if (name := config.eval.embedder) else {})
+    named = {"model.path": config.model.path}
+    if config.eval.embedder and "eval.embedder" not in unused_models(config):
+        named["eval.embedder"] = config.eval.embedder
     found = [_model(setting, path, here) for setting, path in named.items()]
     worst = min((result for result, _ in found), key=(FAIL, "warn", "unchecked", "ok").index)
     return worst, "; ".join(detail for _, detail in found)
@@ -185,7 +187,7 @@ def _model(setting: str, path: str, here: bool) -> tuple[str, str]:
         return "ok", path if check_model(path, setting=setting) else check_hub(path, setting=setting)
     # Not every role needs it.
     except (HubUnavailable, MissingExtra) as error:
-        return ("warn" if here else "unchecked"), str(error)
+        return ("warn" if here else "unchecked"), f"{error}; a searcher or a trainer needs it"
     except TbaError as error:
         return FAIL, str(error)
 
@@ -196,8 +198,10 @@ def _scoring_model(
     section: ScoringModelSection = getattr(config, name)
     if not section.configured:
         return "ok", "none is configured"
+    setting = f"{name}.path"
     if not section.url and is_hub_name(section.path) and model_here(section.path) is None:
-        return _model(f"{name}.path", section.path, here)
+        unused = "unchecked", f"{section.path} is on the hub, and only `tba eval` uses it"
+        return unused if setting in unused_models(config) else _model(setting, section.path, here)
     try:
         return "ok", check(section)
     except MissingExtra as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import EVALUATION_MODELS, asked_gpus, check_gpus_apart, check_paths, hub_data, hub_models
+from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths, hub_data, hub_models
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
@@ -256,8 +256,7 @@ def download_models(config: Config, report: Callable[[str], None]) -> None:
 
     `report` receives a sentence for each. Raises ConfigError if one cannot be had, before anything is downloaded.
     """
-    evaluates = config.eval.at_end or config.eval.gpu
-    models = {key: path for key, path in hub_models(config).items() if evaluates or key not in EVALUATION_MODELS}
+    models = hub_models(config)
     for key, path in models.items():
         report(check_hub(path, setting=key))
     for key, path in models.items():

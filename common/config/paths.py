@@ -12,8 +12,6 @@ from tba.common.weights.model_files import check_hub, check_model, is_hub_name
 
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5
-# The settings of models that only evaluations use.
-EVALUATION_MODELS = ("gold_model.path", "eval.embedder")
 _THIS_MACHINE = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 
@@ -41,8 +39,14 @@ def model_paths(config: Config) -> dict[str, str]:
 
 
 def hub_models(config: Config) -> dict[str, str]:
-    """Return those of `model_paths` that are on the hub. Raises ConfigError as `check_model`."""
-    return {key: path for key, path in model_paths(config).items() if not check_model(path, setting=key)}
+    """Return those of `model_paths` that are on the hub and that a run uses. Raises ConfigError as `check_model`."""
+    found = {key: path for key, path in model_paths(config).items() if not check_model(path, setting=key)}
+    return {key: path for key, path in found.items() if key not in unused_models(config)}
+
+
+def unused_models(config: Config) -> tuple[str, ...]:
+    """Return the settings of models that only an evaluation by hand would use."""
+    return () if config.eval.at_end or config.eval.gpu else ("gold_model.path", "eval.embedder")
 
 
 def check_hub_models(config: Config) -> list[str]:

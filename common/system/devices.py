@@ -186,9 +186,9 @@ def _find(name: str, wanted: str, present: Sequence[Gpu]) -> Gpu | None:
     if not found and name.startswith("MIG-"):
         return None
     if len(found) != 1:
-        present_names = ", ".join(f"GPU {gpu.index}" + f" ({gpu.uuid})" * bool(gpu.uuid) for gpu in present)
+        present_names = ", ".join(f"{gpu.index} ({gpu.uuid})" if gpu.uuid else gpu.index for gpu in present)
         problem = "matches several UUIDs" if found else "does not exist"
-        raise UsageError(f"GPU {name} (in {wanted}) {problem}: there is {present_names}")
+        raise UsageError(f"GPU {name} (in {wanted}) {problem}; GPUs here: {present_names}")
     return found[0]
 
 

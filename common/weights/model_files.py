@@ -25,17 +25,20 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 def model_directory(path: str, *, setting: str = "model.path") -> Path:
     """Return the local directory of a model, downloaded from the hub if needed.
 
-    A complete copy in the hub's cache is used without asking the hub: what is pushed there during a run changes no
-    weights. Raises ConfigError if there is no such model, HubUnavailable if it cannot be downloaded.
+    A revision whose weights are in the hub's cache is used as long as they are, and completed if it lacks other files:
+    what is pushed to the hub during a run changes no weights. The hub is not asked if the cache lists all files. Raises
+    ConfigError if there is no such model, HubUnavailable if it cannot be downloaded.
     """
-    if found := local_model(path, setting=setting) or model_here(path):
-        return found
-    check_hub(path, setting=setting)
+    if local := local_model(path, setting=setting):
+        return local
+    cached = model_here(path)
+    if cached is None:
+        check_hub(path, setting=setting)
 
     def download() -> str:
         from huggingface_hub import snapshot_download
 
-        return str(snapshot_download(path, allow_patterns=_HUB_FILES))
+        return str(snapshot_download(path, revision=cached.name if cached else None, allow_patterns=_HUB_FILES))
 
     directory = Path(_from_hub(download, path, setting))
     _check_files(directory, path, setting)
@@ -109,7 +112,7 @@ def check_hub(path: str, *, setting: str = "model.path") -> str:
 
         return str(hf_hub_download(path, "config.json"))
 
-    names = _from_hub(list_files, path, setting)
+    names = [name for name in _from_hub(list_files, path, setting) if "/" not in name]
     _need_tokenizer(names, path, setting)
     if not fnmatch.filter(names, "*.safetensors"):
         raise ConfigError(f"{setting} {path} has no safetensors files on the hub; other weight formats are not loaded")

@@ -45,10 +45,14 @@ def find_source(config: Config, named: Path | None, version: int | None) -> Path
 def held_source(config: Config, named: Path | None, version: int | None) -> Iterator[Path]:
     """Yield what `find_source` returns. The newest snapshot in memory is not deleted while the block runs.
 
-    It is chosen again if the trainer deletes it before it is held. Raises SnapshotError if that happens each time.
+    It is chosen again if the trainer deletes it before it is held. Raises SnapshotError if that happens each time. What
+    is on disk is not held: the trainer deletes a snapshot there after `train.keep_snapshots` more.
     """
+    if named is not None or version is not None:
+        yield find_source(config, named, version)
+        return
     for _ in range(_ATTEMPTS):
-        source = find_source(config, named, version)
+        source = find_source(config, None, None)
         if source.parent != weights_directory(config):
             yield source
             return

@@ -20,12 +20,13 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 class Hub:
     """`models` are directories by name; those of `gated` may be listed and not downloaded.
 
-    `served` are the names of the files that were asked for. `status` is an error that answers every request. Weights
-    are sent once `sends_weights` is set, as it is at first.
+    `requests` are the paths that were asked for, and `served` the names of the files. `status` is an error that answers
+    every request. Weights are sent once `sends_weights` is set, as it is at first.
     """
 
     models: dict[str, Path]
     gated: set[str] = field(default_factory=set)
+    requests: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     status: int = 0
     sends_weights: threading.Event = field(default_factory=threading.Event)
@@ -62,6 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve()
 
     def _serve(self) -> None:
+        self.hub.requests.append(self.path)
         # /api/models/OWNER/NAME/..., or /OWNER/NAME/resolve/REVISION/FILE
         parts = self.path.partition("?")[0].removeprefix("/api/models").strip("/").split("/")
         name, rest = "/".join(parts[:2]), parts[2:]

@@ -11,7 +11,7 @@ import pytest
 from tba.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
-from tba.tests.helpers.hub import Hub, serve_hub
+from tba.tests.helpers.hub import COMMIT, Hub, serve_hub
 from tba.tests.process.conftest import arithmetic, clean_environment, merged
 
 SMALL_RUN: dict[str, dict[str, Any]] = {
@@ -92,9 +92,23 @@ def test_a_dry_run_reads_the_configuration_of_a_model_and_a_run_downloads_it(tba
     code, output = tba_with("org/tiny", "run")
     assert code == 0, output
     # The cache is complete: no process asks the hub again.
-    hub.address = NOWHERE
-    code, output = tba_with("org/tiny", "run", "--dry-run", sections={"run": {"name": "other", "dir": "runs/other"}})
+    hub.requests.clear()
+    again = {"run": {"name": "other", "dir": "runs/other"}}
+    code, output = tba_with("org/tiny", "run", "--dry-run", sections=again)
     assert (code, "org/tiny is in the cache of the hub" in finding(output, "model")) == (0, True), output
+    code, output = tba_with("org/tiny", "run", sections=again)
+    assert (code, [path for path in hub.requests if "tiny" in path]) == (0, []), output
+
+
+def test_a_cache_that_lacks_a_file_is_completed(tba_with, hub, tmp_path):
+    """As transformers leaves one that it filled file by file: without a list of the files."""
+    cached = tmp_path / "hf/hub/models--org--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text(COMMIT)
+    without = shutil.ignore_patterns("generation_config.json")
+    shutil.copytree(EXAMPLE_MODEL, cached / "snapshots" / COMMIT, ignore=without)
+    code, output = tba_with("org/tiny", "run")
+    assert (code, hub.served) == (0, ["generation_config.json"]), output
 
 
 @pytest.mark.parametrize(

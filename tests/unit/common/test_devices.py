@@ -41,7 +41,7 @@ def test_a_malformed_list_is_refused(wanted):
 
 @pytest.mark.parametrize("name", ["9", "GPU-9"])
 def test_the_error_of_a_missing_gpu_lists_the_existing_ones(name):
-    with pytest.raises(UsageError, match=f"GPU {name} .* does not exist: there is GPU 0 .GPU-0aaa-0., GPU 1"):
+    with pytest.raises(UsageError, match=f"GPU {name} .* does not exist; GPUs here: 0 .GPU-0aaa-0., 1"):
         choose_gpus(f"0,{name}", EIGHT[:2], "train.gpu")
 
 

@@ -17,8 +17,6 @@ from tba.common.config import Config
 from tba.common.errors import StorageError
 from tba.common.evaluations import read_evaluations, record_evaluations
 from tba.common.system.durable import exclusive_lock
-from tba.common.wire import probe
-from tba.common.wire.probe import monitor
 from tba.deploy.run_list import ended_run, list_runs
 
 
@@ -169,19 +167,6 @@ def test_the_status_of_a_run_that_ended_early_says_how_to_continue_it(filled, ma
     assert tba_here("status", folder).output == outcome.output
     none = tba_here("status", folder.parent)
     assert (none.exit_code, "holds no buffer.sqlite: it is not the directory of a run" in none.message) == (2, True)
-
-
-@pytest.mark.slow
-def test_the_status_of_a_directory_asks_the_address_that_its_run_was_served_at(filled, make_run, tba_here, monkeypatch):
-    folder = make_run("remote")
-    filled.rename(folder / "buffer.sqlite")
-    served = json.dumps({"buffer": {"address": "tcp://127.0.0.1:9"}})
-    with closing(sqlite3.connect(folder / "buffer.sqlite")) as database, database:
-        database.execute("UPDATE starts SET config = ?", (served,))
-    asked = []
-    monkeypatch.setattr(probe, "monitor", lambda config, name: asked.append(config.address) or monitor(config, name))
-    assert tba_here("status", folder).exit_code == 0
-    assert asked == ["tcp://127.0.0.1:9"]
 
 
 def test_lines_of_the_evaluations_that_are_none_are_skipped(make_run, tmp_path):

@@ -131,9 +131,10 @@ def test_snapshots_that_were_replaced_before_they_were_read_are_no_warning(lab, 
     # The third in a row is one: perhaps none can be read on this machine.
     assert not follower.settle(gone[2])
     assert (levels(caplog)[2:], follower.weights.refusals, follower.weights.refused_version) == (["WARNING"], 1, 2)
+    assert "No such file" in follower.weights.trouble
     assert follower.settle(newest)
     assert not follower.settle(gone[3])
-    assert levels(caplog)[3:] == ["INFO"]
+    assert (levels(caplog)[3:], follower.weights.trouble) == (["INFO"], "")
 
 
 def test_a_snapshot_that_is_still_missing_at_the_second_attempt_is_a_warning(lab, follower, caplog):

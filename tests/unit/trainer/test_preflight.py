@@ -456,7 +456,7 @@ def test_one_reason_is_given_for_memory_that_cannot_be_estimated(tmp_path, monke
         sections = {"model": {"path": str(path)}, "task": {"train": "t"}, "train": {"gpu": "0"}}
         return _memory(trainer_memory, gpu, Config.model_validate(sections))
 
-    assert why("org/model") == ("unchecked", "org/model is not a local directory")
+    assert why("org/model") == ("unchecked", "the model's config.json is not on this machine")
     assert why(model) == ("unchecked", "nvidia-smi does not tell the memory of GPU 0")
     monkeypatch.setattr(before_start, "find_spec", lambda _: None)
     assert why(model) == ("unchecked", "torch is not installed here")

@@ -3,6 +3,7 @@
     TbaError                 exit 1
     ├── ConfigError          exit 78  a value, a file or an address in the configuration is wrong
     │   ├── MissingExtra     exit 78  an optional dependency is not installed
+    │   ├── HubUnavailable   exit 78  a model is not here and cannot be downloaded
     │   └── LockTaken        exit 78  another process holds an exclusive lock
     ├── UsageError           exit 2   the command line asks for something impossible
     ├── DeviceBusy                    a GPU has not enough free memory

@@ -1,6 +1,5 @@
 """The commands `tba eval` and `tba generate`. Slow imports are in their bodies, so that `tba --help` stays fast."""
 
-import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
@@ -169,19 +168,18 @@ def generate_command(model_of: ModelOf, as_recorded: AsRecorded) -> Callable[...
         from tba.common.weights.model_source import held_source
 
         # A wrong name is found before torch is loaded, which takes many seconds.
-        with held_source(config, model, version) as source, contextlib.ExitStack() as ending:
+        with held_source(config, model, version) as source, model_of(config, source) as directory:
             from tba.searcher.engines.engine import SamplingSettings
             from tba.searcher.generate import Generator, answer_one, converse
 
             sampling = SamplingSettings(temperature, top_p, max_tokens or config.search.max_tokens)
-            directory = ending.enter_context(model_of(config, source))
             if not chat:
                 found = answer_one(config, directory, text, sampling, device=device, samples=samples)
                 _print_responses(found, as_json=as_json)
                 return
-            generator = ending.enter_context(closing(Generator(config, directory, device=device, chat=True)))
-            for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
-                _print_responses([reply], as_json=as_json)
+            with closing(Generator(config, directory, device=device, chat=True)) as generator:
+                for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
+                    _print_responses([reply], as_json=as_json)
 
     return generate
 

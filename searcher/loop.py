@@ -112,8 +112,8 @@ class Searcher:
         while not (stop() or self._finished):
             self._watchdog.beat(warm=self._scoring.trajectories > 0)
             # Those of a finished run may be deleted already; a trainer that resumes it publishes others.
-            state = self._client.state
-            self._weights.update(None if state is None or state.finished else state.weights)
+            state = None if self._run_finished else self._client.state
+            self._weights.update(state.weights if state else None)
             self._lease_prompts()
             generate = self._pipeline.generating and not self._delivery.pause
             self._pipeline.step(generate=generate, wait_seconds=0.0 if generate else _SCORE_WAIT_SECONDS)

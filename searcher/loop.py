@@ -266,7 +266,7 @@ class Searcher:
 
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
-            over = f"the run is finished: for a trainer that resumes it, {_RESUME_SECONDS:.0f} s at most"
+            over = f"the run is finished: ends after {_RESUME_SECONDS:.0f} s unless a trainer resumes it"
             return "waiting", over if self._run_finished else self._weights.trouble or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause

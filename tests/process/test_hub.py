@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tba.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED
+from tba.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.hub import COMMIT, Hub, serve_hub
@@ -141,7 +141,7 @@ def test_a_hub_that_does_not_answer_is_told_at_once(tba_with, hub, fault, tmp_pa
     variables = {"HF_HUB_OFFLINE": "1"} if fault.startswith("no network") else {}
     sentence = "'org/tiny' is not a local directory, and it cannot be downloaded from the hub ("
     code, output = tba_with("org/tiny", "run", **variables)
-    assert (code, sentence in output) == (EXIT_CONFIG, True), output
+    assert (code, sentence in output) == (EXIT_FAILED, True), output
     assert not list(tmp_path.rglob("buffer.sqlite"))
     code, output = tba_with("org/tiny", "config", "check", **variables)
     assert (code, f"not checked: model.path {sentence}" in output) == (0, True), output

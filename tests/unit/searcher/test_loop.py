@@ -232,7 +232,7 @@ def test_a_searcher_that_joins_a_finished_run_says_so_asks_for_no_weights_and_le
     # It leaves although `stop` is never true.
     engine, client = search(steps=1, finished=True)
     assert set(wanted) == {None}
-    assert client.reasons == {"the run is finished: for a trainer that resumes it, 60 s at most"}
+    assert client.reasons == {"the run is finished: ends after 60 s unless a trainer resumes it"}
     assert engine.in_flight_at_steps == client.puts == []
 
 

@@ -70,7 +70,9 @@ def stats(
 @app.command()
 @with_config
 def query(
-    sql: Annotated[str, typer.Argument(help="One SELECT over the views and tables of docs/database.md.")],
+    sql: Annotated[
+        str, typer.Argument(metavar="SQL", help="One SELECT over the views and tables of docs/database.md.")
+    ],
     options: ConfigOptions,
     buffer: Database = None,
     as_json: Json = False,
@@ -114,7 +116,7 @@ def query(
 @app.command("serve-queries")
 @with_config
 def serve_queries(
-    address: Annotated[str, typer.Argument(help="Where to listen: tcp://HOST:PORT or ipc://PATH.")],
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Where to listen: tcp://HOST:PORT or ipc://PATH.")],
     options: ConfigOptions,
     buffer: Database = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=60, help="Longest time of a query.")] = 10.0,
@@ -132,7 +134,9 @@ def serve_queries(
 @app.command()
 @with_config
 def show(
-    trajectory: Annotated[int, typer.Argument(min=1, max=_LARGEST_ID, help="The id of a trajectory.")],
+    trajectory: Annotated[
+        int, typer.Argument(metavar="TRAJECTORY", min=1, max=_LARGEST_ID, help="The id of a trajectory.")
+    ],
     options: ConfigOptions,
     buffer: Database = None,
     as_json: Json = False,
@@ -153,7 +157,9 @@ def show(
 @app.command()
 @with_config
 def search(
-    words: Annotated[list[str], typer.Argument(help="Words that a prompt or a response must all have.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="WORD", help="Words that a prompt or a response must all have.")
+    ],
     options: ConfigOptions,
     buffer: Database = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 20,
@@ -210,7 +216,7 @@ def tail(
 @app.command()
 @with_config
 def export(
-    file: Annotated[Path, typer.Argument(help="The file to write: .jsonl or .parquet.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .jsonl or .parquet.")],
     options: ConfigOptions,
     buffer: Database = None,
     format_: Format = None,
@@ -238,7 +244,9 @@ def export(
 @app.command("import")
 @with_config
 def import_(
-    file: Annotated[Path, typer.Argument(help="jsonl, parquet, or the buffer database of another run.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="jsonl, parquet, or the buffer database of another run.")
+    ],
     options: ConfigOptions,
     buffer: Database = None,
     format_: Format = None,

@@ -137,7 +137,7 @@ def check(
 @app.command()
 @with_config
 def backup(
-    file: Annotated[Path, typer.Argument(help="The file to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     options: ConfigOptions,
     buffer: Database = None,
     force: Force = False,

@@ -34,7 +34,7 @@ def plot(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Run directories, or their configuration files; by default the configured run."
+            metavar="RUN", help="Run directories, or their configuration files; by default the configured run."
         ),
     ] = None,
     x: Annotated[str, typer.Option("--x", help="The axis: steps, seconds or tokens.")] = "steps",

@@ -125,8 +125,6 @@ def _explanation(status: Status, starting: Collection[str]) -> str:
         waiting = [f"{c.sender}: {c.reason}" for c in living(status) if c.activity == "waiting"]
         meanwhile = "; ".join(waiting) or _connected(status, starting)
         return f"the trainer waits for data ({status.trainer_waits_for}); {meanwhile}"
-    if trainer.silent_seconds > 30:
-        return f"the trainer has been silent for {trainer.silent_seconds:.0f} s"
     doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
     return "; ".join(filter(None, [doing, status.no_recent_data]))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Keys of nodes: create them, and decide who may connect.")
 
-_Name = Annotated[str, typer.Argument(help="The name of a node.")]
+_Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of a node.")]
 _Roles = Annotated[
     list[str] | None,
     typer.Option("--role", help="searcher, trainer, importer or monitor (who may also query); may be repeated."),
@@ -57,7 +57,7 @@ def new(
 @with_config
 def authorize(
     name: _Name,
-    public: Annotated[str, typer.Argument(help="Its public key, as `tba keys new` printed it.")],
+    public: Annotated[str, typer.Argument(metavar="PUBLIC_KEY", help="Its public key, as `tba keys new` printed it.")],
     options: ConfigOptions,
     role: _Roles = None,
 ) -> None:

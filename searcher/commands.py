@@ -134,15 +134,18 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
+_Prompt = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help="The prompt; by default standard input.", show_default=False)
+]
+
+
 def generate_command(model_of: ModelOf, as_recorded: AsRecorded) -> Callable[..., None]:
     """Return the command. Its arguments are passed in, because this package imports neither trainer nor buffer."""
 
     @with_config
     def generate(
         options: ConfigOptions,
-        prompt: Annotated[
-            str | None, typer.Argument(help="The prompt; by default standard input.", show_default=False)
-        ] = None,
+        prompt: _Prompt = None,
         model: Annotated[
             Path | None,
             typer.Option(help="A snapshot, checkpoint, run or model directory; by default the run's newest snapshot."),

@@ -29,7 +29,7 @@ _TEXT_CHARACTERS = 500
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Name of the task: lower-case letters, digits and _.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the task: lower-case letters, digits and _.")],
     directory: Annotated[Path, typer.Option("--dir", help="Where to write NAME.py.")] = Path(),
 ) -> None:
     """Write NAME.py: a commented task that runs, to be changed."""

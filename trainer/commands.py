@@ -34,7 +34,9 @@ def sft_command(train_together: Together) -> Callable[..., None]:
 
     @with_config
     def sft(
-        data: Annotated[list[Path], typer.Argument(help="jsonl files: prompt and response, or chat messages.")],
+        data: Annotated[
+            list[Path], typer.Argument(metavar="DATA", help="jsonl files: prompt and response, or chat messages.")
+        ],
         out: Annotated[Path, typer.Option(help="The model directory to write.")],
         options: ConfigOptions,
         model: Annotated[str | None, typer.Option(help="The model to start from, instead of model.path.")] = None,
@@ -74,7 +76,7 @@ def export_model(
     source: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run directory, or one of its snapshots or checkpoints.")
     ],
-    out: Annotated[Path, typer.Argument(help="The model directory to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model directory to write.")],
     options: ConfigOptions,
     version: Annotated[
         int | None, typer.Option(min=0, help="A snapshot that the run has kept; by default the newest.")

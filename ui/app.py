@@ -18,13 +18,16 @@ from tba.common.terminal import note
 from tba.ui.pages import compare, compare_runs, prompts, run, sql, steps, trajectories, waste
 from tba.ui.runs import find_runs
 from tba.ui.security import Guard
-from tba.ui.site import FOLDER, Site, make_environment, site_of
+from tba.ui.site import FOLDER, LARGEST_NUMBER, Site, make_environment, site_of
 
 
 class _RowConvertor(IntegerConvertor):
-    """A number in an address. Python refuses to read one of thousands of digits."""
+    """A number in an address. Python refuses to read one of thousands of digits, and SQLite has 64 bits."""
 
     regex = "[0-9]{1,100}"
+
+    def convert(self, value: str) -> int:
+        return min(int(value), LARGEST_NUMBER)
 
 
 register_url_convertor("row", _RowConvertor())

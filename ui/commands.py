@@ -10,7 +10,7 @@ from tba.common.terminal import need, note
 app = typer.Typer()
 _Runs = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[RUN]...", help="Directories of runs, or database files; default: all in runs/."),
+    typer.Argument(metavar="RUN", help="Directories of runs, or database files; default: all in runs/."),
 ]
 
 

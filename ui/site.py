@@ -14,6 +14,8 @@ from tba.ui.formats import FILTERS, finalize
 from tba.ui.runs import Run
 
 FOLDER = Path(__file__).parent
+# The largest number that is read from an address: SQLite's integers have 64 bits.
+LARGEST_NUMBER = 10**18 - 1
 
 
 @dataclass
@@ -56,11 +58,20 @@ def site_of(request: Request) -> Site:
 
 def run_of(request: Request) -> Run:
     """Return the run that the address names. Raises HTTPException if there is none."""
-    runs = site_of(request).runs
-    key = request.path_params["run"]
-    if key not in runs:
-        raise HTTPException(404, f"there is no run {key} here: this interface shows {', '.join(list(runs)[:20])}")
-    return runs[key]
+    return run_named(site_of(request), request.path_params["run"])
+
+
+def run_named(site: Site, key: str) -> Run:
+    """Return the run with a key. Raises HTTPException if there is none."""
+    if key not in site.runs:
+        shown = ", ".join(list(site.runs)[:20])
+        raise HTTPException(404, f"there is no run {key[:100]} here: this interface shows {shown}")
+    return site.runs[key]
+
+
+def is_number(text: str) -> bool:
+    """Whether a text from an address is a number up to `LARGEST_NUMBER`."""
+    return text.isascii() and text.isdigit() and len(text) <= len(str(LARGEST_NUMBER))
 
 
 def missing(what: str) -> HTTPException:

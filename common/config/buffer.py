@@ -52,8 +52,9 @@ class BufferSection(Section):
     preference; 0 draws such a prompt only if there is no other of the same recency. With
     `prompt_priority = "rank"`, any value below 1 ranks these prompts behind all others."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
-    """Whether a group may contain a trajectory twice. if_needed: if the prompt has fewer than train.samples_per_prompt;
-    never: such a prompt is not sampled. A batch never contains a prompt twice."""
+    """Whether a group may contain a trajectory twice. if_needed: if there are fewer than train.samples_per_prompt to
+    draw from, of the prompt or, by recency, of its newest tier; never: such a prompt is not sampled. A batch never
+    contains a prompt twice."""
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
     """Maximum optimiser steps between the policy that generated and the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0
@@ -74,4 +75,5 @@ class BufferSection(Section):
     max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
     """Maximum bytes of sampleable token ids, log-probabilities and masks; the oldest trajectories leave."""
     dedup: bool = True
-    """Sample only the newest of identical responses to a prompt; all stay in history."""
+    """Sample only the newest of identical responses to a prompt; all stay in history. A group is then not distributed
+    as the policy is: set it to false where answers are short and repeat (docs/objectives.md)."""

@@ -125,6 +125,12 @@ class SearchSection(Section):
         temperatures, nuclei = _explored_numbers(self.temperature), _explored_numbers(self.top_p)
         return min(temperatures) > 0 and min(nuclei) == 1
 
+    @property
+    def has_tempered_nucleus(self) -> bool:
+        """Whether a response may be from a nucleus at another temperature than 1, which the trainer does not learn."""
+        temperatures, nuclei = _explored_numbers(self.temperature), _explored_numbers(self.top_p)
+        return min(nuclei) < 1 and not {0, 1}.issuperset(temperatures)
+
 
 def _explored_numbers(value: Any) -> list[float]:
     """Return the numbers of an `Explored`. Raises ValueError if the value is not one."""

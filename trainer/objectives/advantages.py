@@ -82,8 +82,8 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
     # The mean is a difference of sums: where one reward is large, rounding can put it far outside the spread.
     above_bK = (mean_bK - least_bK).clamp(min=0).minimum(spread_bK)
     share_bK = _share_of_others(reward_bK, largest_bK - _SOLVED_WITHIN * spread_bK)
-    # A group of right answers only has no spread, and is worth keeping.
-    return weight * torch.where(spread_bK > 0, above_bK * share_bK**_SOLVED_POWER, mean_bK.clamp(min=0))
+    # A group of right answers only has no spread, and is worth keeping: then the mean is the least.
+    return weight * torch.where(spread_bK > 0, above_bK * share_bK**_SOLVED_POWER, least_bK.clamp(min=0))
 
 
 def _share_of_others(reward_bK: Tensor, enough_bK: Tensor) -> Tensor:
@@ -120,20 +120,20 @@ def taper(responses: Responses, advantage_bK: Tensor, kind: str) -> Tensor:
 
 
 @torch.no_grad()
-def regularised(reward_bK: Tensor, responses: Responses, beta: float, kl: str, ema_decay: float) -> Tensor:
-    """Return the reward minus beta times the log-ratio of the current policy to an anchor: [b, K].
+def kl_penalty(responses: Responses, beta: float, kl: str, ema_decay: float) -> Tensor:
+    """Return beta times the log-ratio of the current policy to an anchor: [b, K].
 
-    Centring it gives the advantage of Bartoldson et al. 2025, Eq. 7:
+    Centring the reward minus it gives the advantage of Bartoldson et al. 2025, Eq. 7:
 
         A_ij = (r_ij - mean_k r_ik) - beta (KL_ij - mean_k KL_ik),    KL_ij = log pi_ij - log ref_ij
 
     `kl` names the anchor: "none", "reference", or "ema" (`ema_log_ratio`).
     """
     if kl == "none":
-        return reward_bK
+        return torch.zeros_like(responses.reward_bK)
     if kl == "ema":
-        return reward_bK - beta * ema_log_ratio(responses, ema_decay)
-    return reward_bK - beta * (responses.policy_bK - responses.reference_bK)
+        return beta * ema_log_ratio(responses, ema_decay)
+    return beta * (responses.policy_bK - responses.reference_bK)
 
 
 @torch.no_grad()

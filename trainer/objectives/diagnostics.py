@@ -76,16 +76,20 @@ def mass_metrics(log_ratio_BK: Tensor, sampled_BK: Tensor, responses: Sequence[b
 
     Means over prompts. A response that was sampled several times counts once; `responses` are the tokens of each, B x K
     of them. Where few responses are likely, `sampled_mass` is near 1, and a `policy_mass` below it is probability of
-    responses that were never sampled, which no reward corrects.
+    responses that were never sampled, which no reward corrects. Responses of a prompt may be from several policies,
+    whose probabilities can add up to more: a prompt has at most 1.
     """
     prompts, samples = sampled_BK.shape
-    distinct = {(index // samples, tokens): index for index, tokens in enumerate(responses)}
-    sampled_D = sampled_BK.flatten()[list(distinct.values())]
-    policy_D = sampled_D + log_ratio_BK.flatten()[list(distinct.values())]
-    return {
-        "sampled_mass": float(sampled_D.exp().sum()) / prompts,
-        "policy_mass": float(policy_D.exp().sum()) / prompts,
-    }
+    distinct = list({(index // samples, tokens): index for index, tokens in enumerate(responses)}.values())
+    sampled_D = sampled_BK.flatten()[distinct]
+    policy_D = sampled_D + log_ratio_BK.flatten()[distinct]
+    prompt_D = torch.tensor(distinct, device=sampled_D.device) // samples
+
+    def mean_mass(logprob_D: Tensor) -> float:
+        mass_B = logprob_D.new_zeros(prompts).index_add_(0, prompt_D, logprob_D.exp())
+        return float(mass_B.clamp(max=1.0).mean())
+
+    return {"sampled_mass": mean_mass(sampled_D), "policy_mass": mean_mass(policy_D)}
 
 
 # Names and upper ends of the bins of the staleness histogram. One more bin has no upper end.

@@ -14,9 +14,9 @@ from tba.trainer.objectives import policy_gradient as pg
 from tba.trainer.objectives.advantages import (
     centred,
     imitation,
+    kl_penalty,
     leave_one_out,
     level_of_sampler,
-    regularised,
     standardised,
     taper,
 )
@@ -118,7 +118,12 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _Policy
 
 def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, beta: float) -> Terms:
     reward_bK = responses.reward_bK
-    advantage_bK = chosen.advantage(regularised(reward_bK, responses, beta, config.anchor, config.ema_decay))
+    penalty_bK = kl_penalty(responses, beta, config.anchor, config.ema_decay)
+    if chosen.advantage is standardised:
+        # Equal rewards would have the deviation of the KL term, and beta would cancel.
+        advantage_bK = standardised(reward_bK) - centred(penalty_bK)
+    else:
+        advantage_bK = chosen.advantage(reward_bK - penalty_bK)
     raised_bK = responses.only_known(imitation(reward_bK, config.imitation_weight, config.floor))
     if config.weights_tokens and config.mean_kl == "sampler" and config.anchor != "none":
         advantage_bK = advantage_bK + level_of_sampler(responses, beta)

@@ -7,7 +7,7 @@ from tba.common.errors import UsageError
 from tba.ui.pages import compare_runs
 from tba.ui.pages.prompts import read_prompt
 from tba.ui.pages.trajectories import read_trajectory
-from tba.ui.site import run_of, site_of
+from tba.ui.site import is_number, run_of, site_of
 
 
 def page(request: Request) -> Response:
@@ -19,7 +19,7 @@ def page(request: Request) -> Response:
     if kind not in ("trajectories", "prompts"):
         raise UsageError(f"kind = {kind[:100]}: give trajectories, prompts or runs")
     given = [query.get(name, "").strip() for name in ("a", "b")]
-    numbers = [int(text) for text in given if text.isascii() and text.isdigit() and len(text) < 19]
+    numbers = [int(text) for text in given if is_number(text)]
     if len(numbers) < len([text for text in given if text]):
         raise UsageError("a and b are ids: numbers, as the pages of trajectories and prompts show them")
     sides = []

@@ -3,14 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tba.ui.charts import Chart, overlay
 from tba.ui.pages.run import describe, settings
 from tba.ui.runs import Run
-from tba.ui.site import Site, run_of, site_of
+from tba.ui.site import Site, run_named, run_of, site_of
 
 # The metrics of single steps are noisy.
 _LAST_STEPS = 10
@@ -46,10 +45,8 @@ def charts(request: Request) -> Response:
 
 
 def _other(request: Request) -> Run | None:
-    key, runs = request.query_params.get("b", "").strip(), site_of(request).runs
-    if key and key not in runs:
-        raise HTTPException(404, f"there is no run {key[:100]} here: this interface shows {', '.join(list(runs)[:20])}")
-    return runs[key] if key else None
+    key = request.query_params.get("b", "").strip()
+    return run_named(site_of(request), key) if key else None
 
 
 def _charts(site: Site, run: Run) -> list[Chart]:

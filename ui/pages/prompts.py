@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tba.buffer.tools.page_rows import PageRows
 from tba.common.errors import UsageError
 from tba.ui.runs import Run
-from tba.ui.site import missing, run_of, site_of
+from tba.ui.site import is_number, missing, run_of, site_of
 from tba.ui.svg import points_chart, sparkline
 from tba.ui.trajectory_filter import words_of
 
@@ -59,7 +59,7 @@ class _Wanted:
         span = (self.prefix, self.prefix + _LAST_CHARACTER)
         if self.prefix and not self.words:
             return rows.all(_BY_KEY % condition, run.id, *span, after, _PAGE_ROWS)
-        if after and not (after.isascii() and after.isdigit() and len(after) < 19):
+        if after and not is_number(after):
             raise UsageError(f"after = {after[:100]}: give the id of a prompt")
         if self.words:
             return rows.all(_BY_WORDS % condition, self.words, int(after or 0), run.id, *span, _PAGE_ROWS)
@@ -152,9 +152,7 @@ def page(request: Request) -> Response:
 
 def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
     """Return everything about a prompt. Raises HTTPException if the run has none of this id."""
-    prompt = rows.first(
-        "SELECT id, key, text, position FROM prompts WHERE id = ? AND run = ?", _bounded(number), run.id
-    )
+    prompt = rows.first("SELECT id, key, text, position FROM prompts WHERE id = ? AND run = ?", number, run.id)
     if prompt is None:
         raise missing(f"prompt {number} of run {run.name}")
     responses = rows.all(_WITH_TEXT, number, _MOST_RESPONSES)
@@ -183,8 +181,3 @@ def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
 def _mean(responses: Sequence[dict[str, Any]], version: int) -> float:
     rewards: list[float] = [response["reward"] for response in responses if response["policy_version"] == version]
     return sum(rewards) / len(rewards)
-
-
-def _bounded(number: int) -> int:
-    """Return a number from an address if SQLite can hold it, else one that no row has."""
-    return number if number < 1 << 63 else -1

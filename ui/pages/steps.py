@@ -6,12 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tba.common.errors import UsageError
-from tba.ui.site import missing, run_of, site_of
+from tba.ui.site import LARGEST_NUMBER, is_number, missing, run_of, site_of
 from tba.ui.svg import histogram
 
 _PAGE_ROWS = 100
 _STEPS = "SELECT * FROM staleness WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"
-_LARGEST = (1 << 62) - 1
 # Shown by the page's own columns or the same in all rows.
 _HIDDEN = {"run", "step", "handed_out_at", "trained_at", "trained_at_text", "trajectory", "prompt"}
 _UNITS = {"staleness": "steps", "logprob": "nats", "log_ratio": "nats", "mismatch": "nats/token"}
@@ -24,18 +23,18 @@ _MOST_SLOTS = 5000
 def listing(request: Request) -> Response:
     """List the steps, newest first."""
     run = run_of(request)
-    text = request.query_params.get("before", str(_LARGEST))
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
+    text = request.query_params.get("before", str(LARGEST_NUMBER))
+    if not is_number(text):
         raise UsageError(f"before = {text[:100]}: give a step")
     with run.rows() as rows:
-        steps = rows.all(_STEPS, run.name, min(int(text), _LARGEST), _PAGE_ROWS)
+        steps = rows.all(_STEPS, run.name, int(text), _PAGE_ROWS)
     after = steps[-1]["step"] if len(steps) == _PAGE_ROWS else None
     return site_of(request).page("steps.html", run=run, steps=steps, after=after)
 
 
 def page(request: Request) -> Response:
     """Show one step: its numbers, its slots in any order, and histograms of the numbers per slot."""
-    run, step = run_of(request), min(request.path_params["step"], _LARGEST)
+    run, step = run_of(request), request.path_params["step"]
     with run.rows() as rows:
         about = rows.first("SELECT * FROM staleness WHERE run = ? AND step = ?", run.name, step)
         if about is None:

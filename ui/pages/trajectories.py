@@ -17,7 +17,7 @@ from tba.common.errors import UsageError
 from tba.common.quantity import quantity
 from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, QUANTITIES
 from tba.ui.runs import Run
-from tba.ui.site import missing, run_of, site_of
+from tba.ui.site import is_number, missing, run_of, site_of
 from tba.ui.tokens import COLOURS, STRIP_TOKENS, strip
 from tba.ui.trajectory_filter import SORTS, find
 
@@ -89,7 +89,7 @@ def page(request: Request) -> Response:
 def _neighbours(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
     """Return the trajectories before and after one, and its prompt and sender. Raises HTTPException without the row."""
     sql = "SELECT prompt AS prompt_id, sender AS sender_id, visit FROM trajectory_rows WHERE id = ? AND run = ?"
-    about = rows.first(sql, number, run.id) if number < 1 << 63 else None
+    about = rows.first(sql, number, run.id)
     if about is None:
         raise missing(f"trajectory {number} of run {run.name}")
     before = "SELECT id FROM trajectory_rows WHERE id < ? AND +run = ? ORDER BY id DESC LIMIT 1"
@@ -104,7 +104,7 @@ def _neighbours(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
 def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str, Any]:
     """Return a trajectory with its tokens; `query` has the colour, its step and the first token of the strip."""
     colour, first = query.get("colour", COLOURS[0]), query.get("token", "0")
-    if colour not in COLOURS or not all(_is_number(text) for text in (first, query.get("step", "0"))):
+    if colour not in COLOURS or not all(is_number(text) for text in (first, query.get("step", "0"))):
         raise UsageError("colour is logprob, version or mismatch, step and token are numbers")
     decode = _decoder(recorded_model(run.database, number))
     known = describe(run.database, number, decode)
@@ -131,10 +131,6 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
         "colours": COLOURS,
         "quantities": QUANTITIES,
     }
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _log_ratios(run: Run, known: dict[str, Any], asked: str | None) -> LogRatios:

@@ -260,6 +260,17 @@ BY_HAND = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["grpo", "cispo"])
+def test_the_kl_term_of_a_standardised_advantage_is_proportional_to_beta(name):
+    """Where all rewards are equal the KL term is all there is, and dividing it by its own deviation cancels beta."""
+    equal = replace(case(), reward_bK=torch.ones_like(case().reward_bK))
+    chosen = objective(name, kl="reference")
+    logprobs = equal.logprob_R
+    small, large = (torch.autograd.grad(chosen.loss(equal, beta), logprobs)[0] for beta in (0.01, 0.1))
+    assert small.abs().max() > 0
+    assert torch.allclose(10 * small, large, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", sorted(BY_HAND))
 def test_the_loss_of_a_hand_computed_case(name):
     assert objective(name).loss(by_hand(**TWO), BETA).item() == pytest.approx(BY_HAND[name], rel=1e-12)

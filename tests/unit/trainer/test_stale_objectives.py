@@ -242,6 +242,18 @@ def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search
             Config.model_validate({"search": search, "objective": keys})
     with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
         Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
-    without_ratios = {"name": "tba_prime", "truncation": "off", "kl": "none"}
-    for allowed in ({"name": "tb"}, {"name": "tb", "imitation": 0.5}, {"name": "rloo"}, without_ratios):
+    without_ratios = {"truncation": "off", "kl": "none"}
+    for keys in ({"name": "tb", "imitation": 0.5}, {"name": "tb_stale", **without_ratios}):
+        with pytest.raises(ValidationError, match="imitation has no effect"):
+            Config.model_validate({"search": search, "objective": keys})
+    for allowed in ({"name": "tb"}, {"name": "rloo"}, {"name": "tba_prime", **without_ratios}):
         Config.model_validate({"search": search, "objective": allowed})
+
+
+@pytest.mark.parametrize("name", ["reinforce", "rloo"])
+def test_a_nucleus_at_a_temperature_is_refused_for_objectives_that_train_the_policy_at_it(name):
+    nucleus = {"top_p": 0.95, "temperature": {"min": 0.7, "max": 1.0}}
+    with pytest.raises(ValidationError, match=r"at temperature 1 on responses of a nucleus: set search\.top_p = 1"):
+        Config.model_validate({"search": nucleus, "objective": {"name": name}})
+    # Its optimum is that of the policy at temperature 1, whatever the sampler.
+    Config.model_validate({"search": nucleus, "objective": {"name": "tb"}})

@@ -248,6 +248,15 @@ def test_the_mass_of_a_prompt_counts_each_sampled_response_once_and_no_masked_to
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
+def test_the_mass_of_a_prompt_sampled_by_several_policies_is_at_most_1():
+    rows = [
+        make_row(n, [1], [n], sampling_logprobs=np.array([np.log(0.9)], np.float32), loss_mask=np.ones(1, np.uint8))
+        for n in range(2)
+    ]
+    found = stale_metrics(make_batch(rows, np.zeros((1, 2))), torch.tensor([[0.09 / 0.9, 1.0]]).log())
+    assert (found["sampled_mass"], found["policy_mass"]) == pytest.approx((1.0, 0.99))
+
+
 def test_the_cosine_is_that_of_the_gradient_and_the_mean_of_the_earlier_ones():
     learner = make_learner(double=True, max_grad_norm=1e9, adam_betas=[0.5, 0.9])
     first, second, third = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tba.common.stall.facts import Facts
     from tba.common.wire.client import BufferClient
     from tba.deploy.doctor import Checks
+    from tba.deploy.run_list import ReadResults
 
 _WATCH_SECONDS = 1.0
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
@@ -64,11 +65,7 @@ def _configured(options: ConfigOptions) -> tuple[Path, str | None]:
     return run.dir, run.name
 
 
-# Reads what the runs of a database came to.
-ReadResults = Callable[[Path], list[dict[str, Any]]]
-
-
-def status_command(read_results: ReadResults) -> Callable[..., None]:
+def status_command(read_results: "ReadResults") -> Callable[..., None]:
     """Return the command. `read_results` is passed in, because this package does not import the buffer."""
 
     @with_config
@@ -135,7 +132,7 @@ def _watch(client: "BufferClient", *, as_json: bool) -> None:
             time.sleep(_WATCH_SECONDS)
 
 
-def runs_command(read_results: ReadResults) -> Callable[..., None]:
+def runs_command(read_results: "ReadResults") -> Callable[..., None]:
     """Return the command. `read_results` is passed in, because this package does not import the buffer."""
 
     def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from tba.common.clock import Clock, SystemClock
 from tba.common.quantity import lasting, quantity
 from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts, live_trainer, living, total
+from tba.common.stall.facts import Facts, last_trainer, live_trainer, living, total
 from tba.common.terminal import printable
 from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.child import Child
@@ -85,12 +85,6 @@ class Eta:
         return (now - self._first[1]) / done * (self._steps - step) if done else None
 
 
-def client_of(status: Status, role: str) -> ClientStatus | None:
-    """Return the client of a role that sent the most recent message."""
-    clients = [client for client in status.clients if client.role == role]
-    return min(clients, key=lambda client: client.silent_seconds, default=None)
-
-
 def explain(facts: Facts) -> str:
     """Return one sentence: why the run stands still, or else what it does or waits for."""
     stall, status = find_stall(facts), facts.status
@@ -114,7 +108,7 @@ def _explained(facts: Facts, status: Status) -> Group:
 
 
 def _explanation(status: Status, starting: Collection[str]) -> str:
-    trainer = client_of(status, "trainer")
+    trainer = last_trainer(status)
     if status.finished:
         return f"finished after {quantity(status.step, 'step')}"
     if "trainer" in starting or trainer is None:
@@ -149,7 +143,7 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
     parts += [f"{status.puts_per_second:,.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
-    trainer = client_of(status, "trainer")
+    trainer = last_trainer(status)
     parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else "", _warning(status)])
     at_work = status.step and not status.trainer_waits_for and "trainer" not in facts.loading
     if status.finished or not at_work or find_stall(facts) is not None:
@@ -158,7 +152,7 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
 
 
 def _trainer_metrics(status: Status) -> list[str]:
-    trainer = client_of(status, "trainer")
+    trainer = last_trainer(status)
     return [f"{name} {trainer.metrics[name]:.3g}" for name in _SHOWN if trainer and name in trainer.metrics]
 
 
@@ -224,7 +218,7 @@ def status_view(status: Status, address: str) -> Group:
 
 def clients_table(status: Status) -> Table:
     """Return a table with one row per searcher and trainer."""
-    trainer = client_of(status, "trainer")
+    trainer = last_trainer(status)
     trains = trainer is not None and trainer.activity == "training" and not status.trainer_waits_for
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("role", "name", "activity", "weights", "tokens/s", "trajectories", "last seen"):

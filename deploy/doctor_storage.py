@@ -20,8 +20,8 @@ Result = tuple[str, str]
 GIB, MIB = 1 << 30, 1 << 20
 _LOW_DISK_GIB = 10
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-# A checkpoint has the weights and Adam's two moments, all in float32.
-_CHECKPOINT_BYTES = 12
+# Of a parameter in a checkpoint: the weight and Adam's two moments, all in float32.
+CHECKPOINT_BYTES = 12
 # Users below are system users (login.defs).
 _FIRST_USER = 1000
 _NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "beegfs", "gpfs", "cifs", "smb", "fuse.", "9p", "virtiofs", "wekafs")
@@ -94,7 +94,7 @@ def _needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
     train, snapshot = config.train, weights * _DTYPE_BYTES[config.model.dtype]
     kept = train.steps // train.keep_snapshot_every if train.keep_snapshot_every else 0
     # With adapters, a checkpoint has only theirs.
-    checkpoint = 0 if config.lora.rank else weights * _CHECKPOINT_BYTES
+    checkpoint = 0 if config.lora.rank else weights * CHECKPOINT_BYTES
     # One more than are kept: the oldest is deleted when the newest is complete.
     return [
         ("checkpoints", config.checkpoints, (train.keep_checkpoints + 1) * checkpoint),

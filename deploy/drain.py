@@ -1,14 +1,13 @@
 """How long a child may take to end after SIGTERM: a trainer saves a checkpoint first."""
 
 from tba.common.config import Config
-from tba.deploy.doctor_storage import count_parameters
+from tba.deploy.doctor_storage import CHECKPOINT_BYTES, count_parameters
 
 # What a child needs besides a checkpoint: a searcher delivers, the buffer commits.
 _SECONDS = 20.0
 # Writing, fsync and sha256 after one another on an NVMe disk of 2 GB/s.
 _BYTES_PER_SECOND = 0.5e9
-# float32 weights and two moments of each parameter. The checkpoint in progress is finished before the last one begins.
-_CHECKPOINT_BYTES = 12
+# The checkpoint in progress is finished before the last one begins.
 _CHECKPOINTS = 2
 # For a model whose files are not on this machine.
 _UNKNOWN_SECONDS = 600.0
@@ -28,4 +27,4 @@ def trainer_drain_seconds(config: Config) -> float:
     trained = 0 if config.lora.rank else count_parameters(config)
     if trained is None:
         return _UNKNOWN_SECONDS
-    return _SECONDS + _CHECKPOINTS * _CHECKPOINT_BYTES * trained / _BYTES_PER_SECOND
+    return _SECONDS + _CHECKPOINTS * CHECKPOINT_BYTES * trained / _BYTES_PER_SECOND

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tba.common.errors import UsageError, first_problem
-from tba.common.terminal import DEFAULT_FILE, ConfigOptions, note
+from tba.common.terminal import DEFAULT_FILE, ConfigOptions, not_both, note
 
 _TEMPLATE = """\
 # Written by `tba init`. `tba config show` prints every key with its value and origin, `tba run --dry-run` what a run
@@ -92,8 +92,7 @@ def init_command(dry_run: DryRun) -> Callable[..., None]:
         """Write a commented tba.toml from a few answers, and check it. Options answer instead of questions."""
         if file.exists():
             raise UsageError(f"{file} exists: name another file, as in `tba init other.toml`, or delete it")
-        if cpu and gpus is not None:
-            raise UsageError("--cpu and --gpus exclude each other")
+        not_both(cpu, gpus is not None, "--cpu", "--gpus")
         from tba.common.config.task import TASKS
         from tba.common.weights.model_files import is_hub_name
 

@@ -18,6 +18,7 @@ from tba.common.stall.facts import (
     are,
     at_work,
     enumerated,
+    last_trainer,
     live_trainer,
     living,
     waits,
@@ -98,8 +99,7 @@ def _failing(facts: Facts, status: Status) -> Stall | None:
 
 
 def _no_trainer(facts: Facts, status: Status) -> Stall | None:
-    trainers = [client for client in status.clients if client.role == "trainer"]
-    last = min(trainers, key=lambda client: client.silent_seconds, default=None)
+    last = last_trainer(status)
     if last is None or last.activity == "gone":
         since = min(status.uptime_seconds, last.activity_seconds if last else status.uptime_seconds)
         # Without one since the server's start it may still load its model.

@@ -76,10 +76,15 @@ def name_of(client: ClientStatus) -> str:
     return client.sender.rpartition(".")[0] or client.sender
 
 
+def last_trainer(status: Status, *, but: str = "") -> ClientStatus | None:
+    """Return the trainer that sent the most recent message, of those whose activity is not `but`."""
+    trainers = [client for client in status.clients if client.role == "trainer" and client.activity != but]
+    return min(trainers, key=lambda client: client.silent_seconds, default=None)
+
+
 def live_trainer(status: Status) -> ClientStatus | None:
     """Return the living trainer."""
-    trainers = [client for client in status.clients if client.role == "trainer" and client.activity != "gone"]
-    last = min(trainers, key=lambda client: client.silent_seconds, default=None)
+    last = last_trainer(status, but="gone")
     return last if last is not None and last.silent_seconds <= SILENT_SECONDS else None
 
 

@@ -12,7 +12,6 @@ of those already held. The envelope and its checks are in `codec`, the files of 
 status in `status_messages`, evaluations in `evaluation_messages`.
 """
 
-import sys
 from typing import Annotated, ClassVar
 
 from msgspec import Meta, Raw, Struct
@@ -105,7 +104,7 @@ class Visit(Message, frozen=True):
 class Sampling(Message, frozen=True):
     """The settings that a response was sampled with."""
 
-    temperature: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+    temperature: Temperature
     top_p: Annotated[float, Meta(gt=0, le=1)]
 
 

@@ -34,11 +34,11 @@ def ui(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, or a database file.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; default: report.html there.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run, if the file holds several.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file; default: report.html there.")] = None,
+    name: Annotated[str | None, typer.Option("--run", help="Name of the run, if the file holds several.")] = None,
 ) -> None:
     """Write a run as one HTML file: numbers, charts, best and worst answers."""
     need("jinja2", "ui")
     from tba.ui.report import write_report
 
-    typer.echo(write_report(run, output, name=name))
+    typer.echo(write_report(run, out, name=name))

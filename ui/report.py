@@ -41,7 +41,7 @@ def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
     try:
         write_text(target, html)
     except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}: name another file with --output") from error
+        raise UsageError(f"{target} cannot be written: {error.strerror}: name another file with --out") from error
     return target
 
 
@@ -73,4 +73,4 @@ def _chosen(runs: list[Run], path: Path, name: str | None) -> Run:
     names = ", ".join(run.name for run in runs[:20])
     if not fitting:
         raise UsageError(f"{path} holds no run {name}: it holds {names}")
-    raise UsageError(f"{path} holds the runs {names}: name one with --name, or one directory")
+    raise UsageError(f"{path} holds the runs {names}: name one with --run, or one directory")

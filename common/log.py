@@ -21,7 +21,8 @@ _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[
 _EQUAL_SECONDS = 60.0
 _EQUAL_KEPT = 1000
 # They differ from one response to the next.
-_NOT_COMPARED = ("prompt", "trace")
+_TRACE = "trace"
+_NOT_COMPARED = ("prompt", _TRACE)
 
 
 class FieldLogger:
@@ -157,7 +158,7 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={_short(value)}" for key, value in _fields(record).items())
+        fields = " ".join(f"{key}={_short(value, lines=key == _TRACE)}" for key, value in _fields(record).items())
         event = record.getMessage() if record.levelno < logging.WARNING else f"{record.levelname} {record.getMessage()}"
         if self._colour and record.levelname in _LEVEL_COLOURS:
             event = f"{_LEVEL_COLOURS[record.levelname]}{event}\033[0m"
@@ -193,9 +194,13 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, *, lines: bool) -> str:
+    """Format the value of a field; `lines` keeps its line breaks.
+
+    A name from the network must not send escape sequences to the terminal of a reader of the log, nor forge a line.
+    """
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    # A name from the network must not send escape sequences to the terminal of a reader of the log.
     if not text.isprintable():
-        text = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+        kept = "\n\t" if lines else "\t"
+        text = "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
     return f'"{text}"' if " " in text else text

@@ -94,7 +94,7 @@ class _Server(WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    """Ends a request that takes too long, so that no client keeps others or `close` waiting. Logs no requests."""
+    """Ends a request that takes too long: a client keeps others and `close` waiting for two seconds at most."""
 
     timeout = _REQUEST_SECONDS
 

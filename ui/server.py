@@ -1,5 +1,6 @@
 """Serve the interface until Ctrl-C or SIGTERM."""
 
+import asyncio
 import contextlib
 import errno
 import signal
@@ -7,16 +8,38 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tba.common.errors import AddressInUse, ConfigError, UsageError
 from tba.ui.app import make_app
 from tba.ui.security import LOOPBACK
 
 _TOKEN_CHARACTERS = 16
-# Requests at a time: a browser opens six connections.
-_MOST_REQUESTS = 64
+# Connections at a time: a browser opens six.
+_MOST_CONNECTIONS = 64
+_REQUEST_SECONDS = 10.0
+
+
+class _Protocol(H11Protocol):
+    """Ends a connection that sends no whole request for 10 s: uvicorn limits connections, and not their time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._last: Any = None
+        self.loop.call_later(_REQUEST_SECONDS, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        if self.transport.is_closing():
+            return
+        is_answering = self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
+        if self.cycle is self._last and not is_answering:
+            self.transport.abort()
+            return
+        self._last = self.cycle
+        self.loop.call_later(_REQUEST_SECONDS, self._end_if_idle)
 
 
 def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, report: Callable[[str], None]) -> None:
@@ -35,7 +58,13 @@ def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, rep
     shown = f"[{host}]" if ":" in host else host
     report(f"http://{shown}:{listener.getsockname()[1]}/{'?token=TOKEN' if token else ''} (Ctrl-C ends it)")
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=_MOST_REQUESTS, ws="none"
+        app,
+        http=_Protocol,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        ws="none",
     )
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

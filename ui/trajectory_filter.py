@@ -230,8 +230,8 @@ def _part_conditions(given: Mapping[str, str]) -> list[tuple[str, Sequence[Any]]
     part = given.get("part")
     if not part:
         return []
-    if '"' in part:
-        raise UsageError("part: the name of a part of the reward holds no quotation mark")
+    if '"' in part or "\0" in part:
+        raise UsageError("part: the name of a part of the reward has no quotation mark and no NUL")
     path = f'$."{part}"'
     conditions: list[tuple[str, Sequence[Any]]] = [("json_extract(t.reward_parts, ?) IS NOT NULL", [path])]
     for name, comparison in (("part_min", ">="), ("part_max", "<=")):

@@ -20,9 +20,11 @@ from tba.common.wire.codec import RequestHeader
 # One transaction: large enough that many requests share its sync, small enough that none waits long for it.
 GROUP_ROWS = 256
 GROUP_BYTES = 1 << 20
-# Urgent requests in one transaction, and those of one connection that may wait: more are dropped, and sent again.
+# Urgent requests in one transaction, and the urgent and the other requests of one connection that may wait: more are
+# dropped, and sent again. A searcher has at most 64 puts and a few other requests on their way.
 _URGENT_PER_GROUP = 32
 _URGENT_PER_PEER = 64
+_OTHERS_PER_PEER = 128
 # Longest wait of `paused` for the transaction in progress.
 _LONGEST_TRANSACTION_SECONDS = 1.0
 
@@ -63,7 +65,7 @@ class Mailbox:
 
     The queues take turns: each transaction has some of each, and at most one batch. While puts wait, batches get half
     of the writer's time, so that a client that asks for batch after batch slows ingest but does not stop it. `dropped`
-    counts urgent requests of connections that had too many.
+    counts requests of connections that had too many.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -71,7 +73,8 @@ class Mailbox:
         self._changed = threading.Condition()
         self._urgent: deque[Arrival] = deque()
         self._batches: deque[Arrival] = deque()
-        self._of_peer: Counter[Peer] = Counter()
+        # Of each connection, by whether they are urgent.
+        self._of_peer: Counter[tuple[Peer, bool]] = Counter()
         # Monotonic time before which puts have priority over a batch.
         self._batches_from = -math.inf
         self.dropped = 0
@@ -98,14 +101,13 @@ class Mailbox:
     def add(self, arrival: Arrival) -> None:
         """Append an arrival to its queue."""
         with self._changed:
-            if arrival.is_batch or arrival.is_urgent:
-                if self._of_peer[arrival.peer] >= _URGENT_PER_PEER:
-                    self.dropped += 1
-                    return
-                self._of_peer[arrival.peer] += 1
-                (self._batches if arrival.is_batch else self._urgent).append(arrival)
-            else:
-                self._others.append(arrival)
+            counted = arrival.peer, arrival.is_urgent
+            if self._of_peer[counted] >= (_URGENT_PER_PEER if arrival.is_urgent else _OTHERS_PER_PEER):
+                self.dropped += 1
+                return
+            self._of_peer[counted] += 1
+            queue = self._batches if arrival.is_batch else self._urgent if arrival.is_urgent else self._others
+            queue.append(arrival)
             self._bytes += arrival.bytes
             if self._urgent or self._batches or not self._paused:
                 self._changed.notify_all()
@@ -147,12 +149,9 @@ class Mailbox:
             # After the urgent ones: a trainer reports a step before it asks for the next batch.
             if self._batches and (self._paused or not self._others or time.monotonic() >= self._batches_from):
                 taken.append(self._batches.popleft())
-            for arrival in taken:
-                self._of_peer[arrival.peer] -= 1
-                if not self._of_peer[arrival.peer]:
-                    del self._of_peer[arrival.peer]
             if not self._paused:
                 taken += self._take_group()
+            self._of_peer -= Counter((arrival.peer, arrival.is_urgent) for arrival in taken)
             self._bytes -= sum(arrival.bytes for arrival in taken)
             return taken
 

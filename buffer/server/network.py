@@ -34,6 +34,8 @@ _ELEMENT_BYTES = 96
 _TEXTS = ("text", "error", "reward_parts", "metadata")
 # Rejections that may wait for the writer; further messages wait in the senders.
 _REJECTION_LIMIT = 1024
+# A larger reply, such as a batch, many leases or the status of many clients, is one of few on their way to a peer.
+_LARGE_BYTES = 1 << 16
 
 
 def _decoded_bytes(message: Message | PutColumns) -> int:
@@ -43,6 +45,10 @@ def _decoded_bytes(message: Message | PutColumns) -> int:
         return _OBJECT_BYTES * len(message) + texts
     values = (getattr(message, name) for name in message.__struct_fields__)
     return _ELEMENT_BYTES * sum(len(value) for value in values if isinstance(value, list | dict))
+
+
+def _is_large(frames: Frames) -> bool:
+    return sum(map(len, frames)) > _LARGE_BYTES
 
 
 class Network:
@@ -60,8 +66,8 @@ class Network:
         self._mailbox = mailbox
         self._clock = clock
         self._outbox: deque[tuple[Peer, Frames]] = deque()
-        # Batches on their way, with a function that says whether one has left the process; and for each of their peers
-        # the next batch, if there is one. A peer that asks and does not read costs two batches of memory, not many.
+        # Large replies on their way, with a function that says whether one has left the process; and for each of their
+        # peers the next one, if there is one. A peer that asks and does not read costs the memory of two, not of many.
         self._leaving: dict[Peer, Callable[[], bool]] = {}
         self._ahead: dict[Peer, Frames] = {}
 
@@ -107,20 +113,20 @@ class Network:
         with contextlib.suppress(IndexError):
             while True:
                 peer, frames = self._outbox.popleft()
-                if len(frames) > 1 and peer in self._leaving:
+                if _is_large(frames) and peer in self._leaving:
                     self._ahead[peer] = frames
                 else:
                     self._send(peer, frames)
 
     def _send_ahead(self) -> None:
-        """Send the batches that had to wait for an earlier one of their peer."""
+        """Send the large replies that had to wait for an earlier one of their peer."""
         for peer in [peer for peer, has_left in self._leaving.items() if has_left()]:
             del self._leaving[peer]
             if peer in self._ahead:
                 self._send(peer, self._ahead.pop(peer))
 
     def _send(self, peer: Peer, frames: Frames) -> None:
-        if len(frames) > 1:
+        if _is_large(frames):
             has_left = self._channel.send_large(peer, frames)
             if has_left is not None:
                 self._leaving[peer] = has_left

@@ -16,6 +16,8 @@ _TRAINER_SECONDS = 10.0
 _RETURN_SECONDS = 5.0
 # How long a count of the living clients is used.
 _CENSUS_SECONDS = 0.1
+# With keys the processes of a node have one owner, otherwise each has its own: one with more names makes them up.
+_NAMES_PER_OWNER = 128
 GONE = "gone"
 
 
@@ -134,21 +136,23 @@ class Clients:
     def _forget_one(self) -> bool:
         """Forget a client that nothing depends on. Returns False if there is none.
 
-        The last choice is the one heard least recently that has not worked yet: if it is a searcher that loads its
-        model, its next heartbeat brings it back.
+        The next choice is the one heard least recently that has not worked yet: if it is a searcher that loads its
+        model, its next heartbeat brings it back. The last is one of an owner with very many names.
         """
         for sender, client in self._by_sender.items():
             if client.role in ("monitor", "importer") or client.activity == GONE or self.is_silent(sender):
                 del self._by_sender[sender]
                 return True
-        idle = [
-            (client.seen_at, sender)
-            for sender, client in self._by_sender.items()
-            if not client.has_worked and sender != self._trainer[0]
+        others = {sender: client for sender, client in self._by_sender.items() if sender != self._trainer[0]}
+        owner, names = Counter(client.owner for client in others.values()).most_common(1)[0]
+        chosen = [
+            (client.has_worked, client.seen_at, sender)
+            for sender, client in others.items()
+            if not client.has_worked or (names > _NAMES_PER_OWNER and client.owner == owner)
         ]
-        if idle:
-            del self._by_sender[min(idle)[1]]
-        return bool(idle)
+        if chosen:
+            del self._by_sender[min(chosen)[2]]
+        return bool(chosen)
 
     def replace_earlier(self, sender: str) -> None:
         """Shorten the patience with earlier starts under this sender's name: they are probably dead.

@@ -22,6 +22,7 @@ from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import messages
+from tba.common.wire.fields import MAX_CLIENTS
 
 log = get_logger(__name__)
 
@@ -152,8 +153,15 @@ class RunState:
     def sender_id(self, sender: str) -> int:
         """Return the database id of a sender that is in `clients`; adds it to the database if it is new."""
         if sender not in self._sender_ids:
+            if len(self._sender_ids) >= 2 * MAX_CLIENTS:
+                self._forget_senders()
             self._sender_ids[sender] = self.store.senders.number(self.run, sender, self.clients[sender].role)
         return self._sender_ids[sender]
+
+    def _forget_senders(self) -> None:
+        """Forget what the database knows of senders that are no clients any more: any number of them may come."""
+        self._sender_ids = {sender: id_ for sender, id_ in self._sender_ids.items() if sender in self.clients}
+        self.next_sequences = {name: stop for name, stop in self.next_sequences.items() if name in self.clients}
 
     def stored_sequences(self, sender: str, first: int, count: int) -> dict[int, tuple[int, int]]:
         """Return (prompt, dedup_hash) of the stored rows with sequence numbers from `first` on: those that came again.

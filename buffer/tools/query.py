@@ -60,6 +60,8 @@ def reading_only(
         refused = True
         return sqlite3.SQLITE_DENY
 
+    # At their first use SQLite asks for permission to change the schema.
+    connection.execute("SELECT 1 FROM json_each('[]'), json_tree('[]')").close()
     connection.set_authorizer(authorize)
     # Python handles Ctrl-C in this callback, even while a statement runs for minutes.
     connection.set_progress_handler(lambda: time.monotonic() > deadline, _PROGRESS_INSTRUCTIONS)

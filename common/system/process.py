@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 256 << 20
 _M_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK = -3, 32 << 20
 _SAME_REQUEST_SECONDS = 1.0
+_SHORT = 80
 PARENT_VARIABLE = "TBA_PARENT_PID"
 # The file through which the ranks of a trainer find each other.
 RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
@@ -178,13 +180,18 @@ def signal_name(number: int) -> str:
 
 
 class NotifySocket:
-    """Receives what a child process sends with `notify_systemd`."""
+    """Receives what a child process of this user sends with `notify_systemd`.
+
+    Another user could write to an abstract name: fill its short queue, or say that a child is ready.
+    """
 
     def __init__(self) -> None:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        # The kernel chooses a free abstract name, so that a killed process leaves no file behind.
-        self._channel.bind("")
-        self.address = "@" + self._channel.getsockname()[1:].decode()
+        # Only its user may enter it. The address of a socket has at most 107 bytes.
+        parent = tempfile.gettempdir()
+        self._directory = tempfile.TemporaryDirectory(prefix="tba-", dir=parent if len(parent) < _SHORT else "/tmp")  # noqa: S108
+        self.address = f"{self._directory.name}/notify"
+        self._channel.bind(self.address)
 
     def receive(self) -> list[str]:
         """Return the lines received since the last call, such as `READY=1`."""
@@ -195,8 +202,9 @@ class NotifySocket:
         return lines
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket and delete its file."""
         self._channel.close()
+        self._directory.cleanup()
 
 
 def notify_systemd(state: str) -> None:

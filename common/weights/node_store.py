@@ -126,7 +126,10 @@ def weights_directory(config: Config) -> Path:
 
 
 def _fits_in_memory(config: Config) -> bool:
-    """Whether the memory file system is large enough; a model that is not on this machine yet is taken for small."""
+    """Whether the memory file system is large enough, with what the trainer leaves free there.
+
+    A model that is not on this machine yet is taken for small.
+    """
     if not os.access(MEMORY, os.W_OK | os.X_OK):
         return False
     size, model = shutil.disk_usage(MEMORY).total, model_here(config.model.path)
@@ -134,7 +137,8 @@ def _fits_in_memory(config: Config) -> bool:
         files = [] if model is None else weight_files(model)
     except ConfigError:
         files = []
-    return size >= COPIES * sum(path.stat().st_size for path in files if path.is_file())
+    needed = COPIES * sum(path.stat().st_size for path in files if path.is_file())
+    return size >= needed + (config.train.min_free_mib << 20)
 
 
 def make_directory(directory: Path) -> None:

@@ -192,7 +192,7 @@ class LeasePrompts(Request, frozen=True):
     """
 
     TYPE = "lease_prompts"
-    want: Annotated[int, Meta(ge=0, le=MAX_LEASES)]
+    want: Annotated[int, Meta(ge=1, le=MAX_LEASES)]
     held: Annotated[list[Id], Meta(max_length=MAX_LEASES)]
     weights_version: Id
     wait_seconds: Wait

@@ -44,6 +44,10 @@ def test_blobs_print_as_their_size_in_tables(tba_buffer, filled):
     ("sql", "rows"),
     [
         ("SELECT 1 WHERE 0", []),
+        (
+            "SELECT value FROM json_each('[1,2]') UNION SELECT value FROM json_tree('3')",
+            [{"value": n} for n in (1, 2, 3)],
+        ),
         ("SELECT prompt_ids FROM payloads WHERE trajectory = 1", [{"prompt_ids": "0100000002000000"}]),
         ("SELECT 9e999 AS a, -9e999 AS b", [{"a": "inf", "b": "-inf"}]),
     ],

@@ -4,11 +4,13 @@ import pytest
 
 from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.service import training
+from tba.buffer.service.clients import Clients
 from tba.common.errors import Refused
 from tba.common.wire import fields, messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.status_messages import GetStatus
+from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import log_ratios, numbers_of, read_log_ratios
 
 
@@ -137,6 +139,21 @@ def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeyp
     buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={}), sender="idle0.1")
 
 
+def test_a_crowd_of_working_names_of_one_owner_keeps_no_searcher_out(monkeypatch):
+    monkeypatch.setattr(fields, "MAX_CLIENTS", 200)
+    clients = Clients(ManualClock(), 60.0)
+    honest = [(f"honest{n}.1", b"%d" % n) for n in range(50)]
+    late = [(f"late{n}.1", b"late%d" % n) for n in range(30)]
+    for name, owner in [*honest, *((f"crowd{n}.1", b"crowd") for n in range(150)), *late]:
+        clients.mark_seen(name, "searcher", owner=owner)
+        if name in clients:
+            clients[name].has_worked = True
+    assert all(name in clients for name, _ in honest)
+    # As many names as one node may have stay.
+    assert [name in clients for name, _ in late] == [True] * 22 + [False] * 8
+    assert sum(f"crowd{n}.1" in clients for n in range(150)) == 128
+
+
 def arrival(message, peer=b"p", role="monitor"):
     header = RequestHeader(v=1, type=message.TYPE, id=1, run="", role=role, sender="s.1")
     return Arrival(Peer(peer), header, message, 1, 0.0, 0.0)
@@ -163,3 +180,15 @@ def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
     mailbox.take(0)
     mailbox.add(arrival(GetStatus()))
     assert mailbox.dropped == 36
+
+
+def test_other_requests_of_one_connection_beyond_a_limit_are_dropped_and_keep_nobody_waiting():
+    mailbox = Mailbox(1 << 20)
+    lease = messages.LeasePrompts(want=1, held=[], weights_version=None, wait_seconds=0.0)
+    for _ in range(1000):
+        mailbox.add(arrival(lease, role="searcher"))
+    mailbox.add(arrival(lease, peer=b"other", role="searcher"))
+    assert (mailbox.dropped, mailbox.bytes) == (872, 129)
+    assert {taken.peer for taken in mailbox.take(0)} == {Peer(b"p"), Peer(b"other")}
+    mailbox.add(arrival(lease, role="searcher"))
+    assert mailbox.dropped == 872

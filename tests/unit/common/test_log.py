@@ -42,3 +42,10 @@ def test_warnings_that_stand_for_others_are_counted_with_them():
         if warnings.keep(line):
             kept.append(line.__dict__["fields"]["repeated"])
     assert kept == [1000, 2 * 1001 + 1000]
+
+
+def test_a_line_break_in_a_field_begins_no_line_of_the_log_except_in_a_traceback():
+    formatter = TextFormatter("buffer", colour=False)
+    forged = formatter.format(record("leases expired", sender="evil\n12:00:00 buffer finished"))
+    assert forged.endswith('leases expired sender="evil\\n12:00:00 buffer finished"')
+    assert formatter.format(record("reward failed", trace="first\nsecond")).endswith("trace=first\nsecond")

@@ -2,13 +2,16 @@
 
 import fcntl
 import os
+import shutil
 import threading
 
 import pytest
 
+from tba.common.config import Config
 from tba.common.weights import node_store
-from tba.common.weights.node_store import is_proved, pin, record_proof
+from tba.common.weights.node_store import is_proved, pin, record_proof, weights_directory
 from tba.common.weights.snapshot import SnapshotKey
+from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import not_none
 
 KEY = SnapshotKey(3, "a" * 64)
@@ -59,3 +62,14 @@ def test_a_record_is_for_one_manifest_one_user_and_one_boot(snapshot, tmp_path, 
     (tmp_path / "boot_id").write_text("another\n")
     monkeypatch.setattr(node_store, "_BOOT", tmp_path / "boot_id")
     assert not is_proved(snapshot, KEY.manifest_sha256)
+
+
+@pytest.mark.parametrize(("mebibytes", "in_memory"), [(64, False), (515, False), (2048, True)])
+def test_a_memory_file_system_that_is_too_small_for_what_must_stay_free_is_not_used(
+    tmp_path, monkeypatch, mebibytes, in_memory
+):
+    """As the 64 MiB of a container: the trainer would wait for memory before its first weights, and never publish."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=mebibytes << 20))
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"path": str(EXAMPLE_MODEL)}})
+    assert weights_directory(config).is_relative_to(node_store.MEMORY) == in_memory

@@ -5,13 +5,16 @@ import os
 import platform
 import resource
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import weakref
+from pathlib import Path
 
 import pytest
 
-from tba.common.system.process import NotifySocket, StopSignal, objects_frozen
+from tba.common.system.process import NotifySocket, StopSignal, notify_systemd, objects_frozen
 from tba.common.terminal import own_command
 
 # Each block is larger than the previous one, so that glibc's adaptive threshold does not keep it.
@@ -73,6 +76,18 @@ def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monk
         for number, handler in handlers.items():
             signal.signal(number, handler)
         systemd.close()
+
+
+def test_only_this_user_can_reach_the_socket_of_a_child(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    systemd = NotifySocket()
+    directory = Path(systemd.address).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+    notify_systemd("READY=1")
+    assert systemd.receive() == ["READY=1"]
+    systemd.close()
+    assert not directory.exists()
 
 
 def test_the_command_to_type_again_is_the_one_that_was_typed(tmp_path, monkeypatch):

@@ -1,9 +1,15 @@
 """Who may see the pages of `tba ui`."""
 
+import socket
+import threading
+
+import httpx
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
 from tba.common.errors import UsageError
+from tba.tests.helpers.checks import wait_until
 from tba.ui.app import make_app
 
 TOKEN = "0123456789abcdef"
@@ -45,3 +51,27 @@ def test_an_open_address_needs_a_long_token(filled, host, token):
 
     with pytest.raises(UsageError, match="--token"):
         serve([filled], host=host, port=0, token=token, report=print)
+
+
+def test_connections_without_a_whole_request_make_room_for_others(filled, monkeypatch):
+    from tba.ui import server
+
+    monkeypatch.setattr(server, "_REQUEST_SECONDS", 0.3)
+    app, made = make_app([filled]), []
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, http=server._Protocol, limit_concurrency=8, log_level="warning", ws="none")
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        for start in (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"):
+            made += [socket.create_connection(listener.getsockname()) for _ in range(4)]
+            for connection in made[-4:]:
+                connection.sendall(start)
+        address = f"http://localhost:{listener.getsockname()[1]}/static/style.css"
+        wait_until(lambda: httpx.get(address).status_code == 200)
+    finally:
+        running.should_exit = True
+        for connection in made:
+            connection.close()
+        thread.join()

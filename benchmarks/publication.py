@@ -35,11 +35,11 @@ from tba.searcher.engines.vllm.weight_layout import record
 from tba.searcher.engines.vllm.weight_swap import WeightSwap
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.passes import counted
-from tba.trainer.loop import prepare
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
 from tba.trainer.publishing.memory_writer import MemoryWriter
 from tba.trainer.publishing.snapshot_writer import Publication
+from tba.trainer.startup import prepare
 
 MILLIONS = int(os.environ.get("MILLIONS", "512"))
 ROUNDS = 5

@@ -35,7 +35,6 @@ from tba.trainer.checkpoints import checkpoint
 from tba.trainer.checkpoints.checkpoint import Checkpoint
 from tba.trainer.distributed.ranks import ALONE, Ranks, join, until_lost
 from tba.trainer.distributed.sharding import release_gathered
-from tba.trainer.loop import find_checkpoint, prepare, require_memory
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.model.packing import packs
@@ -44,6 +43,7 @@ from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.likelihood import negative_log_likelihood
 from tba.trainer.preflight.check import Report
 from tba.trainer.publishing.snapshot_writer import as_saved, write_model
+from tba.trainer.startup import find_checkpoint, prepare, require_memory
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.system.durable import publish_directory, temporary_directory
 from tba.common.weights import snapshot
 from tba.common.weights.delta_store import DeltaStore
 from tba.common.weights.node_store import delete, weights_directory
-from tba.common.weights.snapshot import MANIFEST, Delta, SnapshotKey, directory_name
+from tba.common.weights.snapshot import MANIFEST, directory_name
 from tba.common.weights.tensor_file import layout_of
 from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.model.host_buffers import HostCopy
@@ -56,16 +55,15 @@ class MemoryWriter(SnapshotWriter):
 
     gathers = (MERGED,)
 
-    def __init__(self, config: Config, *arguments: object, **named: object) -> None:
-        super().__init__(config, *arguments, **named)  # type: ignore[arg-type]
+    def _prepare(self) -> None:
         shapes = {name: torch.empty_like(one, device="meta") for name, one in weights_of(self._unwrapped).items()}
         saved = self._as_saved(shapes)
         # Whether the files hold the tensors in another form, such as the experts of a mixture one by one.
         self._converts = not same_layout(shapes, saved)
         dtypes = {name: DTYPES[self._dtype if one.is_floating_point() else one.dtype] for name, one in saved.items()}
         layout = layout_of({name: (dtypes[name], tuple(one.shape)) for name, one in saved.items()})
-        floor = config.train.min_free_mib << 20
-        self._slots = Slots(weights_directory(config), layout, self._model.device, floor)
+        floor = self._config.train.min_free_mib << 20
+        self._slots = Slots(weights_directory(self._config), layout, self._model.device, floor)
         self.served = (self._slots.directory, self._directory)
         self._deltas = DeltaStore(self._slots.directory)
         self._deltas.clear()
@@ -101,7 +99,7 @@ class MemoryWriter(SnapshotWriter):
 
     def write(self, publication: Publication) -> Written:
         """Hash, prove and seal the weights of a publication."""
-        copy = publication.copy
+        copy, version = publication.copy, publication.version
         assert isinstance(copy, SlotCopy)
         weights, slot = copy.wait(), copy.slot
         if self._converts:
@@ -116,14 +114,14 @@ class MemoryWriter(SnapshotWriter):
         self._write_other_files(slot.path)
         files = {path.name: snapshot.describe_file(path) for path in slot.path.iterdir() if path.name != WEIGHTS}
         files[WEIGHTS] = hashed.result()
-        manifest = replace(
-            self._manifest(publication.version, publication.step, canary, files),
-            delta=self._delta(publication.version, slot),
-        )
+        manifest = self._manifest(version, publication.step, canary, files)
+        if (last := self._last) is not None and self._config.train.serve_snapshots:
+            delta = self._deltas.build(version, last.written.key, last.slot.bits, slot.bits)
+            manifest = replace(manifest, delta=delta)
         try:
             digest = self._slots.seal(slot, manifest)
         except BaseException:
-            self._deltas.discard(publication.version)
+            self._deltas.discard(version)
             raise
         if self._converts:
             self._copies.release(copy.copied)
@@ -132,22 +130,16 @@ class MemoryWriter(SnapshotWriter):
         self._last = _Last(written, slot)
         return written
 
-    def _delta(self, version: int, slot: Slot) -> Delta | None:
-        if self._last is None or not self._config.train.serve_snapshots:
-            return None
-        base = SnapshotKey(self._last.written.manifest.version, self._last.written.manifest_sha256)
-        return self._deltas.build(version, base, self._last.slot.bits, slot.bits)
-
     # ------------------------------------------------------------ after the announcement
 
     def announced(self, written: Written) -> None:
         """Let older files be used again, and note whether this snapshot is to be kept."""
         assert self._last is not None
-        if self.is_kept(written.manifest.step):
+        if self.is_kept_step(written.manifest.step):
             self._note(self._last)
         self._slots.announced()
 
-    def is_kept(self, step: int) -> bool:
+    def is_kept_step(self, step: int) -> bool:
         """Whether a snapshot is written to disk: the first of a run, the last, and every `keep_snapshot_every`-th."""
         if self._first is None:
             self._first = step
@@ -166,7 +158,7 @@ class MemoryWriter(SnapshotWriter):
         """Whether a snapshot that is to be kept is not on disk yet."""
         return bool(self._pending)
 
-    def keep(self) -> str:
+    def write_kept(self) -> str:
         """Write the snapshots that are to be kept to disk. Returns a sentence if there is no space, else ""."""
         while self._pending:
             one = self._pending[0]
@@ -183,7 +175,7 @@ class MemoryWriter(SnapshotWriter):
             self._pending.pop(0)
         return ""
 
-    def keep_newest(self) -> None:
+    def mark_newest_kept(self) -> None:
         """Note that the newest snapshot is to be kept: the trainer stops, and memory is lost with the machine."""
         if self._last is None or self._last in self._pending:
             return

@@ -126,7 +126,7 @@ class Publisher:
         write = partial(self._writer.write, publication)
         written = self._in_publisher(stages, "trainer: canary, hash, seal", write)
         self._in_publisher(stages, ALONE[0], partial(self._writer._make_canary, copy.wait()))
-        self._in_publisher(stages, ALONE[1], copy.slot.describe)
+        self._in_publisher(stages, ALONE[1], copy.file.describe)
         self._writer.announced(written)
         find = partial(self._node.assemble, written.announcement("").weights)
         snapshot, pinned = timed(stages, "node: find or link, verify", find)

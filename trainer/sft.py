@@ -150,7 +150,7 @@ class Job:
         encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files))
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
-        self._name = _fingerprint(self._rows, config.run.seed, plan.batch_size)
+        self._name = _data_digest(self._rows, config.run.seed, plan.batch_size)
         found = self._find_checkpoint(resume=resume)
         if found is not None and found.run != self._name:
             raise UsageError(f"{found.path} is of other data, another seed or another --batch-size: name another --out")
@@ -291,7 +291,7 @@ def _batch(rows: list[Row], step: int) -> TrainBatch:
     return TrainBatch(step, rows, zero_B1, torch.full_like(zero_B1, math.nan), zero_B1)
 
 
-def _fingerprint(rows: Sequence[Row], seed: int, batch_size: int) -> str:
+def _data_digest(rows: Sequence[Row], seed: int, batch_size: int) -> str:
     """Return a name for everything that determines the rows of a step. A resume must have the same."""
     digest = hashlib.sha256(repr((seed, batch_size)).encode())
     for row in rows:

@@ -135,12 +135,11 @@ class OfflineBuffer:
         )
         if recorded.compacted and not replay:
             log.warning("compacted trajectories cannot be sampled", trajectories=recorded.compacted)
-        log.info(
-            "offline", file=str(recorded.path), run=recorded.run_name, step=recorded.step, trajectories=self.sampleable
-        )
+        file, count = str(recorded.path), self.sampleable_count
+        log.info("offline", file=file, run=recorded.run_name, step=recorded.step, trajectories=count)
 
     @property
-    def sampleable(self) -> int:
+    def sampleable_count(self) -> int:
         """The number of trajectories that can be sampled."""
         return self._service.status().sampleable
 

@@ -186,7 +186,7 @@ def test_compact_does_not_choose_between_several_runs(capped, tba_buffer):
     store = Store(capped, durability="process")
     store.open_run("second", seed=0, config={}, software={})
     store.close()
-    assert "has the runs test, second: name one" in tba_buffer("compact", "-b", capped).message
+    assert "holds the runs test, second: name one" in tba_buffer("compact", "-b", capped).message
 
 
 def test_compact_of_an_unknown_run_names_the_runs_of_the_file(capped, tba_buffer):

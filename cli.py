@@ -41,7 +41,7 @@ from tba.deploy.init_command import init_command
 from tba.deploy.keys_commands import app as keys_app
 from tba.searcher.commands import eval_command, generate_command
 from tba.searcher.task_commands import app as task_app
-from tba.trainer.commands import Resume, export_model, sft_command
+from tba.trainer.commands import Resume, choose_device, export_model, is_first_rank, sft_command
 from tba.ui.commands import app as ui_app
 
 if TYPE_CHECKING:
@@ -189,7 +189,6 @@ def train(
     not_both(cpu, gpu is not None, "--cpu", "--gpu")
     recorded = _recorded_run(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
     resolved = options.resolve_start({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
-    from tba.common.system.devices import CPU, choose_and_pin
     from tba.common.weights.model_files import local_model
     from tba.deploy.drain import trainer_drain_seconds
     from tba.searcher.checks import with_reward_floor
@@ -199,17 +198,17 @@ def train(
     # Checked before anything is loaded or created. A trainer needs no tokenizer.
     local_model(config.model.path)
     for_commands.refuse_other_work(config)
-    rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
-    if config.train.gpu != CPU:
-        device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu", "--cpu"))
-    stop = start_process("train", level="INFO" if os.environ.get("RANK", "0") == "0" else "ERROR")
+    device, count = choose_device(config)
+    stop = start_process("train", level="INFO" if is_first_rank() else "ERROR")
     stop.drain_seconds = trainer_drain_seconds(config)
-    if count > 1 and rank is None:
+    if count > 1:
         return _train_together(config, count, stop)
     from tba.trainer.loop import train as run_trainer
 
-    run_trainer = partial(run_trainer, config, resume=resume, device=device, stop=stop)
-    if recorded is None:
+    last_step = recorded.step if recorded and replay else None
+    run_trainer = partial(run_trainer, config, resume=resume, device=device, stop=stop, last_step=last_step)
+    # Only rank 0 talks to the buffer.
+    if recorded is None or not is_first_rank():
         return run_trainer()
     from tba.buffer.offline.offline_buffer import train_offline
 

@@ -35,11 +35,11 @@ from tba.searcher.engines.vllm.weight_layout import record
 from tba.searcher.engines.vllm.weight_swap import WeightSwap
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.passes import counted
-from tba.trainer.loop import prepare
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
 from tba.trainer.publishing.memory_writer import MemoryWriter
 from tba.trainer.publishing.snapshot_writer import Publication
+from tba.trainer.startup import prepare
 
 MILLIONS = int(os.environ.get("MILLIONS", "512"))
 ROUNDS = 5
@@ -126,7 +126,7 @@ class Publisher:
         write = partial(self._writer.write, publication)
         written = self._in_publisher(stages, "trainer: canary, hash, seal", write)
         self._in_publisher(stages, ALONE[0], partial(self._writer._make_canary, copy.wait()))
-        self._in_publisher(stages, ALONE[1], copy.slot.describe)
+        self._in_publisher(stages, ALONE[1], copy.file.describe)
         self._writer.announced(written)
         find = partial(self._node.assemble, written.announcement("").weights)
         snapshot, pinned = timed(stages, "node: find or link, verify", find)

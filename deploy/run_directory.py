@@ -168,11 +168,8 @@ def _write_line(path: Path, mode: str, line: str) -> None:
 
 def _holder(path: Path) -> tuple[str, bool]:
     """Return a description of the lock's holder, and whether it is about to end."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        lines = []
-    return (lines[0] if lines else "one that has just started"), _ENDING in lines
+    launch = last_launch(path.parent) or Launch("", ending=False, failure="")
+    return launch.holder or "one that has just started", launch.ending
 
 
 def _remove_unused(lock_file: Path, created: Sequence[Path]) -> None:

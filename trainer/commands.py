@@ -97,17 +97,27 @@ def export_model(
         typer.echo(f"{found} is in {out}")
 
 
-def _run(config: "Config", plan: tuple[Any, ...], train_together: Together, *, resume: bool, as_json: bool) -> None:
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, also if it is the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def choose_device(config: "Config") -> tuple[str, int]:
+    """Pin the GPUs to train on. Returns this process's device, and how many ranks it starts: 1 if it trains itself."""
     from tba.common.system.devices import CPU, choose_and_pin
 
-    need("torch", "train")
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
     if config.train.gpu != CPU:
         device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu", "--cpu"))
-    is_first = os.environ.get("RANK", "0") == "0"
-    level = "ERROR" if not is_first else "WARNING" if as_json or sys.stderr.isatty() else "INFO"
+    return device, count if rank is None else 1
+
+
+def _run(config: "Config", plan: tuple[Any, ...], train_together: Together, *, resume: bool, as_json: bool) -> None:
+    need("torch", "train")
+    device, count = choose_device(config)
+    level = "ERROR" if not is_first_rank() else "WARNING" if as_json or sys.stderr.isatty() else "INFO"
     stop, out = start_process("sft", level=level), plan[1]
-    if count > 1 and rank is None:
+    if count > 1:
         if as_json:
             raise UsageError(f"--json is for one process: with several read {out}.work/metrics.jsonl")
         train_together(config, count, stop)
@@ -117,7 +127,7 @@ def _run(config: "Config", plan: tuple[Any, ...], train_together: Together, *, r
 
     with training_progress("sft", as_json=as_json) as report:
         finished = run_sft(config, Plan(*plan), resume=resume, device=device, stop=stop, on_step=report)
-    if is_first and not as_json:
+    if is_first_rank() and not as_json:
         typer.echo(f"the model is in {out}" if finished else "stopped; the same command with --resume continues")
     if stop.interrupted and not finished:
         raise typer.Exit(EXIT_INTERRUPTED)

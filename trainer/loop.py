@@ -9,14 +9,12 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers.utils import logging as transformers_logging
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, Refused, TrainingBroken, UsageError
+from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, Refused, TrainingBroken
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
-from tba.common.system.cuda import why_no_cuda
 from tba.common.system.durable import exclusive_lock
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.watchdog import Watchdog
@@ -39,8 +37,9 @@ from tba.trainer.metrics.sinks.trackers import open_sinks
 from tba.trainer.metrics.stopwatch import Stopwatch, wait_for_compute
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.other_ranks import END, PUBLISH, SAVE, STEP, run_other_rank
-from tba.trainer.preflight.check import Report, require
+from tba.trainer.preflight.check import Report
 from tba.trainer.publishing.publisher import Publisher
+from tba.trainer.startup import find_checkpoint, prepare, require_memory
 from tba.trainer.step.broadcast import pack_batch
 from tba.trainer.step.build import build
 from tba.trainer.step.learner import StepResult
@@ -90,15 +89,6 @@ def train(
                 trainer.run()
 
 
-def require_memory(config: Config, device: torch.device, ranks: Ranks, *, supervised: bool = False) -> Report:
-    """Raise ConfigError before anything is loaded if the model does not fit. `supervised` is `tba sft`."""
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    files = model_directory(config.model.path)
-    report = require(config, files, ranks=ranks.size, gpu_total=total, supervised=supervised)
-    log.info("memory", estimate=report.sentence())
-    return report
-
-
 def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report: Report) -> None:
     path, _ = ranks.receive()
     learner, _ = build(config, model_directory(config.model.path), device, ranks, report)
@@ -107,45 +97,6 @@ def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report
     with objects_frozen():
         run_other_rank(learner, ranks)
     ranks.close()
-
-
-def find_checkpoint(directory: Path, *, resume: bool, otherwise: str) -> Checkpoint | None:
-    """Return the newest checkpoint, None if there is none.
-
-    Raises UsageError if there is one and `resume` is false; `otherwise` is what the user can do instead of resuming.
-    """
-    if not resume:
-        if existing := checkpoint.list_checkpoints(directory):
-            raise UsageError(
-                f"{existing[-1]} is of an earlier start: pass --resume to continue from it, or {otherwise}"
-            )
-        return None
-    return checkpoint.newest(directory)
-
-
-def prepare(config: Config, device: str) -> None:
-    """Set seed, threads and GPU of this process, and on a CPU deterministic operations. Raises ConfigError."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"train.gpu names a GPU, but torch sees none: {_why_no_cuda()}; or train on the CPU (--cpu)")
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(config.run.seed)
-    torch.use_deterministic_algorithms(device == "cpu")
-    # Else all memory is filled with NaN when it is allocated: one more pass over every result.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-
-
-def _why_no_cuda() -> str:
-    error = ""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    # AssertionError: torch is built without CUDA. RuntimeError: of the driver.
-    except (AssertionError, RuntimeError) as problem:
-        error = str(problem)
-    return why_no_cuda(torch.__version__, torch.version.cuda, error)
 
 
 class Trainer:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.common.clock import Clock, SystemClock
-from tba.common.config import Config
+from tba.common.config import Config, LoraSection, MetricsSection, ReferenceSection
 from tba.common.errors import CheckpointError, ConfigError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
@@ -35,20 +35,19 @@ from tba.trainer.checkpoints import checkpoint
 from tba.trainer.checkpoints.checkpoint import Checkpoint
 from tba.trainer.distributed.ranks import ALONE, Ranks, join, until_lost
 from tba.trainer.distributed.sharding import release_gathered
-from tba.trainer.loop import find_checkpoint, prepare, require_memory
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.adapters import MERGED, gathered
-from tba.trainer.model.packing import packs
-from tba.trainer.model.scorer import in_half, load_model, structure_of
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.likelihood import negative_log_likelihood
 from tba.trainer.preflight.check import Report
+from tba.trainer.preflight.shape import meta_model
 from tba.trainer.publishing.snapshot_writer import as_saved, write_model
-from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner
+from tba.trainer.startup import find_checkpoint, prepare, require_memory
+from tba.trainer.step.build import build
 
 log = get_logger(__name__)
 
+_OBJECTIVE = Objective("likelihood", negative_log_likelihood, needs_reference=False)
 _METRICS = "metrics.jsonl"
 _LOCK = "trainer.lock"
 # What rank 0 tells the others before each step.
@@ -148,16 +147,10 @@ class Job:
         self._files = files = model_directory(config.model.path)
         self._plan, self._clock, self._ranks = plan, clock, ranks
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
-        offload = config.train.offload == "optimizer"
-        # Only rank 0 loads the model. FSDP moves each layer's shard to the GPU, HostAdamW the rounded weights.
-        host = torch.device("cpu" if ranks.rank == 0 else "meta")
-        home = device if ranks.size == 1 else host
-        policy = load_model(files, host if offload else home)
-        self._unwrapped = structure_of(policy) if ranks.rank == 0 else policy
-        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), policy)
+        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files))
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
-        self._name = _fingerprint(self._rows, config.run.seed, plan.batch_size)
+        self._name = _data_digest(self._rows, config.run.seed, plan.batch_size)
         found = self._find_checkpoint(resume=resume)
         if found is not None and found.run != self._name:
             raise UsageError(f"{found.path} is of other data, another seed or another --batch-size: name another --out")
@@ -165,7 +158,10 @@ class Job:
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self.steps = plan.steps or math.ceil(plan.epochs * len(self._rows) / plan.batch_size)
         self._train = config.train.model_copy(update={"steps": self.steps})
-        self.learner = self._make_learner(config, policy, device, home, report)
+        # The whole model is trained, without a reference policy.
+        own = {"train": self._train, "lora": LoraSection(), "reference": ReferenceSection()}
+        config = config.model_copy(update=own | {"metrics": MetricsSection(entropy=False)})
+        self.learner, self._unwrapped = build(config, files, device, ranks, report, objective=_OBJECTIVE)
         if found is not None:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
@@ -173,28 +169,6 @@ class Job:
         self._metrics: MetricsLog | None = None
         if ranks.rank == 0:
             self._metrics = MetricsLog(plan.work, first_step=self.learner.steps_done)
-
-    def _make_learner(
-        self, config: Config, policy: PreTrainedModel, device: torch.device, home: torch.device, report: Report | None
-    ) -> Learner:
-        """Return a learner of the likelihood. `home` is where the weights of a single process are."""
-        half = in_half(device, config.model.dtype)
-        packed = self._ranks.rank == 0 and packs(config.train.packing, policy, device.type, half=half)
-        offload = config.train.offload == "optimizer"
-        learner = Learner(
-            policy,
-            None,
-            self._train,
-            Objective("likelihood", negative_log_likelihood, False),
-            autocast=half,
-            ranks=self._ranks,
-            exact_logits=config.model.head_dtype == "float32",
-            masters=take_masters(policy, home, half=half) if offload else None,
-            fits_gathered=report is None or report.setup.gathered,
-            packed=packed,
-        )
-        learner.states_fill = report is not None and report.states_fill
-        return learner
 
     def _find_checkpoint(self, *, resume: bool) -> Checkpoint | None:
         """Return the checkpoint that rank 0 finds, on every rank."""
@@ -303,12 +277,12 @@ class Job:
         self._saved_step = self.learner.steps_done
 
 
-def _encoder(files: Path, renderer: PromptRenderer, policy: PreTrainedModel) -> Encoder:
+def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel) -> Encoder:
     ends = eos_ids(files) or [id_ for id_ in [renderer.tokenizer.eos_token_id] if id_ is not None]
     if not ends:
         raise ConfigError(f"{files} names no end token: set eos_token_id in its config.json")
-    vocabulary = policy.get_input_embeddings().num_embeddings
-    return Encoder(renderer, ends, vocabulary, getattr(policy.config, "max_position_embeddings", None) or 1 << 30)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return Encoder(renderer, ends, vocabulary, getattr(model.config, "max_position_embeddings", None) or 1 << 30)
 
 
 def _batch(rows: list[Row], step: int) -> TrainBatch:
@@ -317,7 +291,7 @@ def _batch(rows: list[Row], step: int) -> TrainBatch:
     return TrainBatch(step, rows, zero_B1, torch.full_like(zero_B1, math.nan), zero_B1)
 
 
-def _fingerprint(rows: Sequence[Row], seed: int, batch_size: int) -> str:
+def _data_digest(rows: Sequence[Row], seed: int, batch_size: int) -> str:
     """Return a name for everything that determines the rows of a step. A resume must have the same."""
     digest = hashlib.sha256(repr((seed, batch_size)).encode())
     for row in rows:

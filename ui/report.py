@@ -4,6 +4,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from tba.buffer.store.starts import choose_run
 from tba.buffer.tools.page_rows import PageRows
 from tba.common.clock import SystemClock
 from tba.common.errors import UsageError
@@ -34,7 +35,9 @@ def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
 
     Raises UsageError if there is no such run, or several and no `name`, or if the file cannot be written.
     """
-    run = _chosen(find_runs([path], note), path, name)
+    runs = find_runs([path], note)
+    chosen = choose_run(path, (run.name for run in runs), name, "--run, or name one directory")
+    run = next(run for run in runs if run.name == chosen)
     with run.rows() as rows:
         html = render(run, rows)
     target = output or run.directory / _FILE
@@ -64,13 +67,3 @@ def render(run: Run, rows: PageRows) -> str:
             **describe(run, rows),
         )
     )
-
-
-def _chosen(runs: list[Run], path: Path, name: str | None) -> Run:
-    fitting = [run for run in runs if name in (None, run.name)]
-    if len(fitting) == 1:
-        return fitting[0]
-    names = ", ".join(run.name for run in runs[:20])
-    if not fitting:
-        raise UsageError(f"{path} holds no run {name}: it holds {names}")
-    raise UsageError(f"{path} holds the runs {names}: name one with --run, or one directory")

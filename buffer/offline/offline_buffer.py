@@ -7,7 +7,6 @@ Invariant: the recorded file is never written to. The offline run records its ba
 whose rows refer to trajectories of the recorded file.
 """
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -136,12 +135,11 @@ class OfflineBuffer:
         )
         if recorded.compacted and not replay:
             log.warning("compacted trajectories cannot be sampled", trajectories=recorded.compacted)
-        log.info(
-            "offline", file=str(recorded.path), run=recorded.run_name, step=recorded.step, trajectories=self.sampleable
-        )
+        file, count = str(recorded.path), self.sampleable_count
+        log.info("offline", file=file, run=recorded.run_name, step=recorded.step, trajectories=count)
 
     @property
-    def sampleable(self) -> int:
+    def sampleable_count(self) -> int:
         """The number of trajectories that can be sampled."""
         return self._service.status().sampleable
 
@@ -222,19 +220,15 @@ def train_offline(
 ) -> None:
     """Run a trainer on a recorded run; with `replay`, on its batches, and then print how far the losses differ.
 
-    `run_trainer` accepts the keywords `last_step` and `dial`, the function that connects it to the buffer. `origins`
-    says what set each dotted key of `config`, and is recorded.
+    `run_trainer` accepts the keyword `dial`, the function that connects it to the buffer. `origins` says what set each
+    dotted key of `config`, and is recorded.
     """
-    last_step = recorded.step if replay else None
-    # Only rank 0 talks to the buffer.
-    if os.environ.get("RANK", "0") != "0":
-        return run_trainer(last_step=last_step)
     if replay and recorded.step < config.train.steps:
         steps = quantity(recorded.step, "trained step")
         typer.echo(f"{recorded.path} has {steps} to replay, of train.steps = {config.train.steps}")
     buffer = OfflineBuffer(config, recorded, replay=replay, origins=origins)
     try:
-        run_trainer(dial=buffer.client, last_step=last_step)
+        run_trainer(dial=buffer.client)
         if replay:
             typer.echo(_summary(*buffer.compare_losses()))
     finally:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.store.starts import recorded_source
+from tba.buffer.store.starts import choose_run, recorded_source
 from tba.common.errors import ConfigError, StorageError, UsageError
 
 
@@ -67,10 +67,7 @@ def read_recorded_run(path: Path, *, run: str | None, as_of: int | None) -> Reco
 def _read(connection: sqlite3.Connection, path: Path, run: str | None, as_of: int | None) -> RecordedRun:
     rows = connection.execute("SELECT name, id, uuid FROM runs ORDER BY id")
     runs = {name: (id_, uuid) for name, id_, uuid in rows}
-    if run is None and len(runs) == 1:
-        (run,) = runs
-    if run is None or run not in runs:
-        raise UsageError(f"{path} holds the runs {', '.join(runs) or 'none'}: choose one with --source-run")
+    run = choose_run(path, runs, run, "--source-run")
     id_, uuid = runs[run]
     losses = dict(connection.execute(_LOSSES, (id_,)))
     step = max(losses, default=-1) + 1 if as_of is None else as_of

@@ -173,14 +173,14 @@ class Sampler:
             ranked = np.concatenate(
                 [_descending(table.score, tier) for tier in self._tiers(word, table, eligible, ages)]
             )
-            return list(ranked[draw(_by_rank(len(ranked), rules), count, replace=False, rng=rng)].tolist())
+            return list(ranked[draw_positions(_by_rank(len(ranked), rules), count, replace=False, rng=rng)].tolist())
         temperature = rules.inverse_temperature if word == "softmax" else 0.0
         log_flat = math.log(rules.flat_group_weight or 1.0)
         found: list[int] = []
         for tier in self._tiers(word, table, eligible, ages):
             prompts = np.flatnonzero(tier)
             log_weights = temperature * table.score[prompts] + log_flat * table.flat[prompts]
-            found += prompts[draw(log_weights, count - len(found), replace=False, rng=rng)].tolist()
+            found += prompts[draw_positions(log_weights, count - len(found), replace=False, rng=rng)].tolist()
             if len(found) == count:
                 break
         return found
@@ -214,7 +214,7 @@ class Sampler:
             rows = [row for row in rows if steps[row] >= least]
         rewards = np.array([index.columns.reward[row] for row in rows])
         replace = rules.replacement == "always" or len(rows) < samples
-        picks = draw(_log_weights(rewards, word, rules), samples, replace=replace, rng=rng)
+        picks = draw_positions(_log_weights(rewards, word, rules), samples, replace=replace, rng=rng)
         return [index.entry(rows[pick]) for pick in picks.tolist()]
 
 
@@ -257,7 +257,7 @@ def _by_rank(count: int, rules: SamplingRules) -> Vector:
     return log_weights
 
 
-def draw(log_weights: Vector, count: int, *, replace: bool, rng: np.random.Generator) -> Ordinals:
+def draw_positions(log_weights: Vector, count: int, *, replace: bool, rng: np.random.Generator) -> Ordinals:
     """Return positions drawn one after the other with chances proportional to exp(log_weights), at most `count`.
 
     Without replacement by the Gumbel trick (Vieira, 2014): the positions of the largest sums of log weight and Gumbel

@@ -136,7 +136,7 @@ class Leasing:
         ]
         return ReplyBody(messages.Leases(visits=granted, reason=reason))
 
-    def ready(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
+    def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
         """Return the senders whose parked requests can be answered now, the first ones first.
 
         The room is computed once for all. Each of the senders gets at least one prompt, unless those before it take

@@ -135,7 +135,7 @@ class BufferService:
 
     def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
         """Return the senders of parked lease requests that can be answered now, in the order of `waiting`."""
-        return self._leasing.ready(waiting)
+        return self._leasing.with_room(waiting)
 
     def timeout_reply(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody:
         """Return the reply to a parked request whose `wait_seconds` have passed."""

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from tba.common.errors import ConfigError, UsageError
 OFFLINE, IMPORT = "offline", "import"
 # The newest start `s` of a server comes first, starts of imports come last.
 SERVED_FIRST = f"ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id DESC"
+
+# How many names of runs an error message lists.
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,9 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
     if there is no file, or if `run` is None and there is not exactly one run.
     """
     with open_reader(database, any_schema=True) as connection:
-        names = _run_names(connection)
-        if run is None and len(names) != 1:
-            raise UsageError(f"{database} has the runs {', '.join(names) or 'none'}: name one with --set run.name=NAME")
+        run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
         query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
-        row = connection.execute(query, (run or names[0],)).fetchone()
+        row = connection.execute(query, (run,)).fetchone()
     sections: dict[str, Any] = json.loads(row[0]) if row else {}
     return {
         f"{section}.{name}": value
@@ -73,6 +75,18 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
         if isinstance(content, dict)
         for name, value in content.items()
     }
+
+
+def choose_run(path: Path, names: Iterable[str], name: str | None, flag: str) -> str:
+    """Return the named one of the runs in a path, or the only one if `name` is None.
+
+    Raises UsageError, which tells the user to name a run with `flag`, if there is not exactly one such run.
+    """
+    names = list(names)
+    fitting = [one for one in names if name in (None, one)]
+    if len(fitting) != 1:
+        raise UsageError(f"{path} holds the runs {', '.join(names[:_SHOWN]) or 'none'}: name one with {flag}")
+    return fitting[0]
 
 
 def as_recorded(resolved: Resolved) -> Config:

@@ -23,24 +23,24 @@ _RULES = {
     "compacted trajectories have no tokens": (
         "SELECT id FROM trajectory_rows WHERE compacted_at IS NOT NULL AND id IN (SELECT trajectory FROM payloads)"
     ),
-    "tokens are as counted": (
+    "token counts match the stored arrays": (
         "SELECT t.id FROM trajectory_rows t JOIN payloads y ON y.trajectory = t.id"
         f" WHERE LENGTH(y.prompt_ids) != {_UNITS['prompt_ids']} * t.prompt_tokens"
         f" OR LENGTH(y.response_ids) != {_UNITS['response_ids']} * t.response_tokens"
         f" OR LENGTH(y.logprobs) != {_UNITS['logprobs']} * t.response_tokens"
     ),
-    "log-ratios of tokens are as counted": (
+    "one log-ratio per token": (
         "SELECT c.trajectory FROM consumption_rows c JOIN trajectory_rows t ON t.id = c.trajectory"
         f" WHERE LENGTH(c.token_log_ratios) != {LOG_RATIO_DTYPE.itemsize} * t.response_tokens"
     ),
-    "a trajectory has the run of its prompt": (
+    "a trajectory and its prompt belong to the same run": (
         "SELECT t.id FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt WHERE p.run != t.run"
     ),
     "every policy version was announced": (
         "SELECT t.id FROM trajectory_rows t WHERE t.policy_version >= 0"
         " AND NOT EXISTS (SELECT 1 FROM snapshots n WHERE n.run = t.run AND n.version = t.policy_version)"
     ),
-    "batches have their size": (
+    "each batch has prompts × samples slots": (
         "SELECT b.step FROM batches b WHERE b.prompts * b.samples !="
         " (SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"
     ),
@@ -48,10 +48,12 @@ _RULES = {
         "SELECT v.id FROM visits v JOIN runs r ON r.id = v.run WHERE v.done_at IS NOT NULL AND r.pruned = 0"
         " AND NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = v.prompt AND t.visit = v.id)"
     ),
-    "places of an epoch have no gap": (
+    "positions in an epoch have no gaps": (
         "SELECT epoch, COUNT(*) FROM visits GROUP BY run, epoch HAVING MAX(place) + 1 != COUNT(*)"
     ),
-    "a prompt is once in an epoch": "SELECT epoch, prompt FROM visits GROUP BY run, epoch, prompt HAVING COUNT(*) > 1",
+    "a prompt occurs at most once per epoch": (
+        "SELECT epoch, prompt FROM visits GROUP BY run, epoch, prompt HAVING COUNT(*) > 1"
+    ),
     "past epochs are complete": (
         "SELECT v.epoch, COUNT(*), r.prompts FROM visits v JOIN runs r ON r.id = v.run"
         " WHERE v.epoch < (SELECT MAX(w.epoch) FROM visits w WHERE w.run = v.run)"
@@ -66,12 +68,12 @@ _RECORDED_FILE = "SELECT json_extract(config, '$.offline.file') FROM starts ORDE
 # Not faults. A database that was restored from a backup lacks the steps since then, a pruned one those before.
 # A killed searcher has numbered trajectories that it never delivered, and an import leaves out those without tokens.
 _NOTES = {
-    "steps have no gap": (
+    "steps have no gaps": (
         "SELECT 'step ' || (b.step - 1) || ' is missing' FROM batches b JOIN runs r ON r.id = b.run WHERE b.step > 0"
         " AND NOT EXISTS (SELECT 1 FROM batches a WHERE a.run = b.run AND a.step = b.step - 1)"
         " AND (r.pruned_slots = 0 OR b.step > (SELECT MIN(f.step) FROM batches f WHERE f.run = b.run))"
     ),
-    "sequence numbers have no gap": (
+    "sequence numbers have no gaps": (
         "SELECT s.sender || ': ' || (MAX(t.sequence) - MIN(t.sequence) + 1 - COUNT(*)) || ' missing'"
         " FROM trajectory_rows t JOIN senders s ON s.id = t.sender GROUP BY t.sender"
         " HAVING MAX(t.sequence) - MIN(t.sequence) + 1 > COUNT(*)"

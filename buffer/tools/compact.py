@@ -63,5 +63,5 @@ def check_disk(path: Path, size: int) -> None:
     if free < size:
         raise StorageError(
             f"{path.absolute().parent} has {free >> 20} MiB free and rebuilding the file may need {size >> 20} MiB: "
-            "make room first; nothing was dropped"
+            "make room first; nothing was changed"
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.tools.compact import check_disk
@@ -70,11 +71,7 @@ def _opened(path: Path) -> Iterator[Store]:
 
 def _run_of(store: Store, path: Path, name: str | None) -> Run:
     runs = {run.name: run for run in store.runs.all()}
-    if name is None and len(runs) == 1:
-        (name,) = runs
-    if name not in runs:
-        raise UsageError(f"{path} has the runs {', '.join(runs) or 'none'}: name one with --run")
-    return runs[name]
+    return runs[choose_run(path, runs, name, "--run")]
 
 
 def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, path: Path) -> None:

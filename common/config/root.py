@@ -80,12 +80,6 @@ class Config(Section):
         return _bound(self.buffer.max_staleness)
 
     @property
-    def recency_fraction_final(self) -> float | None:
-        """The recency fraction m at the end of its schedule, None if it is constant."""
-        final = self.buffer.recency_fraction_final
-        return None if final == "same" else final
-
-    @property
     def samples_per_insert(self) -> float | None:
         """How often a trajectory is trained on, on average; None if unbounded."""
         return _bound(self.buffer.samples_per_insert)
@@ -102,16 +96,6 @@ class Config(Section):
         """How many trajectories searchers may be ahead of the trainer."""
         slack = self.buffer.samples_per_insert_slack
         return 2 * self.least_slack if slack == "auto" else slack
-
-    @property
-    def max_trajectories(self) -> int | None:
-        """Maximum number of sampleable trajectories, None if unbounded."""
-        return _bound(self.buffer.max_trajectories)
-
-    @property
-    def max_payload_bytes(self) -> int | None:
-        """Maximum number of sampleable bytes, None if unbounded."""
-        return _bound(self.buffer.max_payload_bytes)
 
     @property
     def canary_tolerance(self) -> float:
@@ -212,10 +196,9 @@ def _check_batches(config: Config) -> None:
             f"train.samples_per_prompt = {group}: one visit must give a whole group"
         )
     least = max(buffer.min_fill, group * config.train.prompts_per_step)
-    if config.max_trajectories is not None and config.max_trajectories < least:
-        raise ValueError(
-            f"buffer.max_trajectories = {config.max_trajectories} is less than the {least} that a batch needs"
-        )
+    most = _bound(buffer.max_trajectories)
+    if most is not None and most < least:
+        raise ValueError(f"buffer.max_trajectories = {most} is less than the {least} that a batch needs")
 
 
 def _check_group(search: SearchSection) -> None:

@@ -97,6 +97,7 @@ def make_learner(
     lora: LoraSection | None = None,
     transpose: bool = False,
     reference: ReferenceSection | None = None,
+    states_fill: bool = False,
     **keys: Any,
 ) -> Learner:
     """Return a learner of two layers. Its reference is another random model, or the policy without its adapters."""
@@ -133,6 +134,7 @@ def make_learner(
         entropy=True,
         masters=masters,
         packed=packed,
+        states_fill=states_fill,
     )
 
 

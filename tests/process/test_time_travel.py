@@ -92,7 +92,7 @@ def test_a_resumed_replay_has_the_same_losses(recorded, tba, tmp_path):
         (["--replay"], "--replay needs --offline"),
         (["--offline", "--buffer", "nothing.sqlite"], "nothing.sqlite does not exist"),
         (["--offline", "--buffer", "RECORDED", "--as-of", "99"], f"--as-of can be 0 to {STEPS - 1}"),
-        (["--offline", "--buffer", "RECORDED", "--source-run", "other"], "holds the runs test: choose one"),
+        (["--offline", "--buffer", "RECORDED", "--source-run", "other"], "holds the runs test: name one with"),
         (["--offline", "--buffer", "RECORDED"], "is this run's own database"),
     ],
 )

@@ -97,7 +97,7 @@ def _merge(layer: Any) -> Tensor:
     return sum_
 
 
-def fingerprint(directory: Path) -> str:
+def base_digest(directory: Path) -> str:
     """Hash the weight files of a model directory: adapters belong to one base."""
     digest = xxhash.xxh3_128()
     for path in sorted(directory.glob("*.safetensors")):

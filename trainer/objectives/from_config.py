@@ -67,8 +67,8 @@ class _PolicyGradient(NamedTuple):
 
 def make_objective(config: ObjectiveSection, *, longest_response: int) -> Objective:
     """Return the objective that the configuration names. `longest_response` is in tokens."""
-    counted_from = config.floor
-    floor = counted_from if config.imitation_weight and counted_from != "group" else -math.inf
+    floor = config.floor if config.imitation_weight and config.floor != "group" else -math.inf
+    objective = partial(Objective, name=config.name, needs_reference=config.uses_reference)
     if config.name == "tb":
         balance = partial(
             trajectory_balance,
@@ -76,19 +76,17 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
             floor=config.floor,
             taper_kind=config.taper,
         )
-        return Objective(config.name, balance, True, reward_floor=floor)
+        return objective(terms=balance, reward_floor=floor)
     if config.name == "tb_learned_z":
         rate = config.log_z_learning_rate
-        return Objective(config.name, trajectory_balance_learned_z, True, learns_log_z=True, log_z_learning_rate=rate)
+        return objective(terms=trajectory_balance_learned_z, learns_log_z=True, log_z_learning_rate=rate)
     if config.name == "online_dpo":
-        return Objective(config.name, online_dpo, True)
+        return objective(terms=online_dpo)
     if config.name == "oapl":
-        return Objective(config.name, partial(_optimal_advantage, config), False)
+        return objective(terms=partial(_optimal_advantage, config))
     chosen = _policy_gradient(config, longest_response)
-    return Objective(
-        config.name,
-        partial(_with_advantage, config, chosen),
-        needs_reference=config.anchor == "reference",
+    return objective(
+        terms=partial(_with_advantage, config, chosen),
         ratio_bounds=chosen.bounds,
         ratio_of_response=config.name == "proximal_rloo",
         reward_floor=floor,

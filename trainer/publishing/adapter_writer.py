@@ -53,7 +53,7 @@ class AdapterWriter(SnapshotWriter):
         self._base_comes = True
         return needed
 
-    def keeps(self) -> tuple[Path, ...]:
+    def protected_paths(self) -> tuple[Path, ...]:
         """The base, also while all snapshots that are kept are full ones."""
         return (self._base.path,) if self._base else ()
 

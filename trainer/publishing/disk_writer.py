@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba.common.config import Config
 from tba.common.weights.delta_store import DeltaStore
-from tba.common.weights.snapshot import Delta, Manifest, SnapshotKey
+from tba.common.weights.snapshot import Manifest
 from tba.common.weights.tensor_file import Tensor
 from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.model.host_buffers import HostCopy
@@ -32,8 +31,7 @@ class DiskWriter(SnapshotWriter):
     gathers = (MERGED,)
     _last: _Base | None = None
 
-    def __init__(self, config: Config, *arguments: object, **named: object) -> None:
-        super().__init__(config, *arguments, **named)  # type: ignore[arg-type]
+    def _prepare(self) -> None:
         self._deltas = DeltaStore(self._directory)
         self._deltas.clear()
 
@@ -51,7 +49,9 @@ class DiskWriter(SnapshotWriter):
 
         def build(directory: Path) -> Manifest:
             manifest = self._write_full(directory, version, publication.step, canary, saved)
-            return replace(manifest, delta=self._delta(version, tensors))
+            last = self._last
+            delta = self._deltas.build(version, last.written.key, last.tensors, tensors) if last else None
+            return replace(manifest, delta=delta)
 
         try:
             written = self._publish(version, build)
@@ -61,12 +61,6 @@ class DiskWriter(SnapshotWriter):
         self._deltas.publish(written.path, written.manifest)
         self._remember(_Base(written, tensors, publication.copy))
         return written
-
-    def _delta(self, version: int, tensors: dict[str, Tensor]) -> Delta | None:
-        if self._last is None:
-            return None
-        base = SnapshotKey(self._last.written.manifest.version, self._last.written.manifest_sha256)
-        return self._deltas.build(version, base, self._last.tensors, tensors)
 
     def _remember(self, base: _Base) -> None:
         if not self._config.train.serve_snapshots:

@@ -15,19 +15,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.system.durable import publish_directory, temporary_directory
 from tba.common.weights import snapshot
 from tba.common.weights.delta_store import DeltaStore
 from tba.common.weights.node_store import delete, weights_directory
-from tba.common.weights.snapshot import MANIFEST, Delta, SnapshotKey, directory_name
+from tba.common.weights.snapshot import MANIFEST, directory_name
 from tba.common.weights.tensor_file import layout_of
 from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.model.host_buffers import HostCopy
 from tba.trainer.model.scorer import weights_of
-from tba.trainer.publishing.slots import Slot, Slots, same_layout
 from tba.trainer.publishing.snapshot_writer import DTYPES, WEIGHTS, Publication, SnapshotWriter, Written, is_full_disk
+from tba.trainer.publishing.weights_files import WeightsFile, WeightsFilePool, same_layout
 
 log = get_logger(__name__)
 
@@ -35,12 +34,12 @@ log = get_logger(__name__)
 _MAX_PENDING = 2
 
 
-class SlotCopy(HostCopy):
-    """A copy whose weights are, or will be, in the file of a slot."""
+class MappedCopy(HostCopy):
+    """A copy whose weights are, or will be, in a mapped file."""
 
-    def __init__(self, copied: HostCopy, slot: Slot) -> None:
+    def __init__(self, copied: HostCopy, file: WeightsFile) -> None:
         super().__init__(copied.tensors, copied.done)
-        self.copied, self.slot = copied, slot
+        self.copied, self.file = copied, file
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class _Last:
     """The newest snapshot, which is the base of the next delta."""
 
     written: Written
-    slot: Slot
+    file: WeightsFile
 
 
 class MemoryWriter(SnapshotWriter):
@@ -56,18 +55,17 @@ class MemoryWriter(SnapshotWriter):
 
     gathers = (MERGED,)
 
-    def __init__(self, config: Config, *arguments: object, **named: object) -> None:
-        super().__init__(config, *arguments, **named)  # type: ignore[arg-type]
+    def _prepare(self) -> None:
         shapes = {name: torch.empty_like(one, device="meta") for name, one in weights_of(self._unwrapped).items()}
         saved = self._as_saved(shapes)
         # Whether the files hold the tensors in another form, such as the experts of a mixture one by one.
         self._converts = not same_layout(shapes, saved)
         dtypes = {name: DTYPES[self._dtype if one.is_floating_point() else one.dtype] for name, one in saved.items()}
         layout = layout_of({name: (dtypes[name], tuple(one.shape)) for name, one in saved.items()})
-        floor = config.train.min_free_mib << 20
-        self._slots = Slots(weights_directory(config), layout, self._model.device, floor)
-        self.served = (self._slots.directory, self._directory)
-        self._deltas = DeltaStore(self._slots.directory)
+        floor = self._config.train.min_free_mib << 20
+        self._pool = WeightsFilePool(weights_directory(self._config), layout, self._model.device, floor)
+        self.served = (self._pool.directory, self._directory)
+        self._deltas = DeltaStore(self._pool.directory)
         self._deltas.clear()
         self._last: _Last | None = None
         self._pending: list[_Last] = []
@@ -76,89 +74,83 @@ class MemoryWriter(SnapshotWriter):
 
     def copy(self, before: Callable[[], None]) -> HostCopy | None:
         """Copy all weights, rounded to the published dtype, into a mapped file; None if there is no room for it."""
-        slot = self._slots.acquire()
-        if slot is None:
+        file = self._pool.acquire()
+        if file is None:
             return None
         before()
-        into = None if self._converts else slot.tensors
-        return SlotCopy(self._copies.copy(gathered(self._model, MERGED), self._dtype, into=into), slot)
+        into = None if self._converts else file.tensors
+        return MappedCopy(self._copies.copy(gathered(self._model, MERGED), self._dtype, into=into), file)
 
     def release(self, copy: HostCopy) -> None:
         """Use the memory of a publication that is replaced by a newer one."""
-        assert isinstance(copy, SlotCopy)
+        assert isinstance(copy, MappedCopy)
         if self._converts:
             self._copies.release(copy.copied)
-        self._slots.give_back(copy.slot)
+        self._pool.give_back(copy.file)
 
     @property
     def no_room(self) -> str:
         """Why `copy` made none."""
-        return self._slots.shortage
+        return self._pool.shortage
 
     def shortage(self, publication: Publication) -> str:  # noqa: ARG002
-        """Nothing more is needed once there is a slot."""
+        """Nothing more is needed once there is a file."""
         return ""
 
     def write(self, publication: Publication) -> Written:
         """Hash, prove and seal the weights of a publication."""
-        copy = publication.copy
-        assert isinstance(copy, SlotCopy)
-        weights, slot = copy.wait(), copy.slot
+        copy, version = publication.copy, publication.version
+        assert isinstance(copy, MappedCopy)
+        weights, file = copy.wait(), copy.file
         if self._converts:
             for name, tensor in self._as_saved(weights).items():
-                slot.tensors[name].copy_(tensor)
+                file.tensors[name].copy_(tensor)
         # Such as the manifest of an attempt without enough space: this one would name it.
-        slot.clear()
+        file.clear()
         # Both only read, and neither holds the interpreter's lock while it does.
         with ThreadPoolExecutor(1, "hash") as hashing:
-            hashed = hashing.submit(slot.describe)
+            hashed = hashing.submit(file.describe)
             canary = self._make_canary(weights)
-        self._write_other_files(slot.path)
-        files = {path.name: snapshot.describe_file(path) for path in slot.path.iterdir() if path.name != WEIGHTS}
+        self._write_other_files(file.path)
+        files = {path.name: snapshot.describe_file(path) for path in file.path.iterdir() if path.name != WEIGHTS}
         files[WEIGHTS] = hashed.result()
-        manifest = replace(
-            self._manifest(publication.version, publication.step, canary, files),
-            delta=self._delta(publication.version, slot),
-        )
+        manifest = self._manifest(version, publication.step, canary, files)
+        if (last := self._last) is not None and self._config.train.serve_snapshots:
+            delta = self._deltas.build(version, last.written.key, last.file.bits, file.bits)
+            manifest = replace(manifest, delta=delta)
         try:
-            digest = self._slots.seal(slot, manifest)
+            digest = self._pool.seal(file, manifest)
         except BaseException:
-            self._deltas.discard(publication.version)
+            self._deltas.discard(version)
             raise
         if self._converts:
             self._copies.release(copy.copied)
-        written = Written(manifest, digest, slot.path)
+        written = Written(manifest, digest, file.path)
         self._deltas.publish(written.path, manifest)
-        self._last = _Last(written, slot)
+        self._last = _Last(written, file)
         return written
-
-    def _delta(self, version: int, slot: Slot) -> Delta | None:
-        if self._last is None or not self._config.train.serve_snapshots:
-            return None
-        base = SnapshotKey(self._last.written.manifest.version, self._last.written.manifest_sha256)
-        return self._deltas.build(version, base, self._last.slot.bits, slot.bits)
 
     # ------------------------------------------------------------ after the announcement
 
     def announced(self, written: Written) -> None:
         """Let older files be used again, and note whether this snapshot is to be kept."""
         assert self._last is not None
-        if self.is_kept(written.manifest.step):
+        if self.is_kept_step(written.manifest.step):
             self._note(self._last)
-        self._slots.announced()
+        self._pool.announced()
 
-    def is_kept(self, step: int) -> bool:
+    def is_kept_step(self, step: int) -> bool:
         """Whether a snapshot is written to disk: the first of a run, the last, and every `keep_snapshot_every`-th."""
         if self._first is None:
             self._first = step
         return step == self._first or self._must_be_full_at(step)
 
     def _note(self, one: _Last) -> None:
-        one.slot.kept = True
+        one.file.kept = True
         self._pending.append(one)
         while len(self._pending) > _MAX_PENDING:
             dropped = self._pending.pop(0)
-            dropped.slot.kept = False
+            dropped.file.kept = False
             log.warning("snapshot not kept", version=dropped.written.manifest.version, reason="a newer one waits, too")
 
     @property
@@ -166,12 +158,12 @@ class MemoryWriter(SnapshotWriter):
         """Whether a snapshot that is to be kept is not on disk yet."""
         return bool(self._pending)
 
-    def keep(self) -> str:
+    def write_kept(self) -> str:
         """Write the snapshots that are to be kept to disk. Returns a sentence if there is no space, else ""."""
         while self._pending:
             one = self._pending[0]
             version = one.written.manifest.version
-            if shortage := self._shortage(version, one.slot.content.nbytes):
+            if shortage := self._shortage(version, one.file.content.nbytes):
                 return shortage
             try:
                 self._write_to_disk(one)
@@ -179,11 +171,11 @@ class MemoryWriter(SnapshotWriter):
                 if not is_full_disk(error):
                     raise
                 return f"v{version} waits for disk space: {error}"
-            one.slot.kept = False
+            one.file.kept = False
             self._pending.pop(0)
         return ""
 
-    def keep_newest(self) -> None:
+    def mark_newest_kept(self) -> None:
         """Note that the newest snapshot is to be kept: the trainer stops, and memory is lost with the machine."""
         if self._last is None or self._last in self._pending:
             return
@@ -197,7 +189,7 @@ class MemoryWriter(SnapshotWriter):
             for name in (*one.written.manifest.files, MANIFEST):
                 if name != WEIGHTS:
                     shutil.copyfile(one.written.path / name, temporary / name)
-            (temporary / WEIGHTS).write_bytes(one.slot.content.data)
+            (temporary / WEIGHTS).write_bytes(one.file.content.data)
             publish_directory(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -207,10 +199,10 @@ class MemoryWriter(SnapshotWriter):
         """Release all files. After the end of the run nothing asks for them."""
         newest = self._last.written.path if self._last is not None else None
         self._last = None
-        self._slots.close()
+        self._pool.close()
         if finished:
             self._deltas.clear()
             if newest is not None:
                 delete(newest)
             with contextlib.suppress(OSError):
-                self._slots.directory.rmdir()
+                self._pool.directory.rmdir()

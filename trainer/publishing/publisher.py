@@ -116,7 +116,7 @@ class Publisher:
             self._writer.release(replaced.copy)
         if (copy := self._copy(step)) is None:
             return self.newest
-        publication = Publication(self._take_version(), step, copy, base_version, kept=self._writer.is_kept(step))
+        publication = Publication(self._take_version(), step, copy, base_version, kept=self._writer.is_kept_step(step))
         with self._changed:
             self._queue.append(publication)
             self._changed.notify_all()
@@ -200,7 +200,7 @@ class Publisher:
             except BufferUnavailable:
                 log.info("publisher closed before the buffer was back")
             if not self._finished:
-                self._writer.keep_newest()
+                self._writer.mark_newest_kept()
             self._keep()
         finally:
             client.close()
@@ -242,7 +242,7 @@ class Publisher:
         """Write snapshots that are kept to disk, if there is space for them."""
         if not self._writer.pending:
             return
-        shortage = self._writer.keep()
+        shortage = self._writer.write_kept()
         if shortage and not self.trouble:
             log.warning("snapshot waits", reason=shortage)
         self.trouble = shortage
@@ -256,7 +256,7 @@ class Publisher:
             self._directory,
             keep_last=train.keep_snapshots,
             keep_every=train.keep_snapshot_every,
-            keep=self._writer.keeps(),
+            keep=self._writer.protected_paths(),
         )
 
     def _write(self, publication: Publication) -> Written | None:

@@ -27,7 +27,7 @@ from tba.common.config import Config
 from tba.common.system.durable import json_text, temporary_directory
 from tba.common.weights import snapshot
 from tba.common.weights.model_files import share_weights
-from tba.common.weights.snapshot import Canary, FileEntry, Manifest, directory_name
+from tba.common.weights.snapshot import Canary, FileEntry, Manifest, SnapshotKey, directory_name
 from tba.common.weights.tensor_file import Tensor
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy, Tensors
@@ -65,6 +65,11 @@ class Written:
     manifest: Manifest
     manifest_sha256: str
     path: Path
+
+    @property
+    def key(self) -> SnapshotKey:
+        """The snapshot as the base of a delta."""
+        return SnapshotKey(self.manifest.version, self.manifest_sha256)
 
     @property
     def exists(self) -> bool:
@@ -147,6 +152,10 @@ class SnapshotWriter(ABC):
         self._directory = config.snapshots.resolve()
         # The directories of its snapshots, for the file server.
         self.served: tuple[Path, ...] = (self._directory,)
+        self._prepare()
+
+    def _prepare(self) -> None:  # noqa: B027
+        """Set up what only this kind of writer has."""
 
     @property
     @abstractmethod
@@ -177,28 +186,28 @@ class SnapshotWriter(ABC):
     def write(self, publication: Publication) -> Written:
         """Write a snapshot under its final name. After an error no file is left, and the copy stays valid."""
 
-    def keeps(self) -> tuple[Path, ...]:
-        """Snapshots that must not be collected."""
+    def protected_paths(self) -> tuple[Path, ...]:
+        """Snapshots that must not be deleted."""
         return ()
 
     def announced(self, written: Written) -> None:  # noqa: B027
         """The snapshot that was written last is announced."""
 
-    def is_kept(self, step: int) -> bool:
+    def is_kept_step(self, step: int) -> bool:
         """Whether the snapshot of a step must be published even if a newer one is there."""
         return self._must_be_full_at(step)
 
     @property
     def pending(self) -> bool:
-        """Whether something is left to be done after the announcement, by `keep`."""
+        """Whether something is left to be done after the announcement, by `write_kept`."""
         return False
 
-    def keep(self) -> str:
-        """Do what is left. Returns a sentence if there is no disk space for it, else ""."""
+    def write_kept(self) -> str:
+        """Write to disk what is kept and only in memory. Returns a sentence if there is no disk space, else ""."""
         return ""
 
-    def keep_newest(self) -> None:  # noqa: B027
-        """The trainer stops: let `keep` write what would be lost."""
+    def mark_newest_kept(self) -> None:  # noqa: B027
+        """The trainer stops: let `write_kept` write what would be lost."""
 
     def close(self, *, finished: bool) -> None:  # noqa: B027
         """Release everything. `finished` means that the run is."""

@@ -7,13 +7,13 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from tba.common.config import Config
+from tba.common.config import Config, LoraSection
 from tba.common.weights.model_files import eos_ids
 from tba.trainer.distributed.ranks import Ranks
-from tba.trainer.model.adapters import add_adapters, fingerprint
+from tba.trainer.model.adapters import add_adapters, base_digest
 from tba.trainer.model.packing import packs
 from tba.trainer.model.scorer import halve, in_half, load_model, structure_of
-from tba.trainer.objectives.from_config import make_objective
+from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.preflight.check import Report
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner
@@ -28,14 +28,20 @@ _NOT_DETERMINING = {
 
 
 def build(
-    config: Config, files: Path, device: torch.device, ranks: Ranks, report: Report | None = None
+    config: Config,
+    files: Path,
+    device: torch.device,
+    ranks: Ranks,
+    report: Report | None = None,
+    objective: Objective | None = None,
 ) -> tuple[Learner, PreTrainedModel]:
     """Return a learner at step 0, and its model unwrapped: without adapters and not sharded, as the files have it.
 
     The unwrapped model is the policy itself, or a copy of its structure without weights if the policy has adapters, is
     sharded or has its optimiser on the host. Only rank 0 needs it, and only rank 0 loads weights. `report` is the
-    preflight's. Raises ConfigError, MemoryShort.
+    preflight's; `objective` is by default the one that the configuration names. Raises ConfigError, MemoryShort.
     """
+    objective = objective or make_objective(config.objective, longest_response=config.search.max_tokens)
     # FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.
     host = torch.device("cpu" if ranks.rank == 0 else "meta")
     home = device if ranks.size == 1 else host
@@ -47,16 +53,11 @@ def build(
         unwrapped = structure_of(policy)
     packed = ranks.rank == 0 and packs(config.train.packing, policy, device.type, half=half)
     if config.lora.rank:
-        add_adapters(policy, config.lora)
-        if half:
-            halve(policy)
-        # `publish` may change between starts: it does not affect the adapters.
-        adapter = {**config.lora.model_dump(mode="json", exclude={"publish"}), "base": fingerprint(files)}
-    elif config.objective.uses_reference:
+        adapter = _put_adapters(policy, config.lora, files, half=half)
+    elif objective.needs_reference:
         reference = _load_reference(config, files, host, home, half=half)
     if offload:
         masters = take_masters(policy, home, half=half)
-    objective = make_objective(config.objective, longest_response=config.search.max_tokens)
     learner = Learner(
         policy,
         reference,
@@ -71,10 +72,10 @@ def build(
         masters=masters,
         fits_gathered=report is None or report.setup.gathered,
         packed=packed,
+        adapter=adapter,
+        end_ids=end_ids(config, files),
+        states_fill=report is not None and report.states_fill,
     )
-    learner.adapter = adapter
-    learner.end_ids = end_ids(config, files)
-    learner.states_fill = report is not None and report.states_fill
     return learner, unwrapped
 
 
@@ -93,6 +94,15 @@ def lineage_of(config: Config) -> str:
         included["search"] = {"max_tokens"}
     determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING})
     return xxhash.xxh32_hexdigest(determining.encode())
+
+
+def _put_adapters(policy: PreTrainedModel, config: LoraSection, files: Path, *, half: bool) -> dict[str, Any]:
+    """Put adapters into a policy, whose weights become bfloat16 if `half`. Returns what identifies the adapters."""
+    add_adapters(policy, config)
+    if half:
+        halve(policy)
+    # `publish` may change between starts: it does not affect the adapters.
+    return {**config.model_dump(mode="json", exclude={"publish"}), "base": base_digest(files)}
 
 
 def _load_reference(

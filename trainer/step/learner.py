@@ -54,8 +54,8 @@ class StepResult:
     """What a step did.
 
     `reference` are the reference log-probabilities that the buffer did not have, by trajectory id. `rows` are numbers
-    of each row of the batch. `skipped` is the
-    reason why no update was made, `blamed` the trajectories that caused it; both are empty after an update.
+    of each row of the batch. `skipped` is the reason why no update was made, `blamed` the trajectories that caused it;
+    both are empty after an update.
     """
 
     metrics: dict[str, float]
@@ -96,19 +96,19 @@ class Learner:
         masters: Mapping[str, Tensor] | None = None,
         fits_gathered: bool = True,
         packed: bool = False,
+        adapter: dict[str, Any] | None = None,
+        end_ids: frozenset[int] = frozenset(),
+        states_fill: bool = False,
     ) -> None:
         assert reference is not None or has_adapters(policy) or not objective.needs_reference
         self.policy = policy
         self.watch = Stopwatch(SystemClock())
         self.before_writing: Callable[[], None] = lambda: None
         self.steps_done = 0
-        self.adapter: dict[str, Any] | None = None
-        self.end_ids: frozenset[int] = frozenset()
-        self.states_fill = False
+        self.adapter, self._end_ids, self._states_fill = adapter, end_ids, states_fill
         self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         self._config, self._objective = config, objective
-        self._ranks = ranks
-        self._entropy = entropy
+        self._ranks, self._entropy = ranks, entropy
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(policy, autocast=autocast)
         # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
@@ -193,7 +193,7 @@ class Learner:
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **ratios,
             **stale_metrics(batch, sums.log_ratio_BK),
-            **batch_metrics(batch, self.end_ids),
+            **batch_metrics(batch, self._end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),
             "grad_cosine": cosine,
@@ -221,7 +221,7 @@ class Learner:
             ) from error
 
     def _memory_advice(self, batch: TrainBatch) -> str:
-        if self.states_fill:
+        if self._states_fill:
             return (
                 "weights, gradients and optimiser states fill the memory, so smaller micro-batches are of little use: "
                 'train on more GPUs (train.gpu), set train.offload = "optimizer", or train adapters (lora.rank, not in '
@@ -265,7 +265,7 @@ class Learner:
         self.optimizer.zero_grad()
         self.steps_done += 1
         self.reference.update(self.policy, self.steps_done)
-        metrics = {**batch_metrics(batch, self.end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
+        metrics = {**batch_metrics(batch, self._end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
         return StepResult(only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:

@@ -186,7 +186,7 @@ def test_compact_does_not_choose_between_several_runs(capped, tba_buffer):
     store = Store(capped, durability="process")
     store.open_run("second", seed=0, config={}, software={})
     store.close()
-    assert "has the runs test, second: name one" in tba_buffer("compact", "-b", capped).message
+    assert "holds the runs test, second: name one" in tba_buffer("compact", "-b", capped).message
 
 
 def test_compact_of_an_unknown_run_names_the_runs_of_the_file(capped, tba_buffer):
@@ -199,7 +199,7 @@ def test_compact_checks_the_free_disk_space_first(capped, tba_buffer, monkeypatc
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     refused = tba_buffer("compact", "-b", capped, *CAP, "--keep-steps", 0)
     assert refused.exit_code == 1
-    assert "nothing was dropped" in refused.message
+    assert "nothing was changed" in refused.message
     assert len(ask(capped, LEFT)) == 10
 
 
@@ -223,17 +223,17 @@ BREAKAGES = {
     "INSERT INTO reference_logprobs VALUES (77, 'initial', -1.0)": NO_SUCH_ROW,
     "DELETE FROM payloads WHERE trajectory = 3": "every trajectory has its tokens",
     "UPDATE trajectory_rows SET compacted_at = 1.0 WHERE id = 3": "compacted trajectories have no tokens",
-    "UPDATE trajectory_rows SET response_tokens = 4 WHERE id = 3": "tokens are as counted",
-    "UPDATE consumption_rows SET token_log_ratios = x'0000' WHERE slot = 0": "log-ratios of tokens are as counted",
-    "UPDATE prompts SET run = 2 WHERE id = 1": "a trajectory has the run of its prompt",
+    "UPDATE trajectory_rows SET response_tokens = 4 WHERE id = 3": "token counts match the stored arrays",
+    "UPDATE consumption_rows SET token_log_ratios = x'0000' WHERE slot = 0": "one log-ratio per token",
+    "UPDATE prompts SET run = 2 WHERE id = 1": "a trajectory and its prompt belong to the same run",
     "UPDATE trajectory_rows SET policy_version = 5 WHERE id = 3": "every policy version was announced",
-    "DELETE FROM consumption_rows WHERE slot = 5": "batches have their size",
+    "DELETE FROM consumption_rows WHERE slot = 5": "each batch has prompts × samples slots",
     "INSERT INTO visits (run, epoch, place, prompt, leased_at, done_at) VALUES (1, 1, 0, 1, 1.0, 2.0)": (
         "every done visit has a trajectory"
     ),
-    "UPDATE visits SET place = 5 WHERE id = 2": "places of an epoch have no gap",
+    "UPDATE visits SET place = 5 WHERE id = 2": "positions in an epoch have no gaps",
     "INSERT INTO visits (run, epoch, place, prompt, leased_at) VALUES (1, 0, 2, 1, 1.0)": (
-        "a prompt is once in an epoch"
+        "a prompt occurs at most once per epoch"
     ),
     "UPDATE visits SET epoch = 1, place = 0 WHERE id = 2": "past epochs are complete",
 }
@@ -266,14 +266,14 @@ def test_a_gap_in_a_senders_sequence_numbers_is_a_note(filled, tba_buffer, harne
     buffer.store.close()
     outcome = tba_buffer("check", "-b", filled, "--json", "--quick")
     assert outcome.exit_code == 0
-    assert outcome.json[-1] == {"check": "sequence numbers have no gap", "result": "note", "detail": "s.1: 13 missing"}
+    assert outcome.json[-1] == {"check": "sequence numbers have no gaps", "result": "note", "detail": "s.1: 13 missing"}
 
 
 def test_steps_that_a_restore_left_out_are_a_note(filled, tba_buffer):
     change(filled, "UPDATE batches SET step = 5")
     outcome = tba_buffer("check", "-b", filled, "--json")
     assert outcome.exit_code == 0
-    assert {"check": "steps have no gap", "result": "note", "detail": "step 4 is missing"} in outcome.json
+    assert {"check": "steps have no gaps", "result": "note", "detail": "step 4 is missing"} in outcome.json
 
 
 def test_check_of_an_older_schema_reports_what_it_left_out(filled, tba_buffer, next_release):

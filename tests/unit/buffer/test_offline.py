@@ -278,9 +278,9 @@ def test_a_replay_needs_only_the_tokens_of_its_batches(offline, source):
 def test_an_offline_run_logs_how_many_compacted_trajectories_it_leaves_out(offline, source, caplog):
     compact_all_but(source, batch_of(source, 2))
     buffer = offline(**EVERYTHING)
-    assert buffer.sampleable == len(batch_of(source, 2))
+    assert buffer.sampleable_count == len(batch_of(source, 2))
     (warning,) = (record for record in caplog.records if "compacted" in record.message)
-    assert warning.fields == {"trajectories": STEPS * ROUND - buffer.sampleable}
+    assert warning.fields == {"trajectories": STEPS * ROUND - buffer.sampleable_count}
 
 
 def test_too_little_data_is_an_error_instead_of_a_wait(offline):

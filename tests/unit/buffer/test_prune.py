@@ -5,8 +5,10 @@ import sqlite3
 
 import pytest
 
+from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
+from tba.common.errors import UsageError
 from tba.tests.unit.buffer.test_compact_check_backup import ask
 
 RECENT = {"recency_fraction": 1.0, "recency_window": 0}
@@ -144,3 +146,10 @@ def test_only_trajectories_of_the_run_count_as_kept(prune, trained):
 def test_prune_needs_the_server_stopped(prune, trained, harness):
     harness(trained)
     assert "a buffer server has" in prune(*OLD, "--yes").message
+
+
+def test_a_run_is_named_or_the_only_one(tmp_path):
+    assert choose_run(tmp_path, "a", None, "--run") == choose_run(tmp_path, "ab", "a", "--run") == "a"
+    for names, name in (("a", "x"), ("ab", None), ("aa", "a"), ("", None)):
+        with pytest.raises(UsageError, match="name one with --run$"):
+            choose_run(tmp_path, names, name, "--run")

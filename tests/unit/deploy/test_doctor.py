@@ -27,7 +27,7 @@ from tba.deploy.doctor_storage import (
     mount_of,
 )
 from tba.tests.helpers.weights import write_tensor_file
-from tba.trainer.loop import prepare
+from tba.trainer.startup import prepare
 
 HEADER = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |"
 # Four GPUs: 0 and 1 have NVLink and are on NUMA node 0, 2 and 3 are on node 1. Names of columns are underlined.

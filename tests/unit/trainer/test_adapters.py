@@ -25,15 +25,14 @@ KEYS = {"learning_rate": 0.05, "warmup_steps": 0, "steps": 10}
 def make_learner(*, double: bool = False, tie: bool = False, **keys) -> Learner:
     policy = tiny_model(tie=tie, layers=2)
     add_adapters(policy, LoraSection(rank=2, alpha=3.0))
-    learner = Learner(
+    return Learner(
         policy.double() if double else policy,
         None,
         TrainSection.model_validate(KEYS | keys),
         objective(),
         autocast=False,
+        adapter={"rank": 2},
     )
-    learner.adapter = {"rank": 2}
-    return learner
 
 
 def run_steps(learner: Learner, count: int) -> list[dict[str, float]]:

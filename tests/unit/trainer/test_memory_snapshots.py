@@ -22,7 +22,7 @@ from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.passes import counted
 from tba.tests.helpers.weights import WEIGHTS
 from tba.trainer.model.scorer import weights_of
-from tba.trainer.publishing import canary, slots
+from tba.trainer.publishing import canary, weights_files
 from tba.trainer.publishing.canary import make_canary, skeleton
 
 
@@ -164,7 +164,7 @@ def test_a_snapshot_whose_manifest_found_no_space_is_tried_again_and_does_not_na
             raise failures.pop()
         node_store.record_proof(directory, digest)
 
-    monkeypatch.setattr(slots, "record_proof", record_proof)
+    monkeypatch.setattr(weights_files, "record_proof", record_proof)
     monkeypatch.setattr("tba.trainer.publishing.publisher._SPACE_POLL_SECONDS", 0.05)
     publish(lab, lab.publisher(), [0])
     assert not failures

@@ -373,8 +373,14 @@ def test_a_kl_in_the_reward_changes_the_gradient(kl):
     free, held = (loss_and_gradient("reinforce", responses, kl=choice)[1] for choice in ("none", kl))
     assert not torch.allclose(free, held, atol=1e-3)
     assert objective("grpo", kl=kl).needs_reference is (kl == "reference")
-    assert not objective("grpo").needs_reference
-    assert objective("tba_prime").needs_reference
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_is_needed_where_the_loss_depends_on_it(name):
+    responses = case()
+    unknown = replace(responses, reference_bK=torch.full_like(responses.reference_bK, math.nan))
+    loss, _ = loss_and_gradient(name, unknown)
+    assert math.isnan(loss) is objective(name).needs_reference
 
 
 def test_a_kl_that_the_objective_does_not_support_is_rejected():

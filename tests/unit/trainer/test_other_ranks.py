@@ -24,8 +24,7 @@ class ScriptedRanks(Ranks):
 
 def run_with(monkeypatch: pytest.MonkeyPatch, error: Exception, *, states_fill: bool = False) -> None:
     """Run a rank whose step raises an error."""
-    learner = make_learner(micro_batch_tokens=30)
-    learner.states_fill = states_fill
+    learner = make_learner(micro_batch_tokens=30, states_fill=states_fill)
 
     def fail(_):
         raise error

@@ -273,9 +273,10 @@ def test_the_cosine_is_that_of_the_gradient_and_the_mean_of_the_earlier_ones():
 
 def test_the_truncated_share_counts_responses_without_an_end_token():
     rows = [make_row(1, [1], [3, 2]), make_row(2, [1], [2, 3]), make_row(3, [1], []), make_row(4, [1], [5])]
-    learner, batch = make_learner(), make_batch(rows, [[0.0, 1.0, 0.0, 1.0]])
-    assert "truncated_share" not in learner.step(batch).metrics
-    learner.end_ids = frozenset({2, 5})
+    batch = make_batch(rows, [[0.0, 1.0, 0.0, 1.0]])
+    assert "truncated_share" not in make_learner().step(batch).metrics
+    train, ends = TrainSection.model_validate(FLAT), frozenset({2, 5})
+    learner = Learner(tiny_model(), tiny_model(seed=1), train, objective("tb"), autocast=False, end_ids=ends)
     assert learner.step(batch).metrics["truncated_share"] == 0.5
 
 

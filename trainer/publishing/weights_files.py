@@ -43,7 +43,7 @@ log = get_logger(__name__)
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class Slot:
+class WeightsFile:
     """A directory with a weights file of `layout` that this process has mapped: `tensors` are its content.
 
     Raises OSError if there is no space, and leaves nothing then.
@@ -121,8 +121,8 @@ class Slot:
         self.close()
 
 
-class Slots:
-    """The slots of one trainer. The training thread acquires them, the publisher's thread does the rest.
+class WeightsFilePool:
+    """The weights files of one trainer. The training thread acquires them, the publisher's thread does the rest.
 
     There are as many as are in use at the same time: the newest, the one being written, the one being filled, and those
     that searchers hold. `floor` is the space in bytes that must stay free.
@@ -130,25 +130,25 @@ class Slots:
 
     def __init__(self, directory: Path, layout: Layout, device: torch.device, floor: int) -> None:
         self.directory = directory
-        # Why there is no slot, for people.
+        # Why there is no file, for people.
         self.shortage = ""
         self._layout = layout
         self._pinned = device.type == "cuda"
         self._floor = floor
         self._lock = threading.Lock()
-        self._free: list[Slot] = []
+        self._free: list[WeightsFile] = []
         # Acquired and not sealed.
-        self._taken: list[Slot] = []
+        self._taken: list[WeightsFile] = []
         # Oldest first.
-        self._published: list[Slot] = []
+        self._published: list[WeightsFile] = []
         # Of them, those that are older than the one announced last.
         self._old = 0
         make_directory(directory)
-        # Before the first slot: after a crash there may be no room for it. The newest is what searchers may ask for.
+        # Before the first file: after a crash there may be no room for it. The newest is what searchers may ask for.
         self._delete_leftovers(keep=1)
 
-    def acquire(self) -> Slot | None:
-        """A slot to fill; None if there is no room for one more, with the reason in `shortage`."""
+    def acquire(self) -> WeightsFile | None:
+        """A file to fill; None if there is no room for one more, with the reason in `shortage`."""
         with self._lock:
             if not self._free:
                 self._reclaim()
@@ -159,24 +159,24 @@ class Slots:
             self._taken.append(self._free.pop())
             return self._taken[-1]
 
-    def give_back(self, slot: Slot) -> None:
-        """The content of a slot is not published after all."""
+    def give_back(self, file: WeightsFile) -> None:
+        """The content of a file is not published after all."""
         with self._lock:
-            self._taken.remove(slot)
-            self._free.append(slot)
+            self._taken.remove(file)
+            self._free.append(file)
 
-    def seal(self, slot: Slot, manifest: Manifest) -> str:
-        """Publish a filled slot. Returns the sha256 of the manifest."""
-        digest = write_manifest(slot.path, manifest)
-        record_proof(slot.path, digest)
-        slot.publish(self.directory / SnapshotKey(manifest.version, digest).name)
+    def seal(self, file: WeightsFile, manifest: Manifest) -> str:
+        """Publish a filled file. Returns the sha256 of the manifest."""
+        digest = write_manifest(file.path, manifest)
+        record_proof(file.path, digest)
+        file.publish(self.directory / SnapshotKey(manifest.version, digest).name)
         with self._lock:
-            self._taken.remove(slot)
-            self._published.append(slot)
+            self._taken.remove(file)
+            self._published.append(file)
         return digest
 
     def announced(self) -> None:
-        """The newest slot is announced: older ones may be used again. One spare slot is made, more are deleted."""
+        """The newest file is announced: older ones may be used again. One spare file is made, more are deleted."""
         with self._lock:
             self._old = len(self._published) - 1
             self._reclaim()
@@ -190,16 +190,16 @@ class Slots:
         """Delete what no searcher uses, except the announced one: searchers that start later may ask for it."""
         with self._lock:
             self._reclaim()
-            for slot in (*self._free, *self._taken):
-                slot.delete()
-            for slot in self._published:
-                slot.close()
+            for file in (*self._free, *self._taken):
+                file.delete()
+            for file in self._published:
+                file.close()
             self._free, self._taken, self._published = [], [], []
             self._old = 0
 
     def _delete_leftovers(self, *, keep: int = 0) -> None:
         """Delete what earlier processes left and no one uses, except the newest `keep` snapshots."""
-        own = {slot.path for slot in self._published}
+        own = {file.path for file in self._published}
         left = sorted((path for path in self.directory.glob(SNAPSHOT) if path not in own), key=modified_at)
         for path in [*left[: len(left) - keep], *self.directory.glob(f".{SNAPSHOT}.part")]:
             delete(path)
@@ -208,17 +208,17 @@ class Slots:
             shutil.rmtree(rest, ignore_errors=True)
 
     def _reclaim(self) -> None:
-        for slot in self._published[: self._old]:
-            if slot.kept:
+        for file in self._published[: self._old]:
+            if file.kept:
                 continue
             try:
-                if not slot.take(self._part()):
+                if not file.take(self._part()):
                     continue
-                self._free.append(slot)
+                self._free.append(file)
             except FileNotFoundError as error:
                 log.info("snapshot file not used again", reason=str(error))
-                slot.delete()
-            self._published.remove(slot)
+                file.delete()
+            self._published.remove(file)
             self._old -= 1
 
     def _make(self) -> None:
@@ -231,7 +231,7 @@ class Slots:
             )
             return
         try:
-            self._free.append(Slot(self._part(), self._layout, pinned=self._pinned))
+            self._free.append(WeightsFile(self._part(), self._layout, pinned=self._pinned))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -74,21 +74,21 @@ def _prepared(
         # The newest. It is chosen again if the trainer deletes it before it is pinned here.
         for _ in range(_ATTEMPTS):
             (path,) = choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
-            if prepared := unless_collected(assembler, path):
+            if prepared := unless_deleted(assembler, path):
                 yield prepared
                 return
         raise SnapshotError(
-            f"{config.snapshots}: each snapshot was collected before it could be read: raise train.keep_snapshots"
+            f"{config.snapshots}: each snapshot was deleted before it could be read: raise train.keep_snapshots"
         )
     else:
         for path in paths:
-            if prepared := unless_collected(assembler, path):
+            if prepared := unless_deleted(assembler, path):
                 yield prepared
             else:
-                log.warning("snapshot not evaluated: the trainer has collected it", path=path)
+                log.warning("snapshot not evaluated: the trainer has deleted it", path=path)
 
 
-def unless_collected(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, PinnedSnapshot] | None:
+def unless_deleted(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, PinnedSnapshot] | None:
     """Assemble a snapshot. None if the trainer has deleted it, of which the manifest goes first."""
     try:
         return assembler.assemble(ref_of(path))

@@ -288,7 +288,7 @@ def _link(path: Path, version: int, name: str, target: Path, _size: int | None) 
     except OSError as error:
         raise read_error(
             error,
-            f"{source}: {error.strerror}: already collected, or not on this machine: searchers on others need "
+            f"{source}: {error.strerror}: already deleted, or not on this machine: searchers on others need "
             "a shared file system, or train.serve_snapshots in the trainer's configuration",
         ) from error
     # Where searchers read weights from memory, a copy of those that are on disk is due.

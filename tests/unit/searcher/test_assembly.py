@@ -264,7 +264,7 @@ def test_a_delta_is_not_applied_to_another_runs_snapshot_of_the_same_version(tmp
     assert (found.path / WEIGHTS).read_bytes() == trainer.truth[1]
 
 
-def test_weights_in_use_are_never_collected(trainer, assembler, tmp_path):
+def test_weights_in_use_are_never_deleted(trainer, assembler, tmp_path):
     served, pinned = assembler.assemble(trainer.full())
     neighbour = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
     for _ in range(6):

@@ -56,7 +56,7 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     yield _found("load", "ok", f"task {task.name}, in {load_seconds:.1f} s")
     prompts = _prompts(task, training, held_out)
     yield prompts
-    # What is no prompt can neither be scored nor rendered.
+    # What is not a prompt can neither be scored nor rendered.
     if prompts["result"] == "fail":
         return
     scores = _score_in_workers(config.task, task, (training or held_out)[:_SAMPLED])
@@ -73,7 +73,7 @@ def _prompts(task: Task, training: Sequence[Prompt], held_out: Sequence[Prompt])
     for prompt in (*training, *held_out):
         texts = [getattr(prompt, name, None) for name in ("key", "text", "answer")]
         if not isinstance(prompt, Prompt) or not all(isinstance(text, str) for text in texts):
-            return _found("prompts", "fail", f"{prompt!r:.200} is no Prompt whose key, text and answer are texts")
+            return _found("prompts", "fail", f"{prompt!r:.200} is not a Prompt whose key, text and answer are texts")
     try:
         check_prompts(task)
     except TaskError as error:

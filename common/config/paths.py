@@ -150,4 +150,4 @@ def check_directories(config: Config) -> None:
         own = config.search.weights_dir / config.run.name
         # As the searchers require (tba.common.weights.node_store).
         if os.path.exists(own) and not (own.is_dir() and own.stat().st_uid == os.getuid()):
-            raise ConfigError(f"search.weights_dir: {own} is no directory of this user: set another one")
+            raise ConfigError(f"search.weights_dir: {own} is not a directory of this user: set another one")

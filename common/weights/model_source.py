@@ -32,7 +32,7 @@ def find_source(config: Config, named: Path | None, version: int | None) -> Path
         directory = named / "snapshots"
     kept = {path.name: path for path in list_snapshots(directory)}
     if not kept:
-        raise UsageError(f"{directory} is no run, snapshot, checkpoint or model directory")
+        raise UsageError(f"{directory} is not a run, snapshot, checkpoint or model directory")
     if version is None:
         return kept[max(kept)]
     if directory_name(version) not in kept:

@@ -143,7 +143,7 @@ def _address_of(descriptor: int) -> str:
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Return the bytes that have arrived, 0 if it is no TCP connection or ZeroMQ has closed it."""
+    """Return the bytes that have arrived, 0 if it is not a TCP connection or ZeroMQ has closed it."""
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.stop)
         return int.from_bytes(info[_BYTES_RECEIVED], "little")

@@ -27,8 +27,8 @@ from tba.tests.process.test_run import check_rewards, query
 BAD_REPLIES = {
     "400": "answered with status 400: out of order",
     "307": "answered with status 307",
-    "no json": "answered with no JSON: no json",
-    "[]": "answered with no JSON object",
+    "no json": "returned something other than JSON: no json",
+    "[]": "returned something other than a JSON object",
     '{"data": []}': "answered without data[0].probs",
     '{"data": [{"probs": [1, 2]}]}': "answered with 2 labels",
     '{"data": [{"probs": [NaN]}]}': "score 'nan': not a finite number",

@@ -56,7 +56,7 @@ class ProcessingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {_key(one): Derived.of(name, one) for name, one in weights(model)}
 
     def derived(self, model: nn.Module) -> list[Derived]:
-        """What was made, is still in use, and is no parameter.
+        """What was made, is still in use, and is not a parameter.
 
         A buffer may be among it: vLLM clears and reloads those alone that are in a checkpoint.
         """

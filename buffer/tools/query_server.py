@@ -12,9 +12,10 @@ from pathlib import Path
 from tba.buffer.tools.limited_query import limit_memory, query_limited
 from tba.common.errors import StorageError, UsageError, WireError
 from tba.common.log import RepeatedWarning, get_logger
+from tba.common.wire.addresses import is_private
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
-from tba.common.wire.keys import KeyRole, ServerKeys, is_local
+from tba.common.wire.keys import KeyRole, ServerKeys
 from tba.common.wire.messages import Failure
 from tba.common.wire.query_messages import QueryResult, RunQuery
 
@@ -40,7 +41,7 @@ def serve_queries(
     with contextlib.closing(ServerChannel(address, setting="ADDRESS", unsent=_UNSENT, keys=keys)) as channel:
         os.nice(_NICE)
         log.info("answering queries", address=channel.address, database=str(path))
-        if keys is None and not is_local(channel.address):
+        if keys is None and not is_private(channel.address):
             log.warning("every client that reaches the address may read the database: security.insecure is set")
         refused = RepeatedWarning(log)
         while not stop():

@@ -16,16 +16,18 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from tba.common.config import Config
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, SnapshotError
 from tba.common.weights import delta_store
 from tba.common.weights.model_files import model_here, weight_files
-from tba.common.weights.snapshot import SnapshotKey
+from tba.common.weights.snapshot import SnapshotKey, choose_snapshots
 
 # Exactly the names that this module creates: search.weights_dir may be a directory that holds other things too.
 SNAPSHOT = f"v[0-9]*-{'[0-9a-f]' * 16}"
@@ -40,13 +42,16 @@ MEMORY = Path("/dev/shm")  # noqa: S108
 # The newest, the one before, which may be served while the next one is written, and one that a slow searcher reads.
 COPIES = 4
 _POLL_SECONDS = 0.01
+# Attempts to pin the newest snapshot of a run that publishes and deletes quickly.
+_ATTEMPTS = 10
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class PinnedSnapshot:
     """A snapshot directory that is not deleted until it is released, by a shared lock on `_descriptor`.
 
-    Without a descriptor it needs no lock: it is inside a directory that is being assembled.
+    Without a descriptor it has no lock: it is inside a directory that is being assembled, or on disk.
     """
 
     path: Path
@@ -77,6 +82,20 @@ def pin_path(path: Path) -> PinnedSnapshot | None:
         return PinnedSnapshot(path, descriptor)
     os.close(descriptor)
     return None
+
+
+def pin_newest(config: Config, pin: Callable[[Path], T | None]) -> T:
+    """Return what `pin` returns for the newest snapshot of a run; None means that the trainer has deleted it.
+
+    Then the newest one is chosen again. Raises UsageError if there is none, SnapshotError if each was deleted.
+    """
+    for _ in range(_ATTEMPTS):
+        (path,) = choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
+        if (pinned := pin(path)) is not None:
+            return pinned
+    raise SnapshotError(
+        f"{config.snapshots}: each snapshot was deleted before it could be read: raise train.keep_snapshots"
+    )
 
 
 def record_proof(directory: Path, manifest_sha256: str) -> None:

@@ -21,7 +21,7 @@ def check_task_and_prompts(config: Config) -> None:
     Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
     room for.
     """
-    from tba.searcher.run import context_of
+    from tba.searcher.build import context_of
 
     task = load_task(config.task)
     check_prompts(task)

@@ -20,7 +20,7 @@ from tba.common.errors import TaskError, TbaError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.tokenizer import load_tokenizer
-from tba.searcher.run import context_of
+from tba.searcher.build import context_of
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, score, storable
 from tba.searcher.tasks import load_task

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.table import print_table
 from tba.common.errors import CanaryMismatch
-from tba.searcher.engines.acceptance import Acceptance, Mismatch, mismatch
+from tba.searcher.engines.acceptance import Acceptance, mismatch
+from tba.searcher.engines.engine import Mismatch
 
 MODEL = Path("examples/arithmetic/model")
 COUNT = int(os.environ.get("COUNT", "200"))

@@ -17,7 +17,7 @@ from tba.common.quantity import quantity
 from tba.common.weights import adapter
 from tba.common.weights.snapshot import Canary, Snapshot
 from tba.common.wire.trajectory import Float32
-from tba.searcher.engines.engine import in_vocabulary
+from tba.searcher.engines.engine import Mismatch, in_vocabulary
 
 log = get_logger(__name__)
 
@@ -36,15 +36,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
 # `Engine.score`.
 Score = Callable[[Sequence[Sequence[int]]], list[Float32]]
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The difference between engine and trainer on the same tokens (`LoadReport` defines the numbers)."""
-
-    maximum: float
-    mean: float
-    kl: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class TransformersEngine:
         self._acceptance.uncalibrated = False
         read, exchange, canary = np.diff(times).tolist()
         parts = (read, exchange, canary, times[-1] - times[0])
-        return LoadReport(mismatch.maximum, mismatch.mean, mismatch.kl, "copy", *parts)
+        return LoadReport(mismatch, "copy", *parts)
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:

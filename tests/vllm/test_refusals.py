@@ -173,7 +173,7 @@ def test_the_beginning_of_a_canary_longer_than_the_context_is_scored(lab):
     engine = lab.transformers_engine(short)
     # With a longer context, so that its canary of 40 tokens can be computed.
     same_weights = lab.model(seed=4)
-    assert engine.load_weights(lab.snapshot(same_weights)).mismatch_max < 1e-4
+    assert engine.load_weights(lab.snapshot(same_weights)).mismatch.maximum < 1e-4
     with pytest.raises(CanaryMismatch):
         engine.load_weights(lab.snapshot(same_weights, canary_error=0.1))
 

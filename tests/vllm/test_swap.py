@@ -66,8 +66,8 @@ def in_engine(engine):
 def test_a_swap_in_place_reports_its_way_and_its_mismatch(lab, engine, old, dtype):
     report = engine.load_weights(lab.snapshot(old, saved=saved(lab, old, dtype)))
     assert report.way == "in place"
-    assert report.mismatch_mean <= report.mismatch_max <= BOUNDS[dtype]
-    assert 0 <= report.mismatch_kl < report.mismatch_max
+    assert report.mismatch.mean <= report.mismatch.maximum <= BOUNDS[dtype]
+    assert 0 <= report.mismatch.kl < report.mismatch.maximum
     assert report.pause_seconds >= report.exchange_seconds + report.canary_seconds
 
 
@@ -78,7 +78,7 @@ def test_many_steps_leave_the_trainers_weights_bit_for_bit(lab, engine, old, dty
         last = lab.snapshot(model, saved=saved(lab, model, dtype))
         report = engine.load_weights(last)
         assert report.way == "in place"
-        assert report.mismatch_max <= BOUNDS[dtype]
+        assert report.mismatch.maximum <= BOUNDS[dtype]
     assert in_engine(engine) == hashes(last)
 
 
@@ -128,7 +128,7 @@ def test_many_swaps_during_generation_lose_nothing_and_leak_no_memory(lab, engin
             finished |= {generation.id: generation for generation in engine.step()}
             stepped += 1
         preparing.result()
-        assert engine.load_weights(snapshot).mismatch_max <= BOUNDS[dtype]
+        assert engine.load_weights(snapshot).mismatch.maximum <= BOUNDS[dtype]
         resident.append(memory_in_use())
     preparing_thread.shutdown()
     finished |= lab.finish(engine)

@@ -24,8 +24,8 @@ from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFa
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.weights.snapshot import Canary, FileEntry, Manifest, Snapshot
-from tba.searcher.engines.acceptance import Acceptance, Mismatch
-from tba.searcher.engines.engine import LoadReport
+from tba.searcher.engines.acceptance import Acceptance
+from tba.searcher.engines.engine import LoadReport, Mismatch
 from tba.searcher.engines.vllm.running import LoadFailed, RunningVllm
 
 log = get_logger(__name__)
@@ -196,7 +196,7 @@ class HotReload:
         now = time.perf_counter()
         read_seconds = self._read_seconds if way == IN_PLACE else 0.0
         parts = (read_seconds, written - begun, now - written)
-        return LoadReport(found.maximum, found.mean, found.kl, way, *parts, pause_seconds=now - started)
+        return LoadReport(found, way, *parts, pause_seconds=now - started)
 
     def _write(self, weights: _Weights, way: str) -> None:
         """Overwrite the weights, and the adapter after them: vLLM's reload removes it. Raises LoadFailed."""

@@ -8,7 +8,8 @@ import pytest
 
 from tba.common.errors import CanaryMismatch
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
-from tba.searcher.engines.acceptance import Acceptance, Mismatch, mismatch, routes_or_quantizes
+from tba.searcher.engines.acceptance import Acceptance, mismatch, routes_or_quantizes
+from tba.searcher.engines.engine import Mismatch
 
 
 def scoring(*scores):

@@ -107,7 +107,6 @@ class Lab:
             "seed": 0,
             "canary_tolerance": 1e-3,
             "pack_weights": False,
-            "initial_version": 0,
             "dtype": "float32",
             "head_dtype": "model",
             "prompt_tokens": 0,

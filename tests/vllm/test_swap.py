@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tba.common.errors import SnapshotError
 from tba.common.weights.tensor_file import map_tensors
@@ -59,7 +60,16 @@ def hashes(snapshot):
 
 def in_engine(engine):
     """sha256 of each tensor that the only worker of an engine holds."""
-    (held,) = engine._running.call("tba_hashes")
+
+    def of_worker(worker):
+        parameters = worker.tba_swap._parameters()
+        held = {one.name: one.of_parameter(parameters[one.parameter]) for one in worker.tba_swap._slices}
+        return {
+            name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+            for name, tensor in held.items()
+        }
+
+    (held,) = engine._running._llm.collective_rpc(of_worker)
     return held
 
 

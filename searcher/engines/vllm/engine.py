@@ -45,7 +45,6 @@ class VllmEngine:
         stopping: Stopping,
         lora_rank: int = 0,
         pack_weights: bool = True,
-        initial_version: int = 0,
         prompt_tokens: int = 0,
     ) -> None:
         """`lora_rank` 0 is an engine without adapters; `prompt_tokens` is the length of a typical prompt.
@@ -68,7 +67,6 @@ class VllmEngine:
         scheduler = VllmScheduler(llm)
         self._running = RunningVllm(
             llm,
-            version=initial_version,
             scheduler=scheduler,
             max_in_flight=scheduler.choose_in_flight(search, prompt_tokens),
             end_ids=sorted(stopping.ids),

@@ -98,8 +98,8 @@ class HotReload:
         # So that no cached key or value of the engine's start hides a difference.
         self._running.set_version(own.version)
         try:
-            wrong = sorted({name for names in self._running.call("tba_try", own.files, way) for name in names})
-            if wrong:
+            found = self._running.call("tba_try", own.files, way == IN_PLACE)
+            if wrong := sorted({name for names in found for name in names}):
                 many = quantity(len(wrong), "tensor is", "tensors are")
                 return f"{many} not restored, for example {', '.join(wrong[:_NAMED])}"
             self._prove(own)

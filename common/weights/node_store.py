@@ -33,8 +33,8 @@ from tba.common.weights.snapshot import SnapshotKey, choose_snapshots
 SNAPSHOT = f"v[0-9]*-{'[0-9a-f]' * 16}"
 DELETED = f".deleted-[0-9]*-{SNAPSHOT}*"
 
-# The record in a directory. Not named by any manifest.
-PROOF = "proof"
+# The mark of a directory whose files were verified. Not named by any manifest.
+VERIFIED = "proof"
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Every user writes there; the directory below it is checked.
@@ -98,26 +98,26 @@ def pin_newest(config: Config, pin: Callable[[Path], T | None]) -> T:
     )
 
 
-def record_proof(directory: Path, manifest_sha256: str) -> None:
+def mark_verified(directory: Path, manifest_sha256: str) -> None:
     """Record that every file in a directory has the hash in its manifest. Called before it gets its final name."""
-    (directory / PROOF).write_text(_proof(manifest_sha256), encoding="ascii")
+    (directory / VERIFIED).write_text(_mark(manifest_sha256), encoding="ascii")
 
 
-def withdraw_proof(directory: Path) -> None:
+def unmark_verified(directory: Path) -> None:
     """Have the next user hash the files again."""
-    (directory / PROOF).unlink(missing_ok=True)
+    (directory / VERIFIED).unlink(missing_ok=True)
 
 
-def is_proved(directory: Path, manifest_sha256: str) -> bool:
+def is_verified(directory: Path, manifest_sha256: str) -> bool:
     """Whether a process of this user has recorded, since the last boot, that the files are those of this manifest."""
     try:
-        own = all(path.lstat().st_uid == os.getuid() for path in (directory, directory / PROOF))
-        return own and (directory / PROOF).read_text(encoding="ascii") == _proof(manifest_sha256)
+        own = all(path.lstat().st_uid == os.getuid() for path in (directory, directory / VERIFIED))
+        return own and (directory / VERIFIED).read_text(encoding="ascii") == _mark(manifest_sha256)
     except (OSError, ValueError):
         return False
 
 
-def _proof(manifest_sha256: str) -> str:
+def _mark(manifest_sha256: str) -> str:
     return f"{_BOOT.read_text(encoding='ascii').strip()} {manifest_sha256}\n"
 
 

@@ -19,7 +19,7 @@ from tba.common.errors import SnapshotError, WireError
 from tba.common.log import RepeatedWarning, get_logger
 from tba.common.system.background import Background
 from tba.common.weights import delta, delta_store
-from tba.common.weights.node_store import PROOF, PinnedSnapshot, modified_at, pin_path
+from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
 from tba.common.weights.snapshot import MANIFEST, directory_name, read
 from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
@@ -177,8 +177,8 @@ class NodeServer(SnapshotServer):
             return self._begun(request)
 
     def _hold(self, directory: Path) -> bool:
-        # Without a proof it was found to be damaged.
-        return (directory / PROOF).is_file() and super()._hold(directory)
+        # Without the mark it was found to be damaged.
+        return (directory / VERIFIED).is_file() and super()._hold(directory)
 
     def _begun(self, request: FetchChunk) -> tuple[int, bytes]:
         """As `_chunk`, of a file that is being fetched."""

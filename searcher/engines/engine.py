@@ -133,7 +133,7 @@ class Engine(Protocol):
         """
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the refused ones
         reaches a Generation, and requests in flight are still answered. The files of the weights that serve must stay

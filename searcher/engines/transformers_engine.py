@@ -136,7 +136,7 @@ class TransformersEngine:
         self._acceptance.check(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
 
         All or nothing, as the protocol requires: no step runs between the copy and the canary, so requests in flight
         never use refused weights. Their KV cache keeps what older weights computed.
@@ -151,8 +151,8 @@ class TransformersEngine:
         try:
             _copy(targets, values)
             times.append(time.perf_counter())
-            mismatch = self._acceptance.prove(self.score, snapshot, context=self._context, calibrate=calibrate)
-        # Also when a signal handler raised: unproven weights must not serve.
+            mismatch = self._acceptance.check_canary(self.score, snapshot, context=self._context, calibrate=calibrate)
+        # Also when a signal handler raised: unchecked weights must not serve.
         except BaseException:
             _copy(targets, backup)
             raise

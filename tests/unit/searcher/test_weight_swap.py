@@ -86,7 +86,7 @@ def test_a_parameter_reshaped_or_converted_after_loading_rules_out_swaps_in_plac
         WeightSwap(model, swap._slices, layouts)
 
 
-def test_a_parameter_that_appears_after_loading_is_left_to_the_proof(model, swap, layouts, tmp_path):
+def test_a_parameter_that_appears_after_loading_is_left_to_the_self_test(model, swap, layouts, tmp_path):
     model.derived = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     found = WeightSwap(model, swap._slices, layouts)
     found.prepare(files(tmp_path, 1), seed=1)

@@ -14,7 +14,7 @@ from tba.common.errors import StorageError, UsageError, WireError
 from tba.common.log import RepeatedWarning, get_logger
 from tba.common.wire.addresses import is_private
 from tba.common.wire.channels import ServerChannel
-from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
+from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
 from tba.common.wire.keys import KeyRole, ServerKeys
 from tba.common.wire.messages import Failure
 from tba.common.wire.query_messages import QueryResult, RunQuery
@@ -49,7 +49,7 @@ def serve_queries(
                 if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
                     refused.warn(peer.address, "query refused", by=peer.address, reason=refusal)
                     failure = Failure(code="not_allowed", message=refusal)
-                    channel.send(peer, encode_file_reply(failure, id=request_id_of(frames), run=""))
+                    channel.send(peer, encode_plain_reply(failure, id=request_id_of(frames), run=""))
                 else:
                     channel.send(peer, answer(path, frames, seconds=seconds))
 
@@ -59,11 +59,11 @@ def answer(path: Path, frames: list[memoryview], *, seconds: float) -> Frames:
     try:
         request = decode_request(frames, QUERY_REQUESTS)
     except WireError as error:
-        return encode_file_reply(Failure(code=error.code, message=str(error)[:4000]), id=request_id_of(frames), run="")
+        return encode_plain_reply(Failure(code=error.code, message=str(error)[:4000]), id=request_id_of(frames), run="")
     assert isinstance(request.message, RunQuery)
     reply: QueryResult | Failure
     try:
         reply = query_limited(path, request.message.sql, rows=request.message.limit, seconds=seconds)
     except (UsageError, StorageError, MemoryError) as error:
         reply = Failure(code="query", message=(str(error) or "the query needs too much memory")[:4000])
-    return encode_file_reply(reply, id=request.header.id, run=request.header.run)
+    return encode_plain_reply(reply, id=request.header.id, run=request.header.run)

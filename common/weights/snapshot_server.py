@@ -22,7 +22,7 @@ from tba.common.weights import delta, delta_store
 from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
 from tba.common.weights.snapshot import MANIFEST, directory_name, read
 from tba.common.wire.channels import Peer, ServerChannel
-from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
+from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
 from tba.common.wire.file_messages import Chunk, FetchChunk
 from tba.common.wire.keys import KeyRole, ServerKeys, with_key
 from tba.common.wire.messages import Failure
@@ -86,20 +86,20 @@ class SnapshotServer:
     def _answer(self, peer: Peer, frames: list[memoryview]) -> Frames:
         if self._keys is not None and (refusal := self._keys.refusal(peer.key, _MAY_FETCH)):
             _refusals.warn(peer.address, "request refused", by=peer.address, reason=refusal)
-            return encode_file_reply(Failure(code="not_allowed", message=refusal), id=request_id_of(frames), run="")
+            return encode_plain_reply(Failure(code="not_allowed", message=refusal), id=request_id_of(frames), run="")
         try:
             request = decode_request(frames, FILE_REQUESTS)
         except WireError as error:
-            return encode_file_reply(Failure(code=error.code, message=str(error)), id=request_id_of(frames), run="")
+            return encode_plain_reply(Failure(code=error.code, message=str(error)), id=request_id_of(frames), run="")
         assert isinstance(request.message, FetchChunk)
         try:
             size, data = self._chunk(request.message)
         except (OSError, SnapshotError) as error:
             reason = f"v{request.message.version} has no {request.message.file!r} here (any more): {error}"
             failure = Failure(code="no_such_file", message=reason[:4000])
-            return encode_file_reply(failure, id=request.header.id, run=request.header.run)
+            return encode_plain_reply(failure, id=request.header.id, run=request.header.run)
         chunk = Chunk(offset=request.message.offset, file_bytes=size)
-        return encode_file_reply(chunk, id=request.header.id, run=request.header.run, frames=[data])
+        return encode_plain_reply(chunk, id=request.header.id, run=request.header.run, frames=[data])
 
     def _chunk(self, request: FetchChunk) -> tuple[int, bytes]:
         """Return the size of the file in bytes, and the requested part of it. Raises OSError or SnapshotError."""

@@ -258,7 +258,7 @@ def _validate(values: Mapping[str, _Value]) -> Config:
         # One sentence per key: a value that fits none of several types has an error for each.
         first = {".".join(field[:2]): (field, message) for field, message in reversed(problems(error))}
         found = [(key, _sentence(*problem, values)) for key, problem in reversed(first.items())]
-        # Report a cross-key error only if no single key is wrong: a misspelt one may be its cause.
+        # Report a cross-key error only if no key is unknown: a misspelt one may be its cause.
         mistakes += [sentence for key, sentence in found if key in values or not mistakes]
         raise ConfigError(_together(mistakes)) from error
     if mistakes:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tba.common.errors import SnapshotError, WireError
-from tba.common.log import RepeatedWarning, get_logger
+from tba.common.log import PerPeerWarning, get_logger
 from tba.common.system.background import Background
 from tba.common.weights import delta, delta_store
 from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
@@ -29,7 +29,7 @@ from tba.common.wire.messages import Failure
 
 log = get_logger(__name__)
 
-_refusals = RepeatedWarning(log)
+_refusals = PerPeerWarning(log)
 _MAY_FETCH: tuple[KeyRole, ...] = ("searcher", "trainer")
 _POLL_SECONDS = 1.0
 _MESSAGES_PER_RECEIVE = 16

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from tba.common.log import RepeatedWarning, get_logger
+from tba.common.log import PerPeerWarning, get_logger
 
 log = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class Connections:
 
     def __init__(self, context: "zmq.Context[Socket]", socket: Socket, *, log_failures: bool) -> None:
         self._log_failures = log_failures
-        self._warning = RepeatedWarning(log)
+        self._warning = PerPeerWarning(log)
         socket.monitor(_ADDRESS, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self.events = context.socket(zmq.PAIR)
         # With a limit ZeroMQ's thread would wait for this one.

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from tba.common.errors import ConfigError
-from tba.common.log import RepeatedWarning, get_logger
+from tba.common.log import PerPeerWarning, get_logger
 from tba.common.wire.keys import ClientKeys, KeyPair, ServerKeys
 
 log = get_logger(__name__)
@@ -68,7 +68,7 @@ class ZapHandler:
     def __init__(self, context: "zmq.Context[Socket]", server: Socket, keys: ServerKeys) -> None:
         check_curve()
         self._keys = keys
-        self._warning = RepeatedWarning(log)
+        self._warning = PerPeerWarning(log)
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ZAP_ADDRESS)
         server.setsockopt(zmq.CURVE_SERVER, 1)

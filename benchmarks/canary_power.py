@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.table import print_table
 from tba.common.errors import CanaryMismatch
-from tba.searcher.engines.acceptance import Acceptance, Mismatch, mismatch
+from tba.searcher.engines.acceptance import Acceptance, mismatch
+from tba.searcher.engines.engine import Mismatch
 
 MODEL = Path("examples/arithmetic/model")
 COUNT = int(os.environ.get("COUNT", "200"))
@@ -49,7 +50,7 @@ def detections(model: PreTrainedModel, corrupt: Corruption) -> Counter[tuple[int
     limits = {layout: Acceptance({}, tied=False, vocabulary=1, tolerance=TOLERANCE) for layout in LAYOUTS}
     right = logprobs(rounded, tokens)
     for layout, acceptance in limits.items():
-        acceptance.judge(difference(right, expected, layout), 0, calibrate=True)
+        acceptance.accept(difference(right, expected, layout), 0, calibrate=True)
     detected: Counter[tuple[int, int]] = Counter()
     for number in range(1, COUNT + 1):
         engine = copy.deepcopy(rounded)
@@ -62,7 +63,7 @@ def detections(model: PreTrainedModel, corrupt: Corruption) -> Counter[tuple[int
         scores = logprobs(engine, tokens)
         for layout, acceptance in limits.items():
             try:
-                acceptance.judge(difference(scores, expected, layout), number)
+                acceptance.accept(difference(scores, expected, layout), number)
             except CanaryMismatch:
                 detected[layout] += 1
     return detected

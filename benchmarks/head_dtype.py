@@ -63,10 +63,11 @@ def make_model(path: Path) -> None:
 def sample(path: Path, head_dtype: Any) -> tuple[list[np.ndarray], list[Generation]]:
     """Return random prompts and vLLM's responses to them."""
     from tba.searcher.engines.vllm.engine import VllmEngine
+    from tba.tests.helpers.end_tokens import end_tokens
 
     search = SearchSection(max_model_len=256, max_in_flight=RESPONSES, kv_cache_gib=0.5, enforce_eager=True)
     model = ModelSection(path=str(path), dtype="bfloat16", head_dtype=head_dtype)
-    engine = VllmEngine(model, search, seed=0, canary_tolerance=0.5)
+    engine = VllmEngine(model, search, seed=0, canary_tolerance=0.5, stopping=end_tokens(path))
     random, prompts, found = np.random.default_rng(0), [], {}
     for number in range(RESPONSES):
         prompts.append(random.integers(0, VOCABULARY, PROMPT).astype(np.int32))

@@ -89,10 +89,11 @@ def publish(folder: Path, model: Any, version: int) -> Snapshot:
 def start(model: Path, packed: bool) -> Any:
     """Start a vLLM engine on the CPU."""
     from tba.searcher.engines.vllm.engine import VllmEngine
+    from tba.tests.helpers.end_tokens import end_tokens
 
     search = SearchSection(max_model_len=256, max_in_flight=IN_FLIGHT, kv_cache_gib=0.5, enforce_eager=True)
     section = ModelSection(path=str(model), dtype="bfloat16")
-    return VllmEngine(section, search, seed=0, canary_tolerance=0.5, pack_weights=packed)
+    return VllmEngine(section, search, seed=0, canary_tolerance=0.5, stopping=end_tokens(model), pack_weights=packed)
 
 
 def measure(engine: Any, snapshots: list[Snapshot]) -> list[str]:

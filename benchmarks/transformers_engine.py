@@ -77,13 +77,15 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     from tba.searcher.engines.transformers_engine import TransformersEngine
+    from tba.tests.helpers.end_tokens import end_tokens
 
     torch.set_num_threads(1)
     make_model(name, folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     engine = TransformersEngine(
-        str(folder), dtype="float32", device="cpu", max_in_flight=IN_FLIGHT, seed=0, canary_tolerance=1e-3
-    )
+        str(folder), dtype="float32", device="cpu", max_in_flight=IN_FLIGHT, seed=0, canary_tolerance=1e-3,
+        stopping=end_tokens(folder),
+    )  # fmt: skip
     requests = make_requests(options.requests, SHAPES[name]["vocab_size"])
     ways: list[Callable[[Sequence[GenerationRequest]], int]] = [
         lambda asked: by_generate(model, asked),

@@ -44,7 +44,7 @@ def read_json_lines(path: Path) -> list[Row]:
 
 
 def all_evaluations(directory: Path) -> list[Row]:
-    """Return the rows of the file of a directory, without lines that are no evaluation."""
+    """Return the rows of the file of a directory, without lines that are not evaluations."""
     return [row for row in read_json_lines(directory / EVALUATIONS_FILE) if _is_evaluation(row)]
 
 

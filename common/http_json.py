@@ -47,7 +47,7 @@ class JsonClient:
         """Return the JSON object that the server answers with, within `seconds`, retries with backoff included.
 
         Retried are failed connections, server errors (5xx), and requests to wait. Raises HttpUnavailable after the
-        deadline, and HttpRefused for another status, for a reply that is too large or no JSON object, and for an
+        deadline, and HttpRefused for another status, for a reply that is too large or not a JSON object, and for an
         invalid URL.
         """
         content = json.dumps(body).encode()
@@ -58,7 +58,7 @@ class JsonClient:
                     try:
                         return await self._post_once(route, content)
                     except httpx2.InvalidURL as error:
-                        raise HttpRefused(f"{self.url} is no valid URL: {error}") from error
+                        raise HttpRefused(f"{self.url} is not a valid URL: {error}") from error
                     except (_NotYet, httpx2.TransportError) as error:
                         failures += 1
                         reason = str(error) if isinstance(error, _NotYet) else type(error).__name__
@@ -89,9 +89,9 @@ class JsonClient:
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError):
-            raise HttpRefused(f"{self.url}{route} answered with no JSON: {_quoted(text)}") from None
+            raise HttpRefused(f"{self.url}{route} returned something other than JSON: {_quoted(text)}") from None
         if not isinstance(reply, dict):
-            raise HttpRefused(f"{self.url}{route} answered with no JSON object: {_quoted(text)}")
+            raise HttpRefused(f"{self.url}{route} returned something other than a JSON object: {_quoted(text)}")
         return reply
 
     async def _read(self, response: httpx2.Response) -> bytes:

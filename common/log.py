@@ -48,10 +48,11 @@ class FieldLogger:
         self._logger.error(event, extra={"fields": fields}, exc_info=True)
 
 
-class RepeatedWarning:
+class PerPeerWarning:
     """A warning that a peer may cause as often as it likes: one line in ten seconds for each peer.
 
-    `repeated` says how many were left out since the last line. Of very many peers only the newest are told apart.
+    `repeated` says how many were left out since the last line. At most `_MOST_PEERS` are tracked; the least recent is
+    evicted.
     """
 
     def __init__(self, log: FieldLogger) -> None:
@@ -97,8 +98,8 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
     root.propagate = False
 
 
-class EqualWarnings:
-    """Counts equal warnings instead of repeating them: within a minute only the first one is written.
+class DuplicateFilter:
+    """Counts equal warnings of any logger instead of repeating them: within a minute only the first one is written.
 
     Warnings are equal if their event and all their fields are, except numbers, `prompt` and `trace`. The first one
     after the minute has the field `repeated`, the number of those that were left out. Several threads may log.
@@ -118,7 +119,7 @@ class EqualWarnings:
         fields = _fields(record)
         texts = [(name, str(value)) for name, value in fields.items() if not isinstance(value, int | float)]
         key = (record.name, record.getMessage(), *(text for text in texts if text[0] not in _NOT_COMPARED))
-        # A `RepeatedWarning` stands for those that it has left out itself.
+        # A `PerPeerWarning` stands for those that it has left out itself.
         repeated, now = fields.get("repeated", 0), self._clock()
         with self._lock:
             written_at, left_out = self._written.get(key, (-math.inf, 0))
@@ -139,7 +140,7 @@ class _StderrHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.addFilter(EqualWarnings().keep)
+        self.addFilter(DuplicateFilter().keep)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

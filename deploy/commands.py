@@ -140,7 +140,7 @@ def runs_command(read_results: "ReadResults") -> Callable[..., None]:
         from tba.deploy.run_list import list_runs
 
         if not directory.is_dir():
-            raise UsageError(f"{directory} is no directory: name the one that holds your runs, as in `tba runs DIR`")
+            raise UsageError(f"{directory} is not a directory: name the one that holds your runs, as in `tba runs DIR`")
         rows = list_runs(directory, read_results)
         if as_json:
             return print_json(rows)

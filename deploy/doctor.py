@@ -47,8 +47,8 @@ class Checks:
 
     task: Callable[[Config], None]
     """Raises TbaError for a task that cannot be used."""
-    reward_model: Callable[[ScoringModelSection], str]
-    """Returns a description of the reward model. Raises TbaError if it cannot be used."""
+    scoring_model: Callable[[ScoringModelSection, str], str]
+    """Returns a description of the model of a section, given its name. Raises TbaError if it cannot be used."""
     memory: Callable[[Config, Sequence[Gpu] | None], MemoryReport | str]
     """Estimates the trainer's memory, or returns why it cannot."""
     parameters: Callable[[Config], int | None]
@@ -81,8 +81,8 @@ def examine(config: Config, roles: Checks, assumed: Sequence[Gpu] | None = None)
         ("keys", check_keys),
         ("modes", check_modes),
         ("task", partial(_task, roles.task, here)),
-        ("reward model", partial(_scoring_model, roles.reward_model, "reward_model", here)),
-        ("gold model", partial(_scoring_model, roles.reward_model, "gold_model", here)),
+        ("reward model", partial(_scoring_model, roles.scoring_model, "reward_model", here)),
+        ("gold model", partial(_scoring_model, roles.scoring_model, "gold_model", here)),
     ]
     findings = []
     for name, check in checks:
@@ -193,7 +193,7 @@ def _model(setting: str, path: str, here: bool) -> tuple[str, str]:
 
 
 def _scoring_model(
-    check: Callable[[ScoringModelSection], str], name: str, here: bool, config: Config
+    check: Callable[[ScoringModelSection, str], str], name: str, here: bool, config: Config
 ) -> tuple[str, str]:
     section: ScoringModelSection = getattr(config, name)
     if not section.configured:
@@ -203,7 +203,7 @@ def _scoring_model(
         unused = "unchecked", f"{section.path} is on the hub, and only `tba eval` uses it"
         return unused if setting in unused_models(config) else _model(setting, section.path, here)
     try:
-        return "ok", check(section)
+        return "ok", check(section, name)
     except MissingExtra as error:
         return "unchecked", f"{section.source}: {error}"
     except HttpUnavailable as error:

@@ -3,8 +3,9 @@
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
+from tba.common.wire.addresses import is_private
 from tba.common.wire.curve import check_curve
-from tba.common.wire.keys import AUTHORIZED, buffer_key, is_local, own_pair, read_authorized, server_keys
+from tba.common.wire.keys import AUTHORIZED, buffer_key, own_pair, read_authorized, server_keys
 
 Result = tuple[str, str]
 
@@ -36,7 +37,7 @@ def check_keys(config: Config) -> Result:
 def _without_keys(config: Config, addresses: dict[str, str]) -> Result:
     for setting, address in addresses.items():
         server_keys(config.security, address, setting)
-    remote = [setting for setting, address in addresses.items() if not is_local(address)]
+    remote = [setting for setting, address in addresses.items() if not is_private(address)]
     if remote:
         return "warn", f"security.insecure: every program that reaches {', '.join(remote)} may read and change the run"
     open_here = [setting for setting, address in addresses.items() if address.startswith("tcp://")]

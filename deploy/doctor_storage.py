@@ -1,13 +1,11 @@
 """Checks of `tba doctor` on space and file systems: checkpoints, snapshots, the weights directory, other nodes."""
 
-import ipaddress
 import os
 import pwd
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tba.common.config import Config
 from tba.common.config.paths import check_directories, nearest_existing
@@ -15,6 +13,7 @@ from tba.common.errors import TbaError
 from tba.common.weights.model_files import model_here, weight_files
 from tba.common.weights.node_store import COPIES, MEMORY, SNAPSHOT, weights_directory
 from tba.common.weights.tensor_file import ITEM_BYTES, read_layout
+from tba.common.wire.addresses import is_local
 
 Result = tuple[str, str]
 GIB, MIB = 1 << 30, 1 << 20
@@ -179,10 +178,10 @@ def deleted_at_logout(uid: int, root: Path = Path("/")) -> bool:
 
 def check_other_nodes(config: Config) -> Result:
     """Check that searchers on other machines, which a buffer's address admits, can get the weights."""
-    host, serves = _host(config.address), config.train.serve_snapshots
-    if _is_local(host):
+    serves = config.train.serve_snapshots
+    if is_local(config.address):
         return "ok", f"buffer.address {config.address} is for this machine only"
-    if serves and _is_local(_host(serves)):
+    if serves and is_local(serves):
         return (
             "warn",
             f"train.serve_snapshots {serves} is for this machine only, and buffer.address is not: use tcp://*",
@@ -202,15 +201,3 @@ def check_other_nodes(config: Config) -> Result:
         'train.serve_snapshots = "tcp://*:5758", or put run.dir on a shared file system (not with '
         'train.snapshots_in = "memory")'
     )
-
-
-def _host(address: str) -> str:
-    return "" if address.startswith("ipc://") else (urlsplit(address).hostname or "*")
-
-
-def _is_local(host: str) -> bool:
-    """Whether only this machine can reach it; an empty host is a socket file."""
-    try:
-        return host in ("", "localhost") or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -108,7 +108,7 @@ def init_command(dry_run: DryRun) -> Callable[..., None]:
         except OSError as error:
             raise UsageError(f"{file} cannot be written: {error.strerror}: name another file") from error
         if is_hub_name(model):
-            note(f"{model} is no directory here. If you mean one, correct model.path in {file}.")
+            note(f"{model} is not a directory here. If you mean one, correct model.path in {file}.")
         typer.echo(f"wrote {file}. What a run would do:\n")
         dry_run(ConfigOptions(None if file == DEFAULT_FILE else file, []))
         typer.echo(f"\nstart it with: tba run {file}")
@@ -195,7 +195,7 @@ def _check(text: str, task: str) -> None:
 
 
 def _quoted(value: str) -> str:
-    """Return a TOML string. Raises UsageError for characters that none may hold, or that are no UTF-8."""
+    """Return a TOML string. Raises UsageError for characters that none may hold, or that are not UTF-8."""
     if not value.isprintable():
         raise UsageError(f"{value!a} has characters that cannot be printed: leave them out")
     # With escapes it is written as in JSON.

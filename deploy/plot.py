@@ -54,7 +54,7 @@ def read_curve(directory: Path, run: str | None = None) -> Curve:
     """
     metrics = read_json_lines(directory / METRICS_FILE)
     if not metrics:
-        raise UsageError(f"{directory} has no {METRICS_FILE}: it is no run directory, or nothing was trained yet")
+        raise UsageError(f"{directory} has no {METRICS_FILE}: it is not a run directory, or nothing was trained yet")
     if run is None:
         rows = all_evaluations(directory)
         run = rows[-1]["run"] if rows else directory.name

@@ -175,7 +175,7 @@ class Supervisor:
             return
         delay = backoff(child.failures, self._launch.restart_delay_seconds, self._launch.restart_delay_max_seconds)
         child.start_at = time.monotonic() + delay
-        # Code 0 is no failure: a searcher leaves a finished run.
+        # Code 0 is not a failure: a searcher leaves a finished run.
         log_end = log.warning if code else log.info
         reason = {"reason": child.last_words} if code else {}
         log_end("child ended, and starts again", child=child.name, exit_code=code, **reason, in_seconds=delay)

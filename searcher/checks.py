@@ -21,7 +21,7 @@ def check_task_and_prompts(config: Config) -> None:
     Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
     room for.
     """
-    from tba.searcher.run import context_of
+    from tba.searcher.build import context_of
 
     task = load_task(config.task)
     check_prompts(task)
@@ -62,25 +62,25 @@ def with_reward_floor(config: Config) -> Config:
     return config.model_copy(update={"objective": objective.model_copy(update={"reward_floor": floor})})
 
 
-def check_reward_model(section: ScoringModelSection) -> str:
-    """Return a description of the reward model. Imports torch, which only a reward model needs on this machine.
+def check_reward_model(config: ScoringModelSection, section: str) -> str:
+    """Return a description of the model of `section`. Imports torch, which only such a model needs on this machine.
 
     Of one behind a server, a first score is asked for. Raises TbaError if it cannot be used.
     """
-    if section.url:
-        return asyncio.run(_check_server(section))
+    if config.url:
+        return asyncio.run(_check_server(config, section))
     need("torch", "train")
     need("transformers", "train")
     from tba.searcher.scoring.classifier import check_files
 
-    return check_files(section)
+    return check_files(config, section)
 
 
-async def _check_server(section: ScoringModelSection) -> str:
+async def _check_server(config: ScoringModelSection, section: str) -> str:
     try:
         from tba.searcher.scoring.http_model import HttpModel
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "httpx2", "train") from error
-    async with HttpModel(section, section.api_key.get_secret_value()) as model:
+    async with HttpModel(config, config.api_key.get_secret_value(), section) as model:
         await model.try_out(seconds=_SERVER_SECONDS)
-    return f"{section.url} scores by {section.api}"
+    return f"{config.url} scores by {config.api}"

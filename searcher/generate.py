@@ -12,9 +12,9 @@ from tba.common.errors import TaskError, UsageError
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.trajectory import STOP_EOS
+from tba.searcher.build import make_engine
 from tba.searcher.engines.engine import Engine, GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import read_stopping
-from tba.searcher.run import make_engine
 from tba.searcher.tasks.task import Prompt
 
 

@@ -5,15 +5,12 @@ away, the searcher answers the prompts it has leased, then prompts of its own ch
 full, generation pauses. The engine's batch never runs empty meanwhile: another load of requests is queued behind it.
 """
 
-import os
-import socket
 from collections.abc import Callable
 from itertools import islice
 
-import tba
 from tba.common.clock import Clock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, ConfigError, Refused
+from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
 from tba.common.prometheus import open_endpoint
 from tba.common.quantity import quantity
@@ -23,6 +20,7 @@ from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Reply
+from tba.common.wire.joining import check_run, own_hello
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping
@@ -30,6 +28,7 @@ from tba.searcher.exploration import Exploration
 from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage
 from tba.searcher.prometheus import samples_of
 from tba.searcher.prompts import outage_prompts, register_prompts
+from tba.searcher.run_end import RESUME_SECONDS, RunEnd
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Task
@@ -45,8 +44,6 @@ _LEASE_WAIT_SECONDS = 5.0
 _IDLE_SECONDS = 0.05
 _SCORE_WAIT_SECONDS = 0.01
 _DRAIN_SECONDS = 5.0
-# How long a searcher that joins a finished run waits for a trainer that resumes it.
-_RESUME_SECONDS = 60.0
 # Prompts are leased when an eighth of the two loads is used up.
 _REFILLS = 8
 
@@ -97,8 +94,7 @@ class Searcher:
         self._wait_reason = ""
         # Monotonic time before which no lease is requested.
         self._lease_at = 0.0
-        self._seen_running = False
-        self._joined_at = clock.monotonic()
+        self._run = RunEnd(client, clock)
         # Monotonic time of the last heartbeat, and the tokens and trajectories by then, for rates.
         self._last = clock.monotonic(), 0, 0
 
@@ -109,10 +105,10 @@ class Searcher:
         """
         self._join(stop)
         self._watchdog.start()
-        while not (stop() or self._finished):
+        while not (stop() or self._run.over):
             self._watchdog.beat(warm=self._scoring.trajectories > 0)
             # Those of a finished run may be deleted already; a trainer that resumes it publishes others.
-            state = None if self._run_finished else self._client.state
+            state = None if self._run.finished else self._client.state
             self._weights.update(state.weights if state else None)
             self._lease_prompts()
             generate = self._pipeline.generating and not self._delivery.pause
@@ -130,37 +126,20 @@ class Searcher:
         self._serving.close()
         self._weights.close()
 
-    @property
-    def _finished(self) -> bool:
-        """Whether the run is over. A run that was over when this searcher joined may be resumed by a trainer."""
-        if not self._run_finished:
-            self._seen_running = True
-            return False
-        return self._seen_running or self._clock.monotonic() - self._joined_at > _RESUME_SECONDS
-
-    @property
-    def _run_finished(self) -> bool:
-        return self._client.state is not None and self._client.state.finished
-
     def _join(self, stop: Callable[[], bool]) -> None:
-        hello = messages.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}")
         try:
-            welcome, _ = self._client.call(hello, messages.Welcome, stop=stop)
-            if welcome.run_name != self._config.run.name:
-                raise ConfigError(
-                    f"the buffer at {self._client.address} serves run {welcome.run_name}, this configuration is of "
-                    f"run {self._config.run.name}"
-                )
+            welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
+            check_run(welcome, self._config.run.name, self._client.address)
             register_prompts(self._client, self._task, self._renderer, stop)
             self._delivery.open()
             self._find_sources(stop)
         # Raised only after `stop()`.
         except BufferUnavailable:
             return
-        self._joined_at, self._seen_running = self._clock.monotonic(), False
+        self._run.joined()
         log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
-        if self._run_finished:
-            log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=_RESUME_SECONDS)
+        if self._run.finished:
+            log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=RESUME_SECONDS)
         notify_systemd("READY=1")
 
     def _find_sources(self, stop: Callable[[], bool]) -> None:
@@ -266,8 +245,8 @@ class Searcher:
 
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
-            over = f"the run is finished: ends after {_RESUME_SECONDS:.0f} s unless a trainer resumes it"
-            return "waiting", over if self._run_finished else self._weights.trouble or "no snapshot is published yet"
+            over = f"the run is finished: ends after {RESUME_SECONDS:.0f} s unless a trainer resumes it"
+            return "waiting", over if self._run.finished else self._weights.trouble or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
         if self._unscored and not self._engine.in_flight:
@@ -316,5 +295,5 @@ class Searcher:
             self._client.call(messages.Goodbye(), messages.Done, deadline_seconds=1.0)
         except BufferUnavailable as error:
             log.warning("left without goodbye", reason=str(error))
-        reason = "the run is finished" if self._run_finished else "stopped"
+        reason = "the run is finished" if self._run.finished else "stopped"
         log.info("left", rows=self._delivery.rows, errors=self._scoring.errors, reason=reason)

@@ -20,7 +20,7 @@ from tba.common.errors import TaskError, TbaError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.tokenizer import load_tokenizer
-from tba.searcher.run import context_of
+from tba.searcher.build import context_of
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, score, storable
 from tba.searcher.tasks import load_task
@@ -43,8 +43,6 @@ _ODD = (
     "9" * 10_000,
 )
 _CHILD_SECONDS = 900
-# In the error of a response whose worker was replaced (`WorkerPool`).
-_ENDED_WORKER = (": timed out after ", ": the worker ")
 _WAIT_SECONDS = 1.0
 # Responses that took longer together are not scored a second time.
 _AGAIN_SECONDS = 10.0
@@ -56,11 +54,11 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     yield _found("load", "ok", f"task {task.name}, in {load_seconds:.1f} s")
     prompts = _prompts(task, training, held_out)
     yield prompts
-    # What is no prompt can neither be scored nor rendered.
+    # What is not a prompt can neither be scored nor rendered.
     if prompts["result"] == "fail":
         return
     scores = _score_in_workers(config.task, task, (training or held_out)[:_SAMPLED])
-    yield _same_everywhere(config.task, rewards=not any(map(_ended_worker, scores.scored)))
+    yield _same_everywhere(config.task, rewards=not any(one.interrupted for one in scores.scored))
     yield from _scores(config.task, task, scores)
     yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
 
@@ -73,7 +71,7 @@ def _prompts(task: Task, training: Sequence[Prompt], held_out: Sequence[Prompt])
     for prompt in (*training, *held_out):
         texts = [getattr(prompt, name, None) for name in ("key", "text", "answer")]
         if not isinstance(prompt, Prompt) or not all(isinstance(text, str) for text in texts):
-            return _found("prompts", "fail", f"{prompt!r:.200} is no Prompt whose key, text and answer are texts")
+            return _found("prompts", "fail", f"{prompt!r:.200} is not a Prompt whose key, text and answer are texts")
     try:
         check_prompts(task)
     except TaskError as error:
@@ -140,11 +138,11 @@ def _score_in_workers(section: TaskSection, task: Task, prompts: Sequence[Prompt
     try:
         # The time that a worker needs to load is not that of a score.
         scored = _score_all(rewards, asked[:1])
-        if _ended_worker(scored[0]):
+        if scored[0].interrupted:
             return _Scores(asked[:1], scored, 0.0)
         scored, seconds = _timed(rewards, asked)
         # Once more, since the first score in each worker may import and compile.
-        if seconds < _AGAIN_SECONDS and not any(map(_ended_worker, scored)):
+        if seconds < _AGAIN_SECONDS and not any(one.interrupted for one in scored):
             _, seconds = _timed(rewards, asked)
         return _Scores(asked, scored, seconds / len(asked))
     finally:
@@ -156,11 +154,6 @@ def _timed(rewards: Rewards, asked: Sequence[tuple[Prompt, str]]) -> tuple[list[
     begin = time.monotonic()
     scored = _score_all(rewards, asked)
     return scored, time.monotonic() - begin
-
-
-def _ended_worker(one: Scored) -> bool:
-    """Whether a worker had to be replaced, by its limit of time or because it died."""
-    return one.error is not None and any(sign in one.error for sign in _ENDED_WORKER)
 
 
 def _scores(section: TaskSection, task: Task, scores: _Scores) -> Iterator[Finding]:

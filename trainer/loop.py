@@ -20,6 +20,7 @@ from tba.common.system.process import keep_freed_memory, notify_systemd, objects
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
 from tba.common.wire import messages
+from tba.common.wire.joining import check_run
 from tba.common.wire.keys import buffer_client_keys
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.buffer_link.batch_fetcher import BatchFetcher
@@ -196,11 +197,7 @@ class Trainer:
         welcome = hello(self._client, self._stop, self._clock)
         self._heartbeat.start()
         notify_systemd("READY=1")
-        if welcome.run_name != self._config.run.name:
-            raise ConfigError(
-                f"the buffer at {self._config.address} serves run {welcome.run_name}, "
-                f"this configuration is of run {self._config.run.name}"
-            )
+        check_run(welcome, self._config.run.name, self._config.address)
         if self._unreported is not None:
             self._report(self._unreported)
         done, recorded = self.learner.steps_done, welcome.recorded_steps

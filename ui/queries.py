@@ -45,7 +45,7 @@ def built_in(run: Run) -> dict[str, str]:
 def own(run: Run) -> dict[str, str]:
     """Return the statements of the user by the names of their files, without the ending.
 
-    Files that are no regular ones, too large or not UTF-8 are left out: a run directory may come from elsewhere, and a
+    Files that are not regular, too large or not UTF-8 are left out: a run directory may come from elsewhere, and a
     link in it must not show another file. Nor is `queries` itself a link.
     """
     folder = run.directory / DIRECTORY

@@ -21,7 +21,7 @@ from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.system.process import StopSignal
 from tba.searcher import run as searcher_run
-from tba.searcher.run import make_engine
+from tba.searcher.build import make_engine
 from tba.trainer import loop
 
 _DEMO = Path("examples/arithmetic/demo.toml")
@@ -108,7 +108,7 @@ def _search(config: Config, pace: Pace, number: int, ready: Barrier) -> None:
         ready.wait(_START_SECONDS)
         return PacedEngine(engine, pace, [config.run.seed, number])
 
-    searcher_run.make_engine = paced
+    searcher_run.make_engine = paced  # type: ignore[attr-defined]
     searcher_run.search(config, device="cpu", label=f"cpu{number}", stop=StopSignal())
 
 

@@ -20,8 +20,9 @@ from tba.common.log import get_logger
 from tba.common.prometheus import open_endpoint
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.versions import software
+from tba.common.wire.addresses import is_private
 from tba.common.wire.channels import ServerChannel
-from tba.common.wire.keys import is_local, server_keys
+from tba.common.wire.keys import server_keys
 from tba.common.wire.probe import check_address
 from tba.common.wire.socket_files import make_socket_directory
 
@@ -58,7 +59,7 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
             log.warning("the run keeps the seed that it was started with", seed=run.seed, asked=config.run.seed)
         service = BufferService(store, run, config, SystemClock())
         log.info("serving", address=channel.address, database=str(config.database), run=run.name)
-        if channel.keys is None and not is_local(channel.address):
+        if channel.keys is None and not is_private(channel.address):
             log.warning("every client that reaches the address may read and change the run: security.insecure is set")
         notify_systemd("READY=1")
         keep_freed_memory()

@@ -36,7 +36,7 @@ class Leasing:
     def __init__(self, state: RunState) -> None:
         self._state = state
         # The newest version that waiting requests have been answered for.
-        self._told_version = -1
+        self._answered_version = -1
         # The searcher that registers the prompts, and until when the others leave that to it (monotonic).
         self._registrar = ("", -math.inf)
 
@@ -143,8 +143,8 @@ class Leasing:
         more than one. So the work is bounded by what is granted, not by how many wait.
         """
         version = self._state.newest.version if self._state.newest else -1
-        if version != self._told_version:
-            self._told_version = version
+        if version != self._answered_version:
+            self._answered_version = version
             return [sender for sender, _ in waiting]
         shared = self._room_for_all()
         if not shared.prompts:

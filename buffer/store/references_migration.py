@@ -51,7 +51,7 @@ _REBUILT = {
         "SELECT v.id, v.run, v.epoch, v.place, v.prompt, s.id, v.leased_at, v.done_at"
         " FROM visits v LEFT JOIN senders s ON s.sender = v.sender",
     ),
-    # `newest_trajectory` is a bound and no reference: that trajectory may belong to another run, or be pruned.
+    # `newest_trajectory` is a bound, not a reference: that trajectory may belong to another run, or be pruned.
     "batches": (
         """(id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), step INTEGER NOT NULL,
     prompts INTEGER NOT NULL, samples INTEGER NOT NULL, handed_out_at REAL NOT NULL, trained_at REAL, metrics TEXT,

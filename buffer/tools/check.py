@@ -1,6 +1,6 @@
 """Check a buffer file: SQLite's integrity check, and the invariants of tba's tables.
 
-The result of a check is `ok`, `fail`, or `note`, which is information and no error.
+The result of a check is `ok`, `fail`, or `note`, which is information, not an error.
 """
 
 import sqlite3

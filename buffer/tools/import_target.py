@@ -1,12 +1,9 @@
 """The destination of an import: the server that has the database open, or else a service in this process."""
 
 import contextlib
-import os
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-import tba
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.starts import IMPORT, refuse_offline_record
@@ -18,6 +15,7 @@ from tba.common.system.versions import software
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import decode_request, encode_request
+from tba.common.wire.joining import own_hello
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.status_messages import GetStatus, Status
 
@@ -36,7 +34,7 @@ class ImportTarget(ABC):
         """Commit a put. Raises Refused, BufferUnavailable, WireError or StorageError."""
         if self._sender != sender:
             self._sender = sender
-            self._ask(messages.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}"))
+            self._ask(own_hello())
         reply = self._ask(message, frames)
         assert isinstance(reply, messages.PutAck)
         return reply

@@ -77,7 +77,7 @@ def _of_texts(function: Callable[..., Any], deadline: float) -> Callable[..., An
 
 
 def limit_memory(path: Path) -> None:
-    """Limit the memory of SQLite in this process. Raises UsageError or StorageError if the file is no buffer."""
+    """Limit the memory of SQLite in this process. Raises UsageError or StorageError if the file is not a buffer."""
     with open_reader(path) as connection:
         connection.execute(f"PRAGMA hard_heap_limit = {_HEAP_BYTES}")
 

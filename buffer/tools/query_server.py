@@ -11,10 +11,11 @@ from pathlib import Path
 
 from tba.buffer.tools.limited_query import limit_memory, query_limited
 from tba.common.errors import StorageError, UsageError, WireError
-from tba.common.log import RepeatedWarning, get_logger
+from tba.common.log import PerPeerWarning, get_logger
+from tba.common.wire.addresses import is_private
 from tba.common.wire.channels import ServerChannel
-from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
-from tba.common.wire.keys import KeyRole, ServerKeys, is_local
+from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
+from tba.common.wire.keys import KeyRole, ServerKeys
 from tba.common.wire.messages import Failure
 from tba.common.wire.query_messages import QueryResult, RunQuery
 
@@ -40,15 +41,15 @@ def serve_queries(
     with contextlib.closing(ServerChannel(address, setting="ADDRESS", unsent=_UNSENT, keys=keys)) as channel:
         os.nice(_NICE)
         log.info("answering queries", address=channel.address, database=str(path))
-        if keys is None and not is_local(channel.address):
+        if keys is None and not is_private(channel.address):
             log.warning("every client that reaches the address may read the database: security.insecure is set")
-        refused = RepeatedWarning(log)
+        refused = PerPeerWarning(log)
         while not stop():
             for peer, frames in channel.receive(_POLL_SECONDS, 1):
                 if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
                     refused.warn(peer.address, "query refused", by=peer.address, reason=refusal)
                     failure = Failure(code="not_allowed", message=refusal)
-                    channel.send(peer, encode_file_reply(failure, id=request_id_of(frames), run=""))
+                    channel.send(peer, encode_plain_reply(failure, id=request_id_of(frames), run=""))
                 else:
                     channel.send(peer, answer(path, frames, seconds=seconds))
 
@@ -58,11 +59,11 @@ def answer(path: Path, frames: list[memoryview], *, seconds: float) -> Frames:
     try:
         request = decode_request(frames, QUERY_REQUESTS)
     except WireError as error:
-        return encode_file_reply(Failure(code=error.code, message=str(error)[:4000]), id=request_id_of(frames), run="")
+        return encode_plain_reply(Failure(code=error.code, message=str(error)[:4000]), id=request_id_of(frames), run="")
     assert isinstance(request.message, RunQuery)
     reply: QueryResult | Failure
     try:
         reply = query_limited(path, request.message.sql, rows=request.message.limit, seconds=seconds)
     except (UsageError, StorageError, MemoryError) as error:
         reply = Failure(code="query", message=(str(error) or "the query needs too much memory")[:4000])
-    return encode_file_reply(reply, id=request.header.id, run=request.header.run)
+    return encode_plain_reply(reply, id=request.header.id, run=request.header.run)

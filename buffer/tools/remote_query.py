@@ -6,7 +6,7 @@ import uuid
 
 from tba.common.errors import BufferUnavailable, Refused, UsageError, WireError
 from tba.common.wire.channels import ClientChannel
-from tba.common.wire.codec import QUERY_REPLIES, decode_file_reply, encode_request
+from tba.common.wire.codec import QUERY_REPLIES, decode_plain_reply, encode_request
 from tba.common.wire.keys import ClientKeys
 from tba.common.wire.messages import Failure
 from tba.common.wire.query_messages import MAX_QUERY_ROWS, QueryResult, RunQuery
@@ -46,7 +46,7 @@ def _reply(channel: ClientChannel, frames: list[bytes], address: str) -> QueryRe
         if (received := channel.receive(_POLL_SECONDS)) is None:
             continue
         try:
-            message = decode_file_reply(received, QUERY_REPLIES).message
+            message = decode_plain_reply(received, QUERY_REPLIES).message
         except WireError as error:
             raise WireError(f"{address} sent something else than the reply to a query: {_NO_QUERY_SERVER}") from error
         assert isinstance(message, QueryResult | Failure)

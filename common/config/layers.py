@@ -25,7 +25,7 @@ _OTHER_VARIABLES = {
     *("TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", "TBA_UI_TOKEN", PARENT_VARIABLE, RENDEZVOUS_VARIABLE),
     *("TBA_STALL", "TBA_STALL_REASON", "TBA_STALL_RUN", "TBA_STALL_SECONDS"),
 }
-# Of these types every value is a text: `2026-11-23`, `1e5` and `true` are no date, number or boolean there.
+# Of these types every value is a text: `2026-11-23`, `1e5` and `true` are not a date, a number and a boolean there.
 _TEXT_TYPES = (str, Path, Path | None)
 DEFAULT_ORIGIN = "default"
 _FLAG_ORIGIN = "command line"
@@ -129,14 +129,14 @@ def _section_type(field: FieldInfo) -> type[Section]:
 def _file_layer(file: Path) -> dict[str, _Value]:
     if is_database(file):
         raise ConfigError(
-            f"{file} is an SQLite database and no configuration: `tba buffer stats {file}` and other commands of "
+            f"{file} is an SQLite database, not a configuration: `tba buffer stats {file}` and other commands of "
             "`tba buffer` read it; name the TOML file of the run here"
         )
     if file.suffix == ".py":
-        raise ConfigError(f"{file} is a Python file and no configuration: pass a task as --set task.name={file}")
+        raise ConfigError(f"{file} is a Python file, not a configuration: pass a task as --set task.name={file}")
     if os.path.isdir(file):
         raise ConfigError(
-            f"{file} is a directory and no configuration: name the TOML file of the run, and the directory with --set "
+            f"{file} is a directory, not a configuration: name the TOML file of the run, and the directory with --set "
             f"run.dir={file} if the file does not; `tba status`, `eval`, `plot`, `report` and `ui` take a directory"
         )
     try:
@@ -258,7 +258,7 @@ def _validate(values: Mapping[str, _Value]) -> Config:
         # One sentence per key: a value that fits none of several types has an error for each.
         first = {".".join(field[:2]): (field, message) for field, message in reversed(problems(error))}
         found = [(key, _sentence(*problem, values)) for key, problem in reversed(first.items())]
-        # What is no single key may be wrong only because another key is misspelt.
+        # Report a cross-key error only if no key is unknown: a misspelt one may be its cause.
         mistakes += [sentence for key, sentence in found if key in values or not mistakes]
         raise ConfigError(_together(mistakes)) from error
     if mistakes:

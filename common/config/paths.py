@@ -9,10 +9,10 @@ from tba.common.config.engine_arguments import check_arguments, installed_argume
 from tba.common.errors import ConfigError, HubUnavailable, MissingExtra
 from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name
+from tba.common.wire.addresses import is_local
 
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5
-_THIS_MACHINE = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 
 def check_paths(config: Config) -> list[str]:
@@ -83,7 +83,7 @@ def check_gpus_apart(config: Config, present: Sequence[Gpu] = ()) -> list[str]:
     key, both = next(iter(shared.items()))
     named = search.gpus if key == "search.gpus" else config.eval.gpu
     sentence = f"{key} = {named} and train.gpu = {train.gpu} both name GPU {', '.join(both)}"
-    if not present and not config.address.startswith(_THIS_MACHINE):
+    if not present and not is_local(config.address):
         return [f"{sentence}: they must be on different nodes"]
     raise ConfigError(
         f"{sentence}: name different ones, or lower search.gpu_memory_utilization to {SHARED_UTILIZATION} or less"
@@ -150,4 +150,4 @@ def check_directories(config: Config) -> None:
         own = config.search.weights_dir / config.run.name
         # As the searchers require (tba.common.weights.node_store).
         if os.path.exists(own) and not (own.is_dir() and own.stat().st_uid == os.getuid()):
-            raise ConfigError(f"search.weights_dir: {own} is no directory of this user: set another one")
+            raise ConfigError(f"search.weights_dir: {own} is not a directory of this user: set another one")

@@ -20,7 +20,7 @@ Truncated = _Unscored | Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_
 
 
 def server_address(url: str) -> str:
-    """Return the address of an HTTP server without a slash at its end. Raises ValueError if it is none."""
+    """Return the address of an HTTP server without a slash at its end. Raises ValueError if it is not one."""
     # Reading the port checks it.
     is_address = re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url) and urlsplit(url).port != 0
     if not (is_address and urlsplit(url).hostname):

@@ -108,7 +108,7 @@ def unpack_delta(path: Path, target: Path, size: int) -> None:
             if unpacked.tell() != size:
                 raise SnapshotCorrupt(f"{path} has {unpacked.tell()} bytes of the {size} that its manifest states")
     except zstandard.ZstdError as error:
-        raise SnapshotCorrupt(f"{path} is no delta: {error}") from error
+        raise SnapshotCorrupt(f"{path} is not a delta: {error}") from error
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from error
 

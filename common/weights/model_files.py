@@ -121,7 +121,7 @@ def check_hub(path: str, *, setting: str = "model.path") -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether this can be a model of the hub: it is no directory here and does not look like a path."""
+    """Whether this can be a model of the hub: it is not a directory here and does not look like a path."""
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     return not (is_path or os.path.isdir(path))
 

@@ -5,21 +5,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tba.common.config import Config
-from tba.common.errors import SnapshotError, UsageError
-from tba.common.weights.node_store import pin_path, weights_directory
-from tba.common.weights.snapshot import MANIFEST, choose_snapshots, directory_name, list_snapshots
+from tba.common.errors import UsageError
+from tba.common.weights.node_store import PinnedSnapshot, pin_newest, pin_path, weights_directory
+from tba.common.weights.snapshot import MANIFEST, directory_name, list_snapshots
 
 _SHOWN_VERSIONS = 20
-_ATTEMPTS = 10
 
 
 def find_source(config: Config, named: Path | None, version: int | None) -> Path:
-    """Return what to export or to load: the named directory, a version that the run keeps, or its newest snapshot.
+    """Return what to export or to load: the named directory, or a version that the run keeps.
 
     A run directory stands for its newest snapshot. Raises UsageError if there is no such directory.
     """
-    if named is None and version is None:
-        return choose_snapshots(config.snapshots, weights_directory(config), None, every=False)[-1]
     directory = config.snapshots if named is None else named
     if version is None and (directory / MANIFEST).is_file():
         return directory
@@ -32,7 +29,7 @@ def find_source(config: Config, named: Path | None, version: int | None) -> Path
         directory = named / "snapshots"
     kept = {path.name: path for path in list_snapshots(directory)}
     if not kept:
-        raise UsageError(f"{directory} is no run, snapshot, checkpoint or model directory")
+        raise UsageError(f"{directory} is not a run, snapshot, checkpoint or model directory")
     if version is None:
         return kept[max(kept)]
     if directory_name(version) not in kept:
@@ -43,26 +40,20 @@ def find_source(config: Config, named: Path | None, version: int | None) -> Path
 
 @contextmanager
 def held_source(config: Config, named: Path | None, version: int | None) -> Iterator[Path]:
-    """Yield what `find_source` returns. The newest snapshot in memory is not deleted while the block runs.
+    """Yield what `find_source` returns, or the newest snapshot of the run if nothing is named.
 
-    It is chosen again if the trainer deletes it before it is held. Raises SnapshotError if that happens each time. What
-    is on disk is not held: the trainer deletes a snapshot there after `train.keep_snapshots` more.
+    The newest one is not deleted while the block runs if it is in memory. What is on disk is not held: the trainer
+    deletes a snapshot there after `train.keep_snapshots` more. Raises as `find_source` and `pin_newest`.
     """
     if named is not None or version is not None:
         yield find_source(config, named, version)
         return
-    for _ in range(_ATTEMPTS):
-        source = find_source(config, None, None)
-        if source.parent != weights_directory(config):
-            yield source
-            return
-        if (pinned := pin_path(source)) is not None:
-            try:
-                yield source
-            finally:
-                pinned.release()
-            return
-    raise SnapshotError(f"{config.snapshots}: each snapshot was deleted before it could be read: try again")
+    memory = weights_directory(config)
+    pinned = pin_newest(config, lambda path: pin_path(path) if path.parent == memory else PinnedSnapshot(path))
+    try:
+        yield pinned.path
+    finally:
+        pinned.release()
 
 
 def check_export(source: Path, out: Path) -> None:

@@ -16,23 +16,25 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from tba.common.config import Config
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, SnapshotError
 from tba.common.weights import delta_store
 from tba.common.weights.model_files import model_here, weight_files
-from tba.common.weights.snapshot import SnapshotKey
+from tba.common.weights.snapshot import SnapshotKey, choose_snapshots
 
 # Exactly the names that this module creates: search.weights_dir may be a directory that holds other things too.
 SNAPSHOT = f"v[0-9]*-{'[0-9a-f]' * 16}"
 DELETED = f".deleted-[0-9]*-{SNAPSHOT}*"
 
-# The record in a directory. Not named by any manifest.
-PROOF = "proof"
+# The mark of a directory whose files were verified. Not named by any manifest.
+VERIFIED = "proof"
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Every user writes there; the directory below it is checked.
@@ -40,13 +42,16 @@ MEMORY = Path("/dev/shm")  # noqa: S108
 # The newest, the one before, which may be served while the next one is written, and one that a slow searcher reads.
 COPIES = 4
 _POLL_SECONDS = 0.01
+# Attempts to pin the newest snapshot of a run that publishes and deletes quickly.
+_ATTEMPTS = 10
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class PinnedSnapshot:
     """A snapshot directory that is not deleted until it is released, by a shared lock on `_descriptor`.
 
-    Without a descriptor it needs no lock: it is inside a directory that is being assembled.
+    Without a descriptor it has no lock: it is inside a directory that is being assembled, or on disk.
     """
 
     path: Path
@@ -79,26 +84,40 @@ def pin_path(path: Path) -> PinnedSnapshot | None:
     return None
 
 
-def record_proof(directory: Path, manifest_sha256: str) -> None:
+def pin_newest(config: Config, pin: Callable[[Path], T | None]) -> T:
+    """Return what `pin` returns for the newest snapshot of a run; None means that the trainer has deleted it.
+
+    Then the newest one is chosen again. Raises UsageError if there is none, SnapshotError if each was deleted.
+    """
+    for _ in range(_ATTEMPTS):
+        (path,) = choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
+        if (pinned := pin(path)) is not None:
+            return pinned
+    raise SnapshotError(
+        f"{config.snapshots}: each snapshot was deleted before it could be read: raise train.keep_snapshots"
+    )
+
+
+def mark_verified(directory: Path, manifest_sha256: str) -> None:
     """Record that every file in a directory has the hash in its manifest. Called before it gets its final name."""
-    (directory / PROOF).write_text(_proof(manifest_sha256), encoding="ascii")
+    (directory / VERIFIED).write_text(_mark(manifest_sha256), encoding="ascii")
 
 
-def withdraw_proof(directory: Path) -> None:
+def unmark_verified(directory: Path) -> None:
     """Have the next user hash the files again."""
-    (directory / PROOF).unlink(missing_ok=True)
+    (directory / VERIFIED).unlink(missing_ok=True)
 
 
-def is_proved(directory: Path, manifest_sha256: str) -> bool:
+def is_verified(directory: Path, manifest_sha256: str) -> bool:
     """Whether a process of this user has recorded, since the last boot, that the files are those of this manifest."""
     try:
-        own = all(path.lstat().st_uid == os.getuid() for path in (directory, directory / PROOF))
-        return own and (directory / PROOF).read_text(encoding="ascii") == _proof(manifest_sha256)
+        own = all(path.lstat().st_uid == os.getuid() for path in (directory, directory / VERIFIED))
+        return own and (directory / VERIFIED).read_text(encoding="ascii") == _mark(manifest_sha256)
     except (OSError, ValueError):
         return False
 
 
-def _proof(manifest_sha256: str) -> str:
+def _mark(manifest_sha256: str) -> str:
     return f"{_BOOT.read_text(encoding='ascii').strip()} {manifest_sha256}\n"
 
 

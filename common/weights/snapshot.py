@@ -182,7 +182,7 @@ def check_size(path: Path, entry: FileEntry) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:
-        raise read_error(error, f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
+        raise read_error(error, f"{path}: {error.strerror}: the snapshot was deleted or never complete") from error
     if found != entry.bytes:
         raise SnapshotCorrupt(f"{path} has {found} bytes, not {entry.bytes} as announced")
 
@@ -201,7 +201,7 @@ def _compare(path: Path, hash_of: Callable[[Path], str], expected: str) -> None:
     try:
         found = hash_of(path)
     except OSError as error:
-        raise read_error(error, f"{path}: {error.strerror}: the snapshot was collected or never complete") from error
+        raise read_error(error, f"{path}: {error.strerror}: the snapshot was deleted or never complete") from error
     check_hash(path, found, expected)
 
 
@@ -216,7 +216,7 @@ def read(path: Path) -> Snapshot:
     try:
         manifest = _parse(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
     except OSError as error:
-        raise read_error(error, f"{path / MANIFEST}: {error.strerror}: not a snapshot, or already collected") from error
+        raise read_error(error, f"{path / MANIFEST}: {error.strerror}: not a snapshot, or already deleted") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SnapshotCorrupt(f"{path / MANIFEST} is malformed: {error}") from error
     weights = [path / name for name in manifest.model_files if name.endswith(".safetensors")]
@@ -239,7 +239,7 @@ def choose_snapshots(directory: Path, memory: Path, named: Path | None, *, every
     """
     if named is not None:
         if not (named / MANIFEST).is_file():
-            raise UsageError(f"{named} is no snapshot: it has no {MANIFEST}")
+            raise UsageError(f"{named} is not a snapshot: it has no {MANIFEST}")
         return [named]
     found = [path for path in list_snapshots(directory) if not _is_only_base(path)]
     if not found:
@@ -262,7 +262,7 @@ def collect(directory: Path, *, keep_last: int, keep_every: int, keep: Iterable[
 
     Kept are the newest `keep_last`, the first (a run is compared with it), those of every `keep_every`-th step (0: none
     by its step), those in `keep`, and every base of a kept snapshot. A snapshot that cannot be read is left for a
-    person to decide. The manifest is deleted first, so that a half-deleted directory is no snapshot.
+    person to decide. The manifest is deleted first, so that a half-deleted directory is not a snapshot.
     """
     found = list_snapshots(directory)
     manifests = {path: manifest for path in found if (manifest := _readable(path))}
@@ -286,7 +286,7 @@ def _readable(path: Path) -> Manifest | None:
     try:
         return read(path).manifest
     except SnapshotError as error:
-        log.warning("snapshot not collected", path=path, reason=str(error))
+        log.warning("snapshot not readable", path=path, reason=str(error))
         return None
 
 

@@ -17,20 +17,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tba.common.errors import SnapshotError, WireError
-from tba.common.log import RepeatedWarning, get_logger
+from tba.common.log import PerPeerWarning, get_logger
 from tba.common.system.background import Background
 from tba.common.weights import delta, delta_store
-from tba.common.weights.node_store import PROOF, PinnedSnapshot, modified_at, pin_path
+from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
 from tba.common.weights.snapshot import MANIFEST, directory_name, read
 from tba.common.wire.channels import Peer, ServerChannel
-from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_file_reply, request_id_of
+from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
 from tba.common.wire.file_messages import Chunk, FetchChunk
 from tba.common.wire.keys import KeyRole, ServerKeys, with_key
 from tba.common.wire.messages import Failure
 
 log = get_logger(__name__)
 
-_refusals = RepeatedWarning(log)
+_refusals = PerPeerWarning(log)
 _MAY_FETCH: tuple[KeyRole, ...] = ("searcher", "trainer")
 _POLL_SECONDS = 1.0
 _MESSAGES_PER_RECEIVE = 16
@@ -100,20 +100,20 @@ class SnapshotServer:
     def _answer(self, peer: Peer, frames: list[memoryview]) -> Frames:
         if self._keys is not None and (refusal := self._keys.refusal(peer.key, _MAY_FETCH)):
             _refusals.warn(peer.address, "request refused", by=peer.address, reason=refusal)
-            return encode_file_reply(Failure(code="not_allowed", message=refusal), id=request_id_of(frames), run="")
+            return encode_plain_reply(Failure(code="not_allowed", message=refusal), id=request_id_of(frames), run="")
         try:
             request = decode_request(frames, FILE_REQUESTS)
         except WireError as error:
-            return encode_file_reply(Failure(code=error.code, message=str(error)), id=request_id_of(frames), run="")
+            return encode_plain_reply(Failure(code=error.code, message=str(error)), id=request_id_of(frames), run="")
         assert isinstance(request.message, FetchChunk)
         try:
             size, data = self._chunk(request.message)
         except (OSError, SnapshotError) as error:
             reason = f"v{request.message.version} has no {request.message.file!r} here (any more): {error}"
             failure = Failure(code="no_such_file", message=reason[:4000])
-            return encode_file_reply(failure, id=request.header.id, run=request.header.run)
+            return encode_plain_reply(failure, id=request.header.id, run=request.header.run)
         chunk = Chunk(offset=request.message.offset, file_bytes=size)
-        return encode_file_reply(chunk, id=request.header.id, run=request.header.run, frames=[data])
+        return encode_plain_reply(chunk, id=request.header.id, run=request.header.run, frames=[data])
 
     def _chunk(self, request: FetchChunk) -> tuple[int, bytes]:
         """Return the size of the file in bytes, and the requested part of it. Raises OSError or SnapshotError."""
@@ -191,8 +191,8 @@ class NodeServer(SnapshotServer):
             return self._begun(request)
 
     def _hold(self, directory: Path) -> bool:
-        # Without a proof it was found to be damaged.
-        return (directory / PROOF).is_file() and super()._hold(directory)
+        # Without the mark it was found to be damaged.
+        return (directory / VERIFIED).is_file() and super()._hold(directory)
 
     def _begun(self, request: FetchChunk) -> tuple[int, bytes]:
         """As `_chunk`, of a file that is being fetched."""

@@ -103,14 +103,14 @@ def read_layout(path: Path) -> Layout:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise SnapshotCorrupt(f"{path} is no safetensors file: its header does not fit")
+                raise SnapshotCorrupt(f"{path} is not a safetensors file: its header does not fit")
             prefix += file.read(length)
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from error
     try:
         return Layout(prefix, _spans(json.loads(prefix[8:]), len(prefix), size))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SnapshotCorrupt(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
+        raise SnapshotCorrupt(f"{path} is not a safetensors file: {type(error).__name__}: {error}") from error
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:

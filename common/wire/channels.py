@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from tba.common.errors import AddressInUse, ConfigError, TbaError
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.connections import HANDSHAKE_FAILURES, Connections
-from tba.common.wire.curve import Doorkeeper, encrypt_client, explain_failure
+from tba.common.wire.curve import ZapHandler, encrypt_client, explain_failure
 from tba.common.wire.keys import ClientKeys, ServerKeys
 from tba.common.wire.socket_files import free_socket_file, keep_private, own_socket_directory
 from tba.common.wire.trajectory import ARRAY_KINDS
@@ -96,7 +96,7 @@ class ServerChannel:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _HARD_REQUEST_LIMIT)
         self._connections = Connections(self._context, self._socket, log_failures=keys is not None)
-        self._doorkeeper = Doorkeeper(self._context, self._socket, keys) if keys else None
+        self._zap = ZapHandler(self._context, self._socket, keys) if keys else None
         try:
             with free_socket_file(address):
                 self._socket.bind(address)
@@ -113,8 +113,8 @@ class ServerChannel:
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
         self._poller.register(self._connections.events, zmq.POLLIN)
-        if self._doorkeeper is not None:
-            self._poller.register(self._doorkeeper.questions, zmq.POLLIN)
+        if self._zap is not None:
+            self._poller.register(self._zap.socket, zmq.POLLIN)
         self._reading = False
 
     def wake(self) -> None:
@@ -135,8 +135,8 @@ class ServerChannel:
             self._poller.register(self._socket, zmq.POLLIN if limit else 0)
         self._poller.poll(max(0, round(timeout_seconds * 1000)))
         self._connections.follow()
-        if self._doorkeeper is not None:
-            self._doorkeeper.work()
+        if self._zap is not None:
+            self._zap.handle()
         # Checked before each receive: catching zmq.Again costs as much as receiving a message.
         while _readable(self._woken):
             self._woken.recv(zmq.NOBLOCK)
@@ -166,7 +166,7 @@ class ServerChannel:
             # A connection of ZMTP 1.0, which any program can open, has no properties.
             return Peer(routing_id), frames
         assert isinstance(descriptor, int)
-        self._connections.hear(descriptor)
+        self._connections.note_message(descriptor)
         return Peer(routing_id, address, key), frames
 
     def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:

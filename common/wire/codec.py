@@ -44,7 +44,7 @@ _COUNT_COLUMNS = {f"{kind.name}_count" for kind in ARRAY_KINDS}
 
 
 class Envelope(Struct, frozen=True, forbid_unknown_fields=True):
-    """Frame 0, as far as requests and replies share it. The file server's replies have nothing else."""
+    """Frame 0, as far as requests and replies share it. A plain reply has nothing else."""
 
     v: int
     type: Annotated[str, Meta(max_length=60)]
@@ -90,7 +90,7 @@ class Decoded(Generic[Header]):
 
 Request = Decoded[RequestHeader]
 Reply = Decoded[ReplyHeader]
-FileReply = Decoded[Envelope]
+PlainReply = Decoded[Envelope]
 
 
 def encode_request(
@@ -111,13 +111,13 @@ def encode_reply(message: Message, *, id: int, run: str, state: RunState, frames
     return [_encode({"state": state, **_envelope(failure, id, run)})]
 
 
-def encode_file_reply(message: Message, *, id: int, run: str, frames: Sequence[bytes] = ()) -> Frames:
-    """Return the multipart of a reply without run state: of a snapshot server or a query server."""
+def encode_plain_reply(message: Message, *, id: int, run: str, frames: Sequence[bytes] = ()) -> Frames:
+    """Return the multipart of a plain reply, one without run state: of a snapshot server or a query server."""
     return [_encode(_envelope(message, id, run)), *frames]
 
 
-def decode_file_reply(frames: Sequence[memoryview], types: dict[str, type[Message]] = FILE_REPLIES) -> FileReply:
-    """Validate a reply without run state, of one of these types. Raises WireError, VersionMismatch or Oversize."""
+def decode_plain_reply(frames: Sequence[memoryview], types: dict[str, type[Message]] = FILE_REPLIES) -> PlainReply:
+    """Validate a plain reply of one of these types. Raises WireError, VersionMismatch or Oversize."""
     _check_sizes(frames, MAX_HEADER_BYTES, MAX_FRAME_BYTES)
     return _decode(frames, Envelope, types)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from tba.common.log import RepeatedWarning, get_logger
+from tba.common.log import PerPeerWarning, get_logger
 
 log = get_logger(__name__)
 
@@ -31,7 +31,7 @@ _UNFINISHED_BYTES = 192 << 20
 # Of all connections: if all searchers deliver what waited for the server, half a put of each is on its way. At a limit
 # below that, none would ever arrive whole.
 _ALL_UNFINISHED_BYTES = 1 << 30
-_LOOK_SECONDS = 0.2
+_CHECK_SECONDS = 0.2
 # tcpi_bytes_received of struct tcp_info (linux/tcp.h).
 _BYTES_RECEIVED = slice(128, 136)
 # struct linger: on, for 0 seconds.
@@ -54,7 +54,7 @@ class Connections:
 
     def __init__(self, context: "zmq.Context[Socket]", socket: Socket, *, log_failures: bool) -> None:
         self._log_failures = log_failures
-        self._warning = RepeatedWarning(log)
+        self._warning = PerPeerWarning(log)
         socket.monitor(_ADDRESS, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self.events = context.socket(zmq.PAIR)
         # With a limit ZeroMQ's thread would wait for this one.
@@ -63,9 +63,9 @@ class Connections:
         self._open: dict[int, _Connection] = {}
         # Whether the connection that ends next has failed.
         self._failed = False
-        # The descriptors from which a whole message has arrived since the last look.
-        self._heard: set[int] = set()
-        self._look_at = 0.0
+        # The descriptors from which a whole message has arrived since the last check.
+        self._active: set[int] = set()
+        self._next_check_at = 0.0
 
     def follow(self) -> None:
         """Take note of some of the connections that have come and gone."""
@@ -89,9 +89,9 @@ class Connections:
         elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._failed = True
 
-    def hear(self, descriptor: int) -> None:
+    def note_message(self, descriptor: int) -> None:
         """Note that a whole message has arrived from a connection."""
-        self._heard.add(descriptor)
+        self._active.add(descriptor)
 
     def end_unfinished(self, *, all_read: bool) -> None:
         """Close connections, the largest first, whose messages take too much memory before they are whole.
@@ -100,16 +100,16 @@ class Connections:
         is also a limit for all connections together. Socket files, which only this user can reach, have none.
         """
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check_at:
             return
-        self._look_at = now + _LOOK_SECONDS
+        self._next_check_at = now + _CHECK_SECONDS
         unfinished: list[tuple[int, int]] = []
         for descriptor, connection in self._open.items():
             received = _bytes_received(descriptor)
-            if descriptor in self._heard or received < connection.counted_from:
+            if descriptor in self._active or received < connection.counted_from:
                 connection.counted_from = received
             unfinished.append((received - connection.counted_from, descriptor))
-        self._heard.clear()
+        self._active.clear()
         total = sum(size for size, _ in unfinished)
         for size, descriptor in sorted(unfinished, reverse=True):
             if size <= _UNFINISHED_BYTES and not (all_read and total > _ALL_UNFINISHED_BYTES):
@@ -143,7 +143,7 @@ def _address_of(descriptor: int) -> str:
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Return the bytes that have arrived, 0 if it is no TCP connection or ZeroMQ has closed it."""
+    """Return the bytes that have arrived, 0 if it is not a TCP connection or ZeroMQ has closed it."""
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.stop)
         return int.from_bytes(info[_BYTES_RECEIVED], "little")

@@ -1,6 +1,6 @@
 """CURVE on ZeroMQ sockets: encryption, and the decision which keys get in.
 
-    client's handshake ──► ZeroMQ ──► "may this key come in?" (ZAP) ──► Doorkeeper, in the thread of the server's loop
+    client's handshake ──► ZeroMQ ──► "may this key come in?" (ZAP) ──► ZapHandler, in the thread of the server's loop
 
 ZeroMQ asks with https://rfc.zeromq.org/spec/27, over a socket inside the process, only for a client that has proved
 that it holds its key. The answer sets `User-Id` of every message of the connection to that public key.
@@ -12,7 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from tba.common.errors import ConfigError
-from tba.common.log import RepeatedWarning, get_logger
+from tba.common.log import PerPeerWarning, get_logger
 from tba.common.wire.keys import ClientKeys, KeyPair, ServerKeys
 
 log = get_logger(__name__)
@@ -59,36 +59,36 @@ def explain_failure(event: int, value: int, keys: ClientKeys | None) -> str:
     return "the encrypted connection is not set up: does it have keys, and is buffer.pub the key of its node?"
 
 
-class Doorkeeper:
-    """Decides which keys get in to a server, and logs those that do not. Used by the thread that uses the socket.
+class ZapHandler:
+    """Decides which keys get in to a server, and logs those that do not. Used by the thread of the server's socket.
 
-    `questions` is readable when there is something to do.
+    `socket` is readable when there are requests.
     """
 
-    def __init__(self, context: "zmq.Context[Socket]", socket: Socket, keys: ServerKeys) -> None:
+    def __init__(self, context: "zmq.Context[Socket]", server: Socket, keys: ServerKeys) -> None:
         check_curve()
         self._keys = keys
-        self._warning = RepeatedWarning(log)
-        self.questions = context.socket(zmq.REP)
-        self.questions.bind(_ZAP_ADDRESS)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(keys.own.secret))
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        self._warning = PerPeerWarning(log)
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind(_ZAP_ADDRESS)
+        server.setsockopt(zmq.CURVE_SERVER, 1)
+        server.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(keys.own.secret))
+        server.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         # Without an answer no client gets in.
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def work(self) -> None:
-        """Answer some of the questions that are there: a flood must not keep the server busy."""
+    def handle(self) -> None:
+        """Answer some of the requests that are there: a flood must not keep the server busy."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_MOST_AT_A_TIME):
-                self._answer(self.questions.recv_multipart(zmq.NOBLOCK))
+                self._answer(self.socket.recv_multipart(zmq.NOBLOCK))
 
-    def _answer(self, question: list[bytes]) -> None:
-        version, request, _domain, address, _routing_id, _mechanism, *credentials = question
+    def _answer(self, frames: list[bytes]) -> None:
+        version, request, _domain, address, _routing_id, _mechanism, *credentials = frames
         public = credentials[0].hex() if len(credentials) == 1 else ""
         known = self._keys.admitted.find(public)
         if known is None:
             by = address.decode(errors="replace")
             self._warning.warn(by, "connection refused", by=by, key=public, reason="the key is not authorised")
         status = (b"200", b"") if known else (b"400", b"not authorised")
-        self.questions.send_multipart([version, request, *status, public.encode() if known else b"", b""])
+        self.socket.send_multipart([version, request, *status, public.encode() if known else b"", b""])

@@ -10,7 +10,7 @@ MAX_ROWS = 1 << 16
 # The rows of a put. A put is one transaction, which others wait for.
 MAX_PUT_ROWS = 1 << 12
 MAX_TOKENS = 1 << 24
-# Of one searcher. A request for more may wait for a minute, and is kept as long.
+# Of one searcher. Each request for more lists them, and may stay parked for up to a minute.
 MAX_LEASES = 1 << 12
 # Characters of a prompt's text: a longer one is cut, since people read it and nothing is computed from it.
 MAX_PROMPT_TEXT = 1 << 16

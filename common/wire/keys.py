@@ -23,6 +23,7 @@ from typing import Literal, get_args
 from tba.common.config.security import SecuritySection
 from tba.common.errors import ConfigError, first_line
 from tba.common.log import get_logger
+from tba.common.wire.addresses import is_private
 from tba.common.wire.fields import Role
 
 log = get_logger(__name__)
@@ -43,7 +44,6 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 # How an address on the wire names the public key of its server.
 _KEY_MARK = "#"
-_LOCAL = re.compile(r"ipc://(?!@)|tcp://(127\.|localhost:|\[::1\]:)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +193,6 @@ def check_public(public: str) -> str:
     return public
 
 
-def is_local(address: str) -> bool:
-    """Whether an endpoint can be reached only from this machine, and a socket only by the users whom its file admits.
-
-    An abstract socket (`ipc://@name`) has no file: every user of the machine may connect.
-    """
-    return _LOCAL.match(address) is not None
-
-
 def buffer_client_keys(security: SecuritySection, address: str) -> ClientKeys | None:
     """Return the keys of a client of the buffer, or of its query server. Raises ConfigError.
 
@@ -220,7 +212,7 @@ def server_keys(security: SecuritySection, address: str, setting: str) -> Server
             f"{setting} {address} is an abstract socket, to which every user of this machine can connect: name a "
             "socket file, such as ipc:///run/user/1000/buffer.socket"
         )
-    if not (is_local(address) or security.insecure):
+    if not (is_private(address) or security.insecure):
         raise ConfigError(
             f"{setting} {address} can be reached from other machines, and without keys any program there may read and"
             " change the run: create keys (docs/security.md), or set security.insecure = true in a trusted network"

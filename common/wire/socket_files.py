@@ -88,7 +88,7 @@ def free_socket_file(address: str) -> Iterator[None]:
     path = _path_of(address)
     with _locked(path.parent):
         if path.exists() and not path.is_socket():
-            raise FileExistsError(errno.EEXIST, "the file is no socket")
+            raise FileExistsError(errno.EEXIST, "the file is not a socket")
         if _listens(path):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         yield

@@ -17,7 +17,7 @@ from tba.common.quantity import quantity
 from tba.common.weights import adapter
 from tba.common.weights.snapshot import Canary, Snapshot
 from tba.common.wire.trajectory import Float32
-from tba.searcher.engines.engine import in_vocabulary
+from tba.searcher.engines.engine import Mismatch, in_vocabulary
 
 log = get_logger(__name__)
 
@@ -36,15 +36,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
 # `Engine.score`.
 Score = Callable[[Sequence[Sequence[int]]], list[Float32]]
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The difference between engine and trainer on the same tokens (`LoadReport` defines the numbers)."""
-
-    maximum: float
-    mean: float
-    kl: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +116,7 @@ class Acceptance:
                 return f"it changes {name!r} of shape {list(shape)}"
         return None
 
-    def prove(self, score: Score, snapshot: Snapshot, *, context: int, calibrate: bool = False) -> Mismatch:
+    def check_canary(self, score: Score, snapshot: Snapshot, *, context: int, calibrate: bool = False) -> Mismatch:
         """Score the canary with freshly loaded weights, and compare with the trainer's log-probabilities.
 
         Of a sequence that fills the engine's `context`, the beginning is scored. With `calibrate` the mismatch may be
@@ -139,11 +130,11 @@ class Acceptance:
         scores = score([sequence[: context - 1] for sequence in canary.sequences])
         expected = [logprobs[: len(one)] for one, logprobs in zip(scores, canary.logprobs, strict=True)]
         found = mismatch(np.concatenate(scores), np.concatenate(expected))
-        self.judge(found, snapshot.manifest.version, calibrate=calibrate)
+        self.accept(found, snapshot.manifest.version, calibrate=calibrate)
         return found
 
-    def judge(self, found: Mismatch, version: int, *, calibrate: bool = False) -> None:
-        """Raise CanaryMismatch if the mismatch of a version exceeds the limits. See `prove`."""
+    def accept(self, found: Mismatch, version: int, *, calibrate: bool = False) -> None:
+        """Raise CanaryMismatch if the mismatch of a version exceeds the limits. See `check_canary`."""
         limits = self._limits.times(_WIDEST) if calibrate else self._limits
         if not limits.allow(found):
             raise CanaryMismatch(

@@ -52,20 +52,28 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The difference between engine and trainer on the same tokens.
+
+    The largest and the mean |log-probability difference| d, and the mean of exp(d) - 1 - d, an estimate of the KL
+    divergence (Schulman's k3).
+    """
+
+    maximum: float
+    mean: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """The result and the cost of a swap of weights.
 
-    `mismatch_*` compare the engine with the trainer on the tokens of the canary: the largest and the mean
-    |log-probability difference| d, and the mean of exp(d) - 1 - d, an estimate of the KL divergence (Schulman's k3).
-
-    `way` names how the weights were loaded. `read_seconds` is the duration of `prepare`, whether or not generation
-    continued meanwhile. `pause_seconds` is how long `load_weights` blocked generation; `exchange_seconds` and
-    `canary_seconds` are the parts of it that the successful attempt took.
+    `mismatch` is that of the canary. `way` names how the weights were loaded. `read_seconds` is the duration of
+    `prepare`, whether or not generation continued meanwhile. `pause_seconds` is how long `load_weights` blocked
+    generation; `exchange_seconds` and `canary_seconds` are the parts of it that the successful attempt took.
     """
 
-    mismatch_max: float
-    mismatch_mean: float
-    mismatch_kl: float
+    mismatch: Mismatch
     way: str
     read_seconds: float
     exchange_seconds: float
@@ -75,9 +83,9 @@ class LoadReport:
     def metrics(self) -> dict[str, float]:
         """The numbers by their metric names."""
         return {
-            "mismatch_max": self.mismatch_max,
-            "mismatch_mean": self.mismatch_mean,
-            "mismatch_kl": self.mismatch_kl,
+            "mismatch_max": self.mismatch.maximum,
+            "mismatch_mean": self.mismatch.mean,
+            "mismatch_kl": self.mismatch.kl,
             "swap_read_seconds": self.read_seconds,
             "swap_exchange_seconds": self.exchange_seconds,
             "swap_canary_seconds": self.canary_seconds,
@@ -125,7 +133,7 @@ class Engine(Protocol):
         """
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the refused ones
         reaches a Generation, and requests in flight are still answered. The files of the weights that serve must stay

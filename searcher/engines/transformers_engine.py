@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from tba.common.errors import ConfigError, SnapshotError
 from tba.common.system.load_errors import loading
 from tba.common.weights import adapter
-from tba.common.weights.model_files import eos_ids, model_directory, weight_files
+from tba.common.weights.model_files import model_directory, weight_files
 from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
@@ -65,9 +65,8 @@ class TransformersEngine:
         max_in_flight: int,
         seed: int,
         canary_tolerance: float,
-        stopping: Stopping | None = None,
+        stopping: Stopping,
     ) -> None:
-        """Without `stopping`, the end tokens of the model end a response."""
         transformers_logging.disable_progress_bar()
         directory = model_directory(model)
         with loading(f"the model in {directory}", device):
@@ -82,7 +81,6 @@ class TransformersEngine:
         self.metrics: dict[str, float] = {}
         self._generator = np.random.default_rng(seed)
         self._stopping = stopping
-        self._end_ids = frozenset(eos_ids(directory)) if stopping is None else stopping.ids
         config = self._model.config
         self._context = int(config.max_position_embeddings)
         tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -138,7 +136,7 @@ class TransformersEngine:
         self._acceptance.check(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
 
         All or nothing, as the protocol requires: no step runs between the copy and the canary, so requests in flight
         never use refused weights. Their KV cache keeps what older weights computed.
@@ -153,8 +151,8 @@ class TransformersEngine:
         try:
             _copy(targets, values)
             times.append(time.perf_counter())
-            mismatch = self._acceptance.prove(self.score, snapshot, context=self._context, calibrate=calibrate)
-        # Also when a signal handler raised: unproven weights must not serve.
+            mismatch = self._acceptance.check_canary(self.score, snapshot, context=self._context, calibrate=calibrate)
+        # Also when a signal handler raised: unchecked weights must not serve.
         except BaseException:
             _copy(targets, backup)
             raise
@@ -163,7 +161,7 @@ class TransformersEngine:
         self._acceptance.uncalibrated = False
         read, exchange, canary = np.diff(times).tolist()
         parts = (read, exchange, canary, times[-1] - times[0])
-        return LoadReport(mismatch.maximum, mismatch.mean, mismatch.kl, "copy", *parts)
+        return LoadReport(mismatch, "copy", *parts)
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
@@ -244,9 +242,7 @@ class TransformersEngine:
         return finished
 
     def _stop_reason(self, row: _Row) -> str | None:
-        if row.tokens[-1] in self._end_ids:
-            return STOP_EOS
-        if self._stopping is not None and self._stopping.completes_string(row.tokens):
+        if row.tokens[-1] in self._stopping.ids or self._stopping.completes_string(row.tokens):
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 

@@ -26,13 +26,13 @@ from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_EOS, Trajectory
+from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer
 from tba.searcher.evaluation.win_rate import GoldModel, check_references
 from tba.searcher.exploration import Exploration
-from tba.searcher.run import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task

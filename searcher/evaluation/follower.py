@@ -7,14 +7,12 @@ Without `train.keep_snapshot_every` it evaluates the newest snapshot, then the o
 """
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable
 
-import tba
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, ConfigError, EngineFaulty, SnapshotError
+from tba.common.errors import BufferUnavailable, EngineFaulty, SnapshotError
 from tba.common.evaluations import all_evaluations, as_message, key_of, record_evaluations
 from tba.common.log import get_logger
 from tba.common.system.process import StopSignal, notify_systemd
@@ -23,9 +21,11 @@ from tba.common.weights.node_store import make_directory, weights_directory
 from tba.common.weights.snapshot import directory_name, list_snapshots, read
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
+from tba.common.wire.joining import check_run, own_hello
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject
 from tba.searcher.evaluation.snapshots import ref_of
+from tba.searcher.run_end import RunEnd
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.progress import Progress
 
@@ -36,8 +36,6 @@ _IDLE_SECONDS = 0.5
 _FLUSH_SECONDS = 5.0
 # Of a snapshot that cannot be read or that the engine refuses, before it is left out.
 _MAX_ATTEMPTS = 3
-# As a searcher that joins a finished run waits for a trainer that resumes it.
-_RESUME_SECONDS = 60.0
 
 
 def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
@@ -100,7 +98,7 @@ class Follower:
         self._attempts: dict[int, int] = {}
         self._heartbeat_request: int | None = None
         self._heartbeat_at = -_HEARTBEAT_SECONDS
-        self._joined_at, self._seen_running = clock.monotonic(), False
+        self._run = RunEnd(client, clock)
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Evaluate until the run is finished and nothing is left, or `stop()`. Raises Refused."""
@@ -115,36 +113,23 @@ class Follower:
             ref = self._next()
             if ref is not None:
                 self._evaluate(ref, stop)
-            elif self._finished:
+            elif self._run.over:
                 break
             else:
                 self._heartbeat("waiting", "no snapshot is to be evaluated", _IDLE_SECONDS)
         self._leave()
 
     def _join(self, stop: Callable[[], bool]) -> None:
-        hello = messages.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {tba.__version__}")
-        welcome, _ = self._client.call(hello, messages.Welcome, stop=stop)
-        if welcome.run_name != self._config.run.name:
-            raise ConfigError(
-                f"the buffer at {self._client.address} serves run {welcome.run_name}, this configuration is of run "
-                f"{self._config.run.name}"
-            )
+        welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
+        check_run(welcome, self._config.run.name, self._client.address)
         subject = self._evaluator.subject
         for row in all_evaluations(self._config.run.dir):
             run, version, *same = key_of(row)
             if run == welcome.run_name and same == [subject.prompt_set, subject.settings]:
                 self._done.add(version)
-        self._joined_at = self._clock.monotonic()
+        self._run.joined()
         log.info("joined", buffer=self._client.address, prompts=len(subject.prompts), evaluated=len(self._done))
         notify_systemd("READY=1")
-
-    @property
-    def _finished(self) -> bool:
-        """Whether the run is over. One that was over when this process joined may be resumed by a trainer."""
-        if self._client.state is None or not self._client.state.finished:
-            self._seen_running = True
-            return False
-        return self._seen_running or self._clock.monotonic() - self._joined_at > _RESUME_SECONDS
 
     def _find(self) -> None:
         """Queue what is to be evaluated: kept snapshots that are on this machine, and the newest announced one."""
@@ -190,8 +175,7 @@ class Follower:
             silence = self._fetching.waits_for
             self._heartbeat("evaluating", f"v{ref.version}: {silence or 'loading'}", 0.0)
             # The trainer of a finished run does not come back.
-            over = self._client.state is not None and self._client.state.finished
-            return not (stop() or (over and silence))
+            return not (stop() or (self._run.finished and silence))
 
         self._heartbeat("evaluating", f"v{ref.version}: loading", 0.0)
         self._fetching.go_on = wait

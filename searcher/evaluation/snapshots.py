@@ -1,6 +1,7 @@
 """`tba eval`: evaluate one snapshot, the newest, or all that a run has kept."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,13 @@ from tba.common.errors import SnapshotError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.system.durable import sha256_of
-from tba.common.weights.node_store import PinnedSnapshot, weights_directory
+from tba.common.weights.node_store import PinnedSnapshot, pin_newest, weights_directory
 from tba.common.weights.snapshot import MANIFEST, Snapshot, choose_snapshots, read
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.evaluation.evaluator import Report, Subject, open_evaluator, read_subject
 from tba.searcher.weights.assembly import SnapshotAssembler
 
 log = get_logger(__name__)
-
-# Attempts to read the newest snapshot of a run that publishes and deletes quickly.
-_ATTEMPTS = 5
 
 
 def evaluate_snapshots(
@@ -71,24 +69,16 @@ def _prepared(
     if named is not None:
         yield assembler.assemble(ref_of(named))
     elif paths is None:
-        # The newest. It is chosen again if the trainer deletes it before it is pinned here.
-        for _ in range(_ATTEMPTS):
-            (path,) = choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
-            if prepared := unless_collected(assembler, path):
-                yield prepared
-                return
-        raise SnapshotError(
-            f"{config.snapshots}: each snapshot was collected before it could be read: raise train.keep_snapshots"
-        )
+        yield pin_newest(config, partial(unless_deleted, assembler))
     else:
         for path in paths:
-            if prepared := unless_collected(assembler, path):
+            if prepared := unless_deleted(assembler, path):
                 yield prepared
             else:
-                log.warning("snapshot not evaluated: the trainer has collected it", path=path)
+                log.warning("snapshot not evaluated: the trainer has deleted it", path=path)
 
 
-def unless_collected(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, PinnedSnapshot] | None:
+def unless_deleted(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, PinnedSnapshot] | None:
     """Assemble a snapshot. None if the trainer has deleted it, of which the manifest goes first."""
     try:
         return assembler.assemble(ref_of(path))

@@ -20,7 +20,6 @@ from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory, weight_files
 
-_SETTING = "reward_model.path"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
 # A score, or a sentence why there is none.
@@ -30,14 +29,18 @@ Score = float | str
 class RewardModel:
     """The classifier of a directory on one device.
 
-    Raises ConfigError if the files are no reward model, MemoryShort.
+    `section` is the name of the configuration's section, for messages. Raises ConfigError if the files are not a reward
+    model, MemoryShort.
     """
 
-    def __init__(self, directory: Path, config: ScoringModelSection, device: str) -> None:
+    def __init__(
+        self, directory: Path, config: ScoringModelSection, device: str, section: str = "reward_model"
+    ) -> None:
         self._config = config
+        self._section = section
         self._device = torch.device(device)
-        self._model = _load(directory, config.dtype, self._device)
-        self._tokenizer = _read_tokenizer(directory, chat=config.template == "chat")
+        self._model = _load(directory, config.dtype, self._device, section)
+        self._tokenizer = _read_tokenizer(directory, section, chat=config.template == "chat")
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
         self._own_pad_id = _own_pad_id(self._model.config)
         # Of a pair: limited by the model's positions, and by the configuration or the tokenizer.
@@ -62,11 +65,11 @@ class RewardModel:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         else:
             if messages and not prompt:
-                raise ValueError('the prompt has messages and no text: set reward_model.template = "chat"')
+                raise ValueError(f'the prompt has messages and no text: set {self._section}.template = "chat"')
             ids = self._tokenizer.encode(prompt + response, verbose=False)
         if not 0 < len(ids) <= self._max_tokens:
             raise ValueError(
-                f"{quantity(len(ids), 'token')}; it takes 1 to {self._max_tokens} (reward_model.max_length)"
+                f"{quantity(len(ids), 'token')}; it takes 1 to {self._max_tokens} ({self._section}.max_length)"
             )
         if max(ids) >= self._vocabulary:
             raise ValueError(f"token {max(ids)} is outside the vocabulary of {self._vocabulary}")
@@ -135,29 +138,33 @@ class RewardModel:
         return pad
 
 
-def check_files(section: ScoringModelSection) -> str:
-    """Describe the model of `[reward_model]` in one sentence, for `tba doctor`. Raises ConfigError if it cannot be one.
+def check_files(config: ScoringModelSection, section: str) -> str:
+    """Describe the model of a section in one sentence, for `tba doctor`. Raises ConfigError for another kind of model.
 
     The classifier is built without memory for its weights; whether the files hold a head is only seen when they load.
     """
-    directory = model_directory(section.path, setting=_SETTING)
-    config = _read_config(directory)
+    directory = model_directory(config.path, setting=f"{section}.path")
+    model_config = _read_config(directory, section)
     with torch.device("meta"):
         try:
-            name = type(AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)).__name__
+            name = type(AutoModelForSequenceClassification.from_config(model_config, trust_remote_code=False)).__name__
         # A model's constructor may raise anything for values that it does not expect.
         except Exception as error:
-            raise not_loaded(f"the reward model in {directory}", error) from error
+            raise not_loaded(_model_in(directory, section), error) from error
     weight_files(directory)
-    _read_tokenizer(directory, chat=section.template == "chat")
-    pad = _own_pad_id(config)
+    _read_tokenizer(directory, section, chat=config.template == "chat")
+    pad = _own_pad_id(model_config)
     padding = "no padding token of its own" if pad is None else f"pads with token {pad}"
-    return f"{section.path}: {name}, {padding}, {section.template}"
+    return f"{config.path}: {name}, {padding}, {config.template}"
 
 
-def _load(directory: Path, dtype: str, device: torch.device) -> Any:
-    config = _read_config(directory)
-    with loading(f"the reward model in {directory}", device):
+def _model_in(directory: Path, section: str) -> str:
+    return f"the {section.replace('_', ' ')} in {directory}"
+
+
+def _load(directory: Path, dtype: str, device: torch.device, section: str) -> Any:
+    config = _read_config(directory, section)
+    with loading(_model_in(directory, section), device):
         model, found = AutoModelForSequenceClassification.from_pretrained(
             directory,
             config=config,
@@ -168,7 +175,7 @@ def _load(directory: Path, dtype: str, device: torch.device) -> Any:
         )
         # A checkpoint without a head loads too, with a random one.
         if missing := sorted(found["missing_keys"]):
-            raise ConfigError(f"the reward model in {directory} is no classifier: it has no {', '.join(missing[:3])}")
+            raise ConfigError(f"{_model_in(directory, section)} is not a classifier: it lacks {', '.join(missing[:3])}")
         model.to(device).eval().requires_grad_(False)
     text = model.config.get_text_config()
     if hasattr(text, "use_cache"):
@@ -176,34 +183,33 @@ def _load(directory: Path, dtype: str, device: torch.device) -> Any:
     return model
 
 
-def _read_config(directory: Path) -> Any:
+def _read_config(directory: Path, section: str) -> Any:
     """The configuration of a classifier with one label. Raises ConfigError if it is something else, or MemoryShort."""
-    with loading(f"the reward model in {directory}"):
+    model = _model_in(directory, section)
+    with loading(model):
         config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if config.num_labels != 1:
-        raise ConfigError(
-            f"the reward model in {directory} has {config.num_labels} labels: a reward needs a classifier with one"
-        )
+        raise ConfigError(f"{model} has {config.num_labels} labels: a reward needs a classifier with one")
     pad, rows = _own_pad_id(config), getattr(config.get_text_config(), "vocab_size", None)
     if pad is not None and rows is not None and pad >= rows:
         raise ConfigError(
-            f"the reward model in {directory} pads with token {pad}, and has {rows} embeddings: "
+            f"{model} pads with token {pad}, and has {rows} embeddings: "
             "set pad_token_id in its config.json to a token below, or to null if it was trained without padding"
         )
     return config
 
 
-def _read_tokenizer(directory: Path, *, chat: bool) -> Any:
+def _read_tokenizer(directory: Path, section: str, *, chat: bool) -> Any:
     """The model's tokenizer. With `chat` it must have a chat template. Raises ConfigError, MemoryShort."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     # The library raises many kinds; `not_loaded` tells a lack of memory from faulty files.
     except Exception as error:
-        raise not_loaded(f"the tokenizer of the reward model in {directory}", error) from error
+        raise not_loaded(f"the tokenizer of {_model_in(directory, section)}", error) from error
     if chat and not tokenizer.chat_template:
         raise ConfigError(
-            f'reward_model.template = "chat", and the tokenizer in {directory} has no chat template: '
-            'set reward_model.template = "concatenation"'
+            f'{section}.template = "chat", and the tokenizer in {directory} has no chat template: '
+            f'set {section}.template = "concatenation"'
         )
     return tokenizer
 

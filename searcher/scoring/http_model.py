@@ -21,10 +21,11 @@ _PROBE = Prompt("", "a")
 
 
 class HttpModel:
-    """The classifier at `url`. `key` is its API key. It belongs to one event loop."""
+    """The classifier at `url`. `key` is its API key, `section` is named in messages. It belongs to one event loop."""
 
-    def __init__(self, config: ScoringModelSection, key: str) -> None:
+    def __init__(self, config: ScoringModelSection, key: str, section: str = "reward_model") -> None:
         self._config = config
+        self._section = section
         self._client = JsonClient(config.url, key=key, connections=config.concurrency)
 
     async def __aenter__(self) -> Self:
@@ -40,7 +41,7 @@ class HttpModel:
         return self._read(reply)
 
     async def try_out(self, *, seconds: float) -> None:
-        """Wait until the server scores. Raises HttpRefused if it is no reward model, HttpUnavailable."""
+        """Wait until the server scores. Raises HttpRefused if it is not a reward model, HttpUnavailable."""
         await self.score(_PROBE, "a", seconds=seconds)
 
     def _body(self, prompt: Prompt, response: str) -> dict[str, Any]:
@@ -54,7 +55,7 @@ class HttpModel:
             whole = (*(prompt.messages or [("user", prompt.text)]), ("assistant", response))
             return body | {"messages": [{"role": role, "content": content} for role, content in whole]}
         if prompt.messages and not prompt.text:
-            raise ValueError('the prompt has messages and no text: set template = "chat"')
+            raise ValueError(f'the prompt has messages and no text: set {self._section}.template = "chat"')
         if config.api == "score":
             return body | {"text_1": prompt.text, "text_2": response}
         return body | {"input": prompt.text + response}
@@ -65,7 +66,9 @@ class HttpModel:
             (item,) = reply["data"]
             found = item[key]
         except (KeyError, TypeError, ValueError):
-            raise HttpRefused(f"{self._config.url} answered without data[0].{key}: set api to a route it has") from None
+            raise HttpRefused(
+                f"{self._config.url} answered without data[0].{key}: set {self._section}.api to a route it has"
+            ) from None
         values = found if isinstance(found, list) else [found]
         if len(values) != 1:
             raise HttpRefused(

@@ -24,7 +24,7 @@ def main() -> None:
     config = ScoringModelSection.model_validate(settings["config"])
     # One event loop for all batches: connections belong to a loop.
     with asyncio.Runner() as runner:
-        model = HttpModel(config, settings["key"])
+        model = HttpModel(config, settings["key"], settings["section"])
         try:
             runner.run(model.try_out(seconds=config.load_seconds))
         except (HttpRefused, HttpUnavailable) as error:

@@ -30,7 +30,7 @@ class ModelScorer(WorkerPool):
 
     `device` is the searcher's own: `cpu` or `cuda`. The constructor returns when the model is loaded, so that an
     engine on the same GPU finds its memory taken, or after `stop()`: then it scores nothing and must be closed. Raises
-    ConfigError if it is no reward model, WorkerLost if it was not loaded or reached for another reason.
+    ConfigError if it is not a reward model, WorkerLost if it was not loaded or reached for another reason.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
         name=section.replace("_", " "),
         section=section,
         module="tba.searcher.scoring.model_worker",
-        settings={"config": _sent(config), "directory": str(directory), "device": device},
+        settings={"config": _sent(config), "section": section, "directory": str(directory), "device": device},
         workers=1,
         batch=_BATCH,
         load_seconds=config.load_seconds,
@@ -85,7 +85,7 @@ def _server(config: ScoringModelSection, section: str) -> PoolSettings:
         name=section.replace("_", " "),
         section=section,
         module="tba.searcher.scoring.http_worker",
-        settings={"config": _sent(config), "key": config.api_key.get_secret_value()},
+        settings={"config": _sent(config), "section": section, "key": config.api_key.get_secret_value()},
         workers=1,
         batch=max(_BATCH, config.concurrency),
         load_seconds=config.load_seconds + _GRACE_SECONDS,

@@ -30,12 +30,12 @@ def main() -> None:
     settings = next(connection.messages)
     try:
         config = ScoringModelSection.model_validate(settings["config"])
-        model = RewardModel(Path(settings["directory"]), config, settings["device"])
+        model = RewardModel(Path(settings["directory"]), config, settings["device"], settings["section"])
     except ConfigError as error:
         connection.send(["refused", storable(str(error))])
         sys.exit(1)
     except Exception as error:
-        log.exception("the reward model was not loaded")
+        log.exception("the model was not loaded")
         connection.send(["failed", storable(f"{type(error).__name__}: {error}")])
         sys.exit(1)
     connection.send(["ready"])
@@ -61,7 +61,7 @@ def _score(connection: Connection, model: RewardModel, items: Sequence[Any]) -> 
         try:
             scores = model.score([pairs[n] for n in batch], partial(_begin, connection, batch_tickets))
         except Exception as error:
-            log.exception("the reward model failed", pairs=len(batch))
+            log.exception("the model failed", pairs=len(batch))
             reason = storable(f"{type(error).__name__}: {error}")
             connection.send(["results", [[ticket, None, reason] for ticket in batch_tickets]])
             sys.exit(1)

@@ -37,12 +37,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A scored response: its reward, or a reward of 0 and an error."""
+    """A scored response: its reward, or a reward of 0 and an error.
+
+    `interrupted` if the task did not return or raise: it exceeded its time limit, or its worker died.
+    """
 
     ticket: int
     text: str | None
     reward: Reward
     error: str | None
+    interrupted: bool = False
 
 
 @dataclass(slots=True)
@@ -73,16 +77,16 @@ def score(
 
 async def score_later(
     task: Task, prompt: Prompt, response: str, finished: bool, seconds: float, memory_mib: int
-) -> tuple[Reward, str | None]:
-    """As `score`, for a task whose `score` may be a coroutine, which is cancelled after `seconds`."""
+) -> tuple[Reward, str | None, bool]:
+    """As `score`, for a task whose `score` may be a coroutine. The last is whether it exceeded `seconds`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             reward = task.score(prompt, response, finished)
-            return _checked(await reward if isinstance(reward, Awaitable) else reward), None
+            return _checked(await reward if isinstance(reward, Awaitable) else reward), None, False
     except BaseException as error:  # noqa: BLE001
         if limit.expired():
-            return failed(timed_out(seconds), name_of(task, prompt))
-        return _raised(error, task, prompt, memory_mib)
+            return *failed(timed_out(seconds), name_of(task, prompt)), True
+        return *_raised(error, task, prompt, memory_mib), False
 
 
 def failed(reason: str, task: str = "") -> tuple[Reward, str]:
@@ -119,7 +123,7 @@ def _raised(error: BaseException, task: Task, prompt: Prompt, memory_mib: int | 
         return failed(f"out of memory (limit {memory_mib} MiB)" if memory_mib else "out of memory", name)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     trace = storable("".join(traceback.format_exception(error)))
-    # Of the errors of one line only the first is written; the others are counted (EqualWarnings).
+    # Of the errors of one line only the first is written; the others are counted (DuplicateFilter).
     log.warning("reward failed", task=name, at=f"{frame.filename}:{frame.lineno}", prompt=prompt.key, trace=trace)
     return failed(f"{type(error).__name__}: {error}", name)
 

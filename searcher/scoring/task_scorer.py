@@ -3,7 +3,7 @@
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError, WorkerLost
 from tba.common.log import get_logger
-from tba.searcher.scoring.scoring import Item, Scored, failed, score, timed_out
+from tba.searcher.scoring.scoring import Item, Scored, failed, score
 from tba.searcher.scoring.worker_pool import PoolSettings, Result, WorkerPool
 from tba.searcher.tasks.task import Reward, Task, least_reward, name_of, scores_concurrently
 
@@ -25,7 +25,7 @@ class TaskScorer(WorkerPool):
         self._config = config
         self._scored: list[Scored] = []
         self._least = least_reward(task)
-        self._told_of_least = False
+        self._logged_least = False
         concurrent = scores_concurrently(task)
         super().__init__(
             PoolSettings(
@@ -67,19 +67,19 @@ class TaskScorer(WorkerPool):
 
     def _scored_by(self, result: Result) -> Scored:
         item = result.item
-        name = name_of(self._task, item.prompt)
         if result.error is not None:
+            name = name_of(self._task, item.prompt)
             log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
-            return Scored(item.ticket, item.text, *failed(result.error, name))
-        total, parts, error = result.value
-        self.timeouts += error == failed(timed_out(self._config.reward_seconds), name)[1]
-        return Scored(item.ticket, item.text, Reward(total, parts), error)
+            return Scored(item.ticket, item.text, *failed(result.error, name), interrupted=True)
+        total, parts, error, timed_out = result.value
+        self.timeouts += timed_out
+        return Scored(item.ticket, item.text, Reward(total, parts), error, interrupted=timed_out)
 
     def _check_least(self, scored: list[Scored]) -> None:
         """Log once that a reward is lower than the task says."""
         low = [one for one in scored if one.error is None and one.reward.total < self._least]
-        if low and not self._told_of_least:
-            self._told_of_least = True
+        if low and not self._logged_least:
+            self._logged_least = True
             log.warning(
                 "a reward is below the task's least_reward, which objective.reward_floor may refer to: correct it",
                 task=self._task.name,

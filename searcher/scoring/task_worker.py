@@ -85,11 +85,11 @@ class _Worker:
 
         await asyncio.gather(*(score_one(*item) for item in batch))
 
-    def _send(self, ticket: int, reward: Reward, error: str | None) -> None:
+    def _send(self, ticket: int, reward: Reward, error: str | None, timed_out: bool = False) -> None:
         # If the reward forked, this may be the child, which must not reply as well.
         if os.getpid() != self._own_pid:
             os._exit(0)
-        self._connection.send(["results", [[ticket, [reward.total, reward.parts, error], None]]])
+        self._connection.send(["results", [[ticket, [reward.total, reward.parts, error, timed_out], None]]])
 
 
 def _load(config: TaskSection) -> Task:

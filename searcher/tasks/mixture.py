@@ -27,7 +27,7 @@ def make_mixture(parts: Sequence[tuple[str | None, Task, float | None]]) -> "Mix
     """
     labels = [label or task.name for label, task, _ in parts]
     if odd := [label for label in labels if not _LABEL.fullmatch(label)]:
-        raise TaskError(f"task.mixture: {odd[0]!r} is no label: set `label` to letters, digits, _ and -")
+        raise TaskError(f"task.mixture: {odd[0]!r} is not a label: set `label` to letters, digits, _ and -")
     if repeated := [label for label, count in Counter(labels).items() if count > 1]:
         raise TaskError(f"task.mixture has two tasks with the label {repeated[0]}: give one of them another `label`")
     tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))

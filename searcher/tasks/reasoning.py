@@ -63,7 +63,7 @@ class ReasoningGymTask:
         """Return the score of the generator's own scorer, 0 to 1; 0 for a response that was cut off.
 
         `correct` is 1 for a full score: some scorers give a little for a wrong answer of the right form. `score_error`
-        is 1 if the scorer failed on this answer, as some do on what is no number; the score is then 0.
+        is 1 if the scorer failed on this answer, as some do on what is not a number; the score is then 0.
         """
         problem = json.loads(prompt.answer)
         score, failed = 0.0, False

@@ -46,16 +46,16 @@ from tba.searcher.weights.progress import Progress
 log = get_logger(__name__)
 
 _CHAIN = "chain"
-# Puts a snapshot's file at a path, which may hold a prefix of it already: version, name, path, and the size in bytes if
-# it is known. Returns the BLAKE3 of the file if that was computed on the way. Raises SnapshotError.
-Bring = Callable[[int, str, Path, int | None], str | None]
+# Fetches a snapshot's file to a path, which may hold a prefix of it already: version, name, path, and the size in bytes
+# if it is known. Returns the BLAKE3 of the file if that was computed on the way. Raises SnapshotError.
+Fetch = Callable[[int, str, Path, int | None], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where the files of snapshots come from. A remote one may have deltas."""
 
-    bring: Bring
+    fetch: Fetch
     remote: bool
 
 
@@ -288,7 +288,7 @@ def _link(path: Path, version: int, name: str, target: Path, _size: int | None) 
     except OSError as error:
         raise read_error(
             error,
-            f"{source}: {error.strerror}: already collected, or not on this machine: searchers on others need "
+            f"{source}: {error.strerror}: already deleted, or not on this machine: searchers on others need "
             "a shared file system, or train.serve_snapshots in the trainer's configuration",
         ) from error
     # Where searchers read weights from memory, a copy of those that are on disk is due.
@@ -310,15 +310,15 @@ def _log_copy(source: Path, target: Path, obstacle: str) -> None:
 def _fetch_verified(source: Source, version: int, name: str, target: Path, entry: FileEntry) -> None:
     """Fetch a file and check its hash; on a mismatch, fetch it once more from the start. Raises SnapshotError."""
     try:
-        _bring_verified(source, version, name, target, entry)
+        _fetch_once(source, version, name, target, entry)
     except SnapshotCorrupt as error:
-        log.warning("brought again", file=name, version=version, reason=str(error))
+        log.warning("fetched again", file=name, version=version, reason=str(error))
         target.unlink(missing_ok=True)
-        _bring_verified(source, version, name, target, entry)
+        _fetch_once(source, version, name, target, entry)
 
 
-def _bring_verified(source: Source, version: int, name: str, target: Path, entry: FileEntry) -> None:
-    found = source.bring(version, name, target, entry.bytes)
+def _fetch_once(source: Source, version: int, name: str, target: Path, entry: FileEntry) -> None:
+    found = source.fetch(version, name, target, entry.bytes)
     if found is None:
         check_file(target, entry)
     else:
@@ -332,7 +332,7 @@ def _fetch_manifest(source: Source, key: SnapshotKey, directory: Path) -> Snapsh
         check_manifest(directory, key.manifest_sha256)
     except SnapshotError:
         path.unlink(missing_ok=True)
-        source.bring(key.version, MANIFEST, path, None)
+        source.fetch(key.version, MANIFEST, path, None)
         check_manifest(directory, key.manifest_sha256)
     snapshot = read(directory)
     if snapshot.manifest.version != key.version:

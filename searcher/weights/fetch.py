@@ -19,7 +19,7 @@ from tba.common.errors import ConfigError, SnapshotError, SnapshotMissing, Snaps
 from tba.common.log import get_logger
 from tba.common.weights import delta
 from tba.common.wire.channels import ClientChannel
-from tba.common.wire.codec import FileReply, decode_file_reply, encode_request
+from tba.common.wire.codec import PlainReply, decode_plain_reply, encode_request
 from tba.common.wire.file_messages import Chunk, FetchChunk
 from tba.common.wire.keys import KeyPair, announced
 from tba.common.wire.messages import Failure
@@ -140,11 +140,11 @@ class Fetcher:
         frames = encode_request(message, id=self._last_id, role="searcher", sender=f"fetch.{os.getpid()}", run="")
         return self._last_id if self._channel.send(frames) else None
 
-    def _receive(self) -> FileReply | None:
+    def _receive(self) -> PlainReply | None:
         """The next reply; None if none arrives within the polling interval, or it is malformed."""
         frames = self._channel.receive(_POLL_SECONDS)
         try:
-            return None if frames is None else decode_file_reply(frames)
+            return None if frames is None else decode_plain_reply(frames)
         except WireError as error:
             log.warning("chunk dropped", reason=str(error))
             return None
@@ -154,7 +154,7 @@ class Fetcher:
         before, self._connections = self._connections, self._channel.connections
         return self._connections != before
 
-    def _chunk(self, reply: FileReply, what: str, offset: int, size: int | None) -> tuple[memoryview, int]:
+    def _chunk(self, reply: PlainReply, what: str, offset: int, size: int | None) -> tuple[memoryview, int]:
         """The chunk of a reply and the size of the file. Raises SnapshotError for a refusal or unexpected sizes."""
         message, frames = reply.message, reply.frames
         if isinstance(message, Failure):

@@ -87,15 +87,14 @@ class WeightsFollower:
         """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
         self._preparation.nodes = nodes
 
-    def update(self, newest: WeightsRef | None) -> bool:
-        """Swap to the snapshot that is ready, if one is, and have the newest one prepared. True if weights changed.
+    def update(self, newest: WeightsRef | None) -> None:
+        """Swap to the snapshot that is ready, if one is, and have the newest one prepared.
 
         Raises EngineError when the engine has refused several in a row.
         """
-        changed = False
         if (result := self._preparation.take()) is not None:
             if isinstance(result, Prepared):
-                changed = self._swap(result)
+                self._swap(result)
             else:
                 self._refuse(result.ref, result.error)
             self._preparation.swapped()
@@ -103,7 +102,6 @@ class WeightsFollower:
             refused = self._refused if self._refused is not None and self._refused.ref == newest else None
             if refused is None or self._clock.monotonic() >= refused.retry_at:
                 self._preparation.want(newest, refresh=refused is not None)
-        return changed
 
     def close(self) -> None:
         """End the preparation and release the files."""
@@ -111,14 +109,14 @@ class WeightsFollower:
         if self._served is not None:
             self._served.pinned.release()
 
-    def _swap(self, prepared: Prepared) -> bool:
+    def _swap(self, prepared: Prepared) -> None:
         started = time.perf_counter()
         try:
             self.report = self._engine.load_weights(prepared.snapshot)
         except SnapshotError as error:
             prepared.pinned.release()
             self._refuse(prepared.ref, error)
-            return False
+            return
         self.last_load_seconds = time.perf_counter() - started
         if self._served is not None:
             self._served.pinned.release()
@@ -133,7 +131,6 @@ class WeightsFollower:
             way=self.report.way,
             **self.report.metrics(),
         )
-        return True
 
     def _refuse(self, ref: WeightsRef, error: SnapshotError) -> None:
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1

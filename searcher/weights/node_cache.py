@@ -18,13 +18,13 @@ from tba.common.weights.node_store import (
     PinnedSnapshot,
     delete,
     is_named,
-    is_proved,
+    is_verified,
     make_directory,
+    mark_verified,
     modified_at,
     pin,
-    record_proof,
     try_lock,
-    withdraw_proof,
+    unmark_verified,
 )
 from tba.common.weights.snapshot import SnapshotKey, check_file, check_manifest, check_size, read
 from tba.searcher.weights.progress import Progress
@@ -61,7 +61,7 @@ class NodeCache:
             self._check(key, pinned.path, trust=trust)
         except SnapshotError as error:
             # If it is in use it stays, and no other process may trust it.
-            withdraw_proof(pinned.path)
+            unmark_verified(pinned.path)
             pinned.release()
             log.warning("cached weights are damaged", path=pinned.path, reason=str(error))
             if not delete(pinned.path):
@@ -78,7 +78,7 @@ class NodeCache:
         check_manifest(path, key.manifest_sha256)
         manifest = read(path).manifest
         files = {**manifest.files, **manifest.model_files}
-        if trust and is_proved(path, key.manifest_sha256):
+        if trust and is_verified(path, key.manifest_sha256):
             for name, entry in files.items():
                 check_size(path / name, entry)
             return
@@ -92,7 +92,7 @@ class NodeCache:
                 base.release()
         # Without space for the record, the next one to use it hashes it again.
         with contextlib.suppress(OSError):
-            record_proof(path, key.manifest_sha256)
+            mark_verified(path, key.manifest_sha256)
 
     @contextlib.contextmanager
     def assembling(self, key: SnapshotKey) -> Iterator[Path | None]:
@@ -126,7 +126,7 @@ class NodeCache:
                 return
             self._created |= {final, part}
             yield part
-            record_proof(part, key.manifest_sha256)
+            mark_verified(part, key.manifest_sha256)
             os.rename(part, final)
         finally:
             os.close(descriptor)

@@ -14,7 +14,7 @@ _RETRY_SECONDS = 10.0
 
 
 class Serving:
-    """The node's server in this searcher, or the wish to be the one that has it. Used by one thread.
+    """Runs the node's server in this searcher unless another searcher of the node does. Used by one thread.
 
     `address` is the node's, whichever of its searchers listens there; empty if the node serves nothing.
     """

@@ -45,9 +45,12 @@ def engine(model: str, count: int) -> tuple[int, float]:
     from tba.common.config.search import SearchSection
     from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
     from tba.searcher.engines.vllm.engine import VllmEngine
+    from tba.tests.helpers.end_tokens import end_tokens
 
     search = SearchSection(max_model_len=CONTEXT, max_in_flight=IN_FLIGHT, gpu_memory_utilization=MEMORY)
-    running = VllmEngine(ModelSection(path=model, dtype="bfloat16"), search, seed=0, canary_tolerance=0.5)
+    running = VllmEngine(
+        ModelSection(path=model, dtype="bfloat16"), search, seed=0, canary_tolerance=0.5, stopping=end_tokens(model)
+    )
     sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=TOKENS)
     asked = prompts(count, vocabulary_of(model))
 

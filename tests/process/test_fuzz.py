@@ -19,7 +19,7 @@ from tba.common.errors import Refused, WireError
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import codec, messages
 from tba.common.wire.codec import (
-    decode_file_reply,
+    decode_plain_reply,
     decode_reply,
     decode_request,
     encode_reply,
@@ -157,7 +157,7 @@ def check_answers(replies, types):
     """Check that all of these are replies, both to valid and to malformed requests."""
     codes = Counter(
         reply.message.code if isinstance(reply.message, messages.Failure) else reply.header.type
-        for reply in (decode_file_reply([memoryview(frame) for frame in frames], types) for frames in replies)
+        for reply in (decode_plain_reply([memoryview(frame) for frame in frames], types) for frames in replies)
     )
     assert codes["malformed"] > 0.5 * codes.total()
     return codes

@@ -27,8 +27,8 @@ from tba.tests.process.test_run import check_rewards, query
 BAD_REPLIES = {
     "400": "answered with status 400: out of order",
     "307": "answered with status 307",
-    "no json": "answered with no JSON: no json",
-    "[]": "answered with no JSON object",
+    "no json": "returned something other than JSON: no json",
+    "[]": "returned something other than a JSON object",
     '{"data": []}': "answered without data[0].probs",
     '{"data": [{"probs": [1, 2]}]}': "answered with 2 labels",
     '{"data": [{"probs": [NaN]}]}': "score 'nan': not a finite number",
@@ -177,10 +177,10 @@ def test_a_run_trains_on_the_scores_of_the_server_to_its_end(server, make_config
 
 def test_the_doctor_asks_the_server_for_a_score(server):
     section = Config.model_validate({"reward_model": {"url": server.url}}).reward_model
-    assert check_reward_model(section) == f"{server.url} scores by classify"
+    assert check_reward_model(section, "reward_model") == f"{server.url} scores by classify"
     server.fail("400")
     with pytest.raises(HttpRefused, match="status 400"):
-        check_reward_model(section)
+        check_reward_model(section, "reward_model")
 
 
 def test_a_prompt_without_a_text_needs_the_chat_template(rewards, server):
@@ -189,7 +189,7 @@ def test_a_prompt_without_a_text_needs_the_chat_template(rewards, server):
     found: list[Scored] = []
     while rewards.waiting:
         found += rewards.wait(1.0)
-    assert 'set template = "chat"' in (found[0].error or "")
+    assert 'set reward_model.template = "chat"' in (found[0].error or "")
 
 
 @pytest.mark.parametrize(

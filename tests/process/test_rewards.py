@@ -117,6 +117,7 @@ def test_a_coroutine_scores_several_responses_and_each_fails_alone(hostile, capl
     found = score_all(scorer, texts)
     errors = {"late": MISDEEDS["hangs"], "raises": MISDEEDS["raises"], "text": MISDEEDS["text"]}
     assert [scored.error for scored in found] == [errors.get(text) for text in texts]
+    assert [scored.interrupted for scored in found] == [text == "late" for text in texts]
     assert scorer.timeouts == 1
     # As many as allowed, and no more, were under way.
     assert score_all(scorer, ["most"])[0].reward.total == 3.0
@@ -128,6 +129,7 @@ def test_a_coroutine_that_blocks_its_worker_is_an_error_and_the_others_are_score
     scorer = make_scorer("Judge", reward_workers=1, reward_seconds=3.0, reward_concurrency=1)
     found = score_all(scorer, ["good", "hangs", "good"])
     assert [scored.error for scored in found] == [None, "reward of hostile: timed out after 8 s", None]
+    assert [scored.interrupted for scored in found] == [False, True, False]
     scorer.close()
 
 

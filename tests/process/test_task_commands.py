@@ -87,8 +87,8 @@ def test_a_scorer_that_never_ends_is_found_within_its_time_limit(checked, tmp_pa
 @pytest.mark.parametrize(
     ("prompts", "sentence"),
     [
-        ('["a", "b"]', "'a' is no Prompt"),
-        ('[Prompt("a", "a", None)]', "is no Prompt whose key, text and answer are texts"),
+        ('["a", "b"]', "'a' is not a Prompt"),
+        ('[Prompt("a", "a", None)]', "is not a Prompt whose key, text and answer are texts"),
         ("[]", "no prompts"),
     ],
 )

@@ -144,7 +144,7 @@ def broken(tmp_path_factory):
         ({"run.dir": "TMP/file/run"}, "file is not a directory"),
         ({"search.weights_dir": "TMP/file"}, "file is not a directory"),
         ({"search.weights_dir": "/proc/self"}, "/proc/self is not writable"),
-        ({"search.weights_dir": "TMP/taken"}, "is no directory of this user"),
+        ({"search.weights_dir": "TMP/taken"}, "is not a directory of this user"),
         (
             {"search.engine": "vllm", "train.gpu": "7", "search.gpus": "0-7"},
             "search.gpus = 0-7 and train.gpu = 7 both name GPU 7: name different ones",

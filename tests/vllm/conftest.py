@@ -18,6 +18,7 @@ from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, seal
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings
+from tba.tests.helpers.end_tokens import end_tokens
 from tba.tests.helpers.weights import verify
 
 VOCABULARY = 256
@@ -86,7 +87,7 @@ class Lab:
             max_in_flight=32,
             seed=0,
             canary_tolerance=1e-3,
-            stopping=stopping,
+            stopping=stopping or end_tokens(directory),
         )
 
     def engine(self, model: Any, *, lora_rank: int = 0, tokenizer: Any = None, **changes: Any) -> Any:
@@ -106,11 +107,10 @@ class Lab:
             "seed": 0,
             "canary_tolerance": 1e-3,
             "pack_weights": False,
-            "initial_version": 0,
             "dtype": "float32",
             "head_dtype": "model",
             "prompt_tokens": 0,
-            "stopping": None,
+            "stopping": end_tokens(directory),
         }
         own = {name: changes.pop(name, value) for name, value in own.items()}
         search: dict[str, Any] = {

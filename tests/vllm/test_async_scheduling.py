@@ -29,7 +29,7 @@ def ahead(lab, old):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(current_platform), "check_and_update_config", classmethod(with_async_scheduling))
         engine = lab.engine(old)
-    assert engine._running.scheduler.asynchronous
+    assert engine._running.scheduler._core.batch_queue is not None
     return engine
 
 

@@ -173,7 +173,7 @@ def test_the_beginning_of_a_canary_longer_than_the_context_is_scored(lab):
     engine = lab.transformers_engine(short)
     # With a longer context, so that its canary of 40 tokens can be computed.
     same_weights = lab.model(seed=4)
-    assert engine.load_weights(lab.snapshot(same_weights)).mismatch_max < 1e-4
+    assert engine.load_weights(lab.snapshot(same_weights)).mismatch.maximum < 1e-4
     with pytest.raises(CanaryMismatch):
         engine.load_weights(lab.snapshot(same_weights, canary_error=0.1))
 
@@ -182,16 +182,16 @@ def test_files_that_disappear_while_they_are_loaded_leave_the_old_weights(lab, o
     engine = lab.engine(old)
     version = lab.serve(engine, old)
     prompts = start_some(lab, engine)
-    collected, call = lab.snapshot(new), engine._running.call
+    deleted, call = lab.snapshot(new), engine._running.call
 
     def collect_first(method, *arguments):
-        if method == "tba_prepare" and collected.path.is_dir():
-            shutil.rmtree(collected.path)
+        if method == "tba_prepare" and deleted.path.is_dir():
+            shutil.rmtree(deleted.path)
         return call(method, *arguments)
 
     monkeypatch.setattr(engine._running, "call", collect_first)
     with pytest.raises(SnapshotError, match="not readable safetensors"):
-        engine.load_weights(collected)
+        engine.load_weights(deleted)
     assert_all_by(lab, lab.finish(engine), prompts, old, version)
 
 

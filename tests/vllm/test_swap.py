@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tba.common.errors import SnapshotError
 from tba.common.weights.tensor_file import map_tensors
@@ -59,15 +60,24 @@ def hashes(snapshot):
 
 def in_engine(engine):
     """sha256 of each tensor that the only worker of an engine holds."""
-    (held,) = engine._running.call("tba_hashes")
+
+    def of_worker(worker):
+        parameters = worker.tba_swap._parameters()
+        held = {one.name: one.of_parameter(parameters[one.parameter]) for one in worker.tba_swap._slices}
+        return {
+            name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+            for name, tensor in held.items()
+        }
+
+    (held,) = engine._running._llm.collective_rpc(of_worker)
     return held
 
 
 def test_a_swap_in_place_reports_its_way_and_its_mismatch(lab, engine, old, dtype):
     report = engine.load_weights(lab.snapshot(old, saved=saved(lab, old, dtype)))
     assert report.way == "in place"
-    assert report.mismatch_mean <= report.mismatch_max <= BOUNDS[dtype]
-    assert 0 <= report.mismatch_kl < report.mismatch_max
+    assert report.mismatch.mean <= report.mismatch.maximum <= BOUNDS[dtype]
+    assert 0 <= report.mismatch.kl < report.mismatch.maximum
     assert report.pause_seconds >= report.exchange_seconds + report.canary_seconds
 
 
@@ -78,7 +88,7 @@ def test_many_steps_leave_the_trainers_weights_bit_for_bit(lab, engine, old, dty
         last = lab.snapshot(model, saved=saved(lab, model, dtype))
         report = engine.load_weights(last)
         assert report.way == "in place"
-        assert report.mismatch_max <= BOUNDS[dtype]
+        assert report.mismatch.maximum <= BOUNDS[dtype]
     assert in_engine(engine) == hashes(last)
 
 
@@ -128,7 +138,7 @@ def test_many_swaps_during_generation_lose_nothing_and_leak_no_memory(lab, engin
             finished |= {generation.id: generation for generation in engine.step()}
             stepped += 1
         preparing.result()
-        assert engine.load_weights(snapshot).mismatch_max <= BOUNDS[dtype]
+        assert engine.load_weights(snapshot).mismatch.maximum <= BOUNDS[dtype]
         resident.append(memory_in_use())
     preparing_thread.shutdown()
     finished |= lab.finish(engine)

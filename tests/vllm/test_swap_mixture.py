@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tba.common.errors import CanaryMismatch, ConfigError
-from tba.tests.vllm.test_swap_proof import addresses, assert_serves
+from tba.tests.vllm.test_swap_self_test import addresses, assert_serves
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

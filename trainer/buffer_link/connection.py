@@ -5,20 +5,18 @@ injected.
 """
 
 import contextlib
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from tba import __version__
 from tba.common.clock import Clock
 from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
 from tba.common.wire.channels import new_secret
 from tba.common.wire.client import BufferClient
+from tba.common.wire.joining import own_hello
 from tba.common.wire.keys import ClientKeys
 
 log = get_logger(__name__)
@@ -64,12 +62,11 @@ def hello(client: Client, stop: Callable[[], bool], clock: Clock) -> messages.We
 
     Raises Refused if another trainer works on the run, BufferUnavailable when `stop()`.
     """
-    message = messages.Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {__version__}")
     deadline = clock.monotonic() + _TAKE_OVER_SECONDS
     logged = False
     while True:
         try:
-            return client.call(message, messages.Welcome, stop=stop)[0]
+            return client.call(own_hello(), messages.Welcome, stop=stop)[0]
         except Refused as refusal:
             if refusal.code != "trainer_exists" or clock.monotonic() > deadline:
                 raise

@@ -1,1 +1,1 @@
-"""Weight snapshots: written, verified by a canary, announced, served, and collected."""
+"""Weight snapshots: written, verified by a canary, announced, served, and deleted."""

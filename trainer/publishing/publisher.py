@@ -26,6 +26,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.weights import snapshot
 from tba.common.weights.snapshot_server import SnapshotServer
+from tba.common.wire.addresses import is_local
 from tba.common.wire.keys import server_keys
 from tba.common.wire.messages import Done
 from tba.trainer.buffer_link.connection import Client, Dial
@@ -302,15 +303,8 @@ def in_memory(config: Config) -> bool:
     """Whether snapshots between kept ones stay in memory: no searcher needs them on a disk, as far as is known."""
     if config.train.snapshots_in != "auto":
         return config.train.snapshots_in == "memory"
-    return bool(config.train.serve_snapshots) or _is_here(config.address)
-
-
-def _is_here(address: str) -> bool:
-    """Whether a ZeroMQ endpoint is on this machine, by its name."""
-    host = address.removeprefix("tcp://").rpartition(":")[0]
-    return (
-        address.startswith("ipc://") or host.startswith("127.") or host in ("localhost", "[::1]", socket.gethostname())
-    )
+    here = is_local(config.address) or config.address.startswith(f"tcp://{socket.gethostname()}:")
+    return here or bool(config.train.serve_snapshots)
 
 
 def _after_leftovers(directory: Path) -> int:

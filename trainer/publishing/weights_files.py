@@ -29,8 +29,8 @@ from tba.common.weights.node_store import (
     delete,
     is_named,
     make_directory,
+    mark_verified,
     modified_at,
-    record_proof,
     try_lock,
 )
 from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
@@ -94,7 +94,7 @@ class WeightsFile:
         # A hard link elsewhere is a snapshot of its own.
         if weights.st_ino != self._inode or weights.st_nlink > 1:
             raise FileNotFoundError(f"{part / WEIGHTS} is linked elsewhere")
-        # Its proof first of all.
+        # Its mark first of all.
         self.clear()
         return True
 
@@ -168,7 +168,7 @@ class WeightsFilePool:
     def seal(self, file: WeightsFile, manifest: Manifest) -> str:
         """Publish a filled file. Returns the sha256 of the manifest."""
         digest = write_manifest(file.path, manifest)
-        record_proof(file.path, digest)
+        mark_verified(file.path, digest)
         file.publish(self.directory / SnapshotKey(manifest.version, digest).name)
         with self._lock:
             self._taken.remove(file)

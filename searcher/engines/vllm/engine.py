@@ -14,7 +14,7 @@ from pathlib import Path
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
 from tba.common.errors import EngineFaulty
-from tba.common.weights.model_files import eos_ids, model_directory, read_json, weight_files
+from tba.common.weights.model_files import model_directory, read_json, weight_files
 from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.trajectory import Float32
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
@@ -42,22 +42,19 @@ class VllmEngine:
         *,
         seed: int,
         canary_tolerance: float,
+        stopping: Stopping,
         lora_rank: int = 0,
         pack_weights: bool = True,
-        initial_version: int = 0,
         prompt_tokens: int = 0,
-        stopping: Stopping | None = None,
     ) -> None:
         """`lora_rank` 0 is an engine without adapters; `prompt_tokens` is the length of a typical prompt.
 
-        Without `stopping`, the end tokens of the model end a response.
         `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
         """
         import_vllm()
         directory = model_directory(model.path)
         files = weight_files(directory)
         rows = most_in_flight(search) + SCORING_ROWS
-        strings = stopping.strings if stopping is not None else ()
         llm = start_vllm(
             model,
             search,
@@ -65,16 +62,15 @@ class VllmEngine:
             seed=seed,
             lora_rank=lora_rank,
             pack_weights=pack_weights,
-            reads_text=bool(strings),
+            reads_text=bool(stopping.strings),
         )
         scheduler = VllmScheduler(llm)
         self._running = RunningVllm(
             llm,
-            version=initial_version,
             scheduler=scheduler,
             max_in_flight=scheduler.choose_in_flight(search, prompt_tokens),
-            end_ids=sorted(stopping.ids) if stopping is not None else eos_ids(directory),
-            stop_strings=strings,
+            end_ids=sorted(stopping.ids),
+            stop_strings=stopping.strings,
             keep_prefix_cache=search.keep_prefix_cache,
             adapter=adapter_of_all() if lora_rank else None,
         )
@@ -128,7 +124,7 @@ class VllmEngine:
         self._hot_reload.prepare(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's, prove it on the canary, and continue from there.
+        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the refused ones
         reaches a Generation, and requests in flight are still answered.

@@ -7,8 +7,9 @@
 
 From the first write until the end of the attempt, nothing that was generated is handed out.
 
-Which way swaps take is proved when the engine starts: all weights are zeroed, and the files that the engine serves are
-loaded again in that way. If all parameters, buffers and tensors made from them are then what they were, it is right.
+A self-test at the start of the engine chooses the way that swaps take: all weights are zeroed, and the files that the
+engine serves are loaded again in that way. If all parameters, buffers and tensors made from them are then what they
+were, it is right.
 """
 
 import threading
@@ -24,8 +25,8 @@ from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFa
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.weights.snapshot import Canary, FileEntry, Manifest, Snapshot
-from tba.searcher.engines.acceptance import Acceptance, Mismatch
-from tba.searcher.engines.engine import LoadReport
+from tba.searcher.engines.acceptance import Acceptance
+from tba.searcher.engines.engine import LoadReport, Mismatch
 from tba.searcher.engines.vllm.running import LoadFailed, RunningVllm
 
 log = get_logger(__name__)
@@ -51,7 +52,7 @@ class _Weights:
     files: list[str]
     content: Mapping[str, FileEntry] | None
     adapter: str
-    proof: Snapshot
+    snapshot: Snapshot
 
 
 class HotReload:
@@ -69,14 +70,14 @@ class HotReload:
         self._lock = threading.Lock()
         # First: with LoRA it installs the adapter that also the engine's own canary is scored with.
         obstacles = running.call("tba_start")
-        proof = _own_proof(running, own_files)
-        self._served = _Weights(running.version, [*map(str, own_files)], None, "", proof)
-        self.way = self._proved_way(obstacles)
+        own = _own_snapshot(running, own_files)
+        self._served = _Weights(running.version, [*map(str, own_files)], None, "", own)
+        self.way = self._self_test(obstacles)
         # The complete files that the parameters hold: the base of an adapter. None if unknown.
         self._base: Mapping[str, FileEntry] | None = None
 
-    def _proved_way(self, obstacles: list[str | None]) -> str:
-        """The first way that restores this model, for all workers. Raises ConfigError if none does."""
+    def _self_test(self, obstacles: list[str | None]) -> str:
+        """Return the first way that restores this model, for all workers. Raises ConfigError if none does."""
         started = time.perf_counter()
         # All workers must swap alike: one that can only reload decides for all.
         obstacle = next((one for one in obstacles if one is not None), None)
@@ -84,11 +85,12 @@ class HotReload:
         for way in (IN_PLACE, RELOAD)[len(reasons) :]:
             if (failure := self._failure_of(way)) is None:
                 seconds = time.perf_counter() - started
-                log.info("weights are swapped", way=way, reason="; ".join(reasons) or "proved", seconds_proof=seconds)
+                reason = "; ".join(reasons) or "it passed the self-test"
+                log.info("weights are swapped", way=way, reason=reason, seconds=seconds)
                 return way
             reasons.append(f"not {way}: {failure}")
         raise ConfigError(
-            f"vLLM cannot replace the weights of {self._served.proof.path} while it runs ({'; '.join(reasons)}): "
+            f"vLLM cannot replace the weights of {self._served.snapshot.path} while it runs ({'; '.join(reasons)}): "
             'choose another model, or search.engine = "transformers"'
         )
 
@@ -98,11 +100,11 @@ class HotReload:
         # So that no cached key or value of the engine's start hides a difference.
         self._running.set_version(own.version)
         try:
-            wrong = sorted({name for names in self._running.call("tba_try", own.files, way) for name in names})
-            if wrong:
+            found = self._running.call("tba_try", own.files, way == IN_PLACE)
+            if wrong := sorted({name for names in found for name in names}):
                 many = quantity(len(wrong), "tensor is", "tensors are")
                 return f"{many} not restored, for example {', '.join(wrong[:_NAMED])}"
-            self._prove(own)
+            self._check_canary(own)
         except SnapshotError as error:
             return str(error)
         return None
@@ -130,7 +132,7 @@ class HotReload:
             weights = _weights_of(snapshot)
             try:
                 report = self._adopt(weights, started)
-            # Also when a signal handler raised: unproven weights must not serve.
+            # Also when a signal handler raised: unchecked weights must not serve.
             except BaseException as error:
                 self._roll_back()
                 if isinstance(error, LoadFailed):
@@ -172,7 +174,7 @@ class HotReload:
         if failures := [failure for _, failure in states if failure]:
             raise LoadFailed(f"v{weights.version} could not be prepared: {failures[0]}")
         self._read_seconds = time.perf_counter() - started
-        self._prepared = weights.proof.path
+        self._prepared = weights.snapshot.path
 
     def _adopt(self, weights: _Weights, started: float) -> LoadReport:
         """Attempts 1 and 2."""
@@ -187,16 +189,16 @@ class HotReload:
         return self._swap(weights, RELOAD, started)
 
     def _swap(self, weights: _Weights, way: str, started: float) -> LoadReport:
-        if way == IN_PLACE and self._prepared != weights.proof.path:
+        if way == IN_PLACE and self._prepared != weights.snapshot.path:
             self._prepare(weights)
         begun = time.perf_counter()
         self._write(weights, way)
         written = time.perf_counter()
-        found = self._prove(weights, calibrate=self._acceptance.uncalibrated and self._is_natural(way))
+        found = self._check_canary(weights, calibrate=self._acceptance.uncalibrated and self._is_natural(way))
         now = time.perf_counter()
         read_seconds = self._read_seconds if way == IN_PLACE else 0.0
         parts = (read_seconds, written - begun, now - written)
-        return LoadReport(found.maximum, found.mean, found.kl, way, *parts, pause_seconds=now - started)
+        return LoadReport(found, way, *parts, pause_seconds=now - started)
 
     def _write(self, weights: _Weights, way: str) -> None:
         """Overwrite the weights, and the adapter after them: vLLM's reload removes it. Raises LoadFailed."""
@@ -210,9 +212,9 @@ class HotReload:
             self._base = weights.content
         self._running.call("tba_set_adapter", weights.adapter)
 
-    def _prove(self, weights: _Weights, *, calibrate: bool = False) -> Mismatch:
-        return self._acceptance.prove(
-            self._running.score, weights.proof, context=self._running.context, calibrate=calibrate
+    def _check_canary(self, weights: _Weights, *, calibrate: bool = False) -> Mismatch:
+        return self._acceptance.check_canary(
+            self._running.score, weights.snapshot, context=self._running.context, calibrate=calibrate
         )
 
     def _is_natural(self, way: str) -> bool:
@@ -237,7 +239,7 @@ class HotReload:
             except LoadFailed as error:
                 log.warning("old weights did not take, loading all again", version=served.version, reason=str(error))
                 self._write(served, RELOAD)
-            self._prove(served)
+            self._check_canary(served)
         except (SnapshotError, EngineError) as error:
             _fail(f"a snapshot was refused and v{served.version} could not be restored: {error}")
 
@@ -248,7 +250,7 @@ def _weights_of(snapshot: Snapshot) -> _Weights:
     return _Weights(manifest.version, [*map(str, snapshot.weight_files)], manifest.model_files, adapter, snapshot)
 
 
-def _own_proof(running: RunningVllm, files: list[Path]) -> Snapshot:
+def _own_snapshot(running: RunningVllm, files: list[Path]) -> Snapshot:
     """A snapshot of the weights that serve, whose canary is what the engine itself gives some random tokens."""
     length = min(_OWN_TOKENS, running.context - 1)
     tokens = np.random.default_rng(0).integers(0, running.vocabulary, length).tolist()

@@ -54,7 +54,6 @@ class RunningVllm:
         self,
         llm: Any,
         *,
-        version: int,
         scheduler: VllmScheduler,
         max_in_flight: int,
         end_ids: list[int],
@@ -70,8 +69,8 @@ class RunningVllm:
         self._stop_strings = list(stop_strings)
         self._keep_prefix_cache = keep_prefix_cache
         self._adapter = adapter
-        self.version = version
-        llm.set_weight_version(str(version))
+        self.version = 0
+        llm.set_weight_version("0")
         self.context = int(llm.model_config.max_model_len)
         self.vocabulary = int(llm.model_config.get_vocab_size())
         self.quantized = llm.model_config.quantization is not None

@@ -36,11 +36,6 @@ class VllmScheduler:
         self._count_preemptions()
 
     @property
-    def asynchronous(self) -> bool:
-        """Whether a batch is started before the one before is processed."""
-        return self._core.batch_queue is not None
-
-    @property
     def kv_cache_tokens(self) -> int:
         """The tokens that fit the KV cache; 0 for a model without one."""
         return int(self._core.vllm_config.cache_config.kv_cache_size_tokens or 0)

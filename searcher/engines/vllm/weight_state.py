@@ -2,7 +2,8 @@
 
 A layer may keep a tensor derived from its weights: an absorbed matrix of MLA, packed experts, a converted scale. A copy
 into the weights alone would leave it stale. `ProcessingWatch` finds such tensors wherever they are kept, so that the
-proof at the start of an engine can clear them together with the weights, and see which way of loading restores them.
+self-test at the start of an engine can clear them together with the weights, and see which way of loading restores
+them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +57,7 @@ class ProcessingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {_key(one): Derived.of(name, one) for name, one in weights(model)}
 
     def derived(self, model: nn.Module) -> list[Derived]:
-        """What was made, is still in use, and is no parameter.
+        """What was made, is still in use, and is not a parameter.
 
         A buffer may be among it: vLLM clears and reloads those alone that are in a checkpoint.
         """

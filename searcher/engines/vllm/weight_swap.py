@@ -8,7 +8,6 @@ that takes less time and memory than scattering the changed elements would. Noth
 exchange, since the engine leaves little free there, and nothing larger than a staging block during it.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,7 +53,6 @@ class WeightSwap:
 
     def __init__(self, model: nn.Module, slices: Sequence[TensorSlice], layouts: Layouts) -> None:
         self._model = model
-        self._layouts = layouts
         self._prepared: _Prepared | None = None
         self._check_computes_with_parameters()
         parameters = self._parameters()
@@ -101,14 +99,6 @@ class WeightSwap:
         """
         processed = differing(self._slices, self._parameters(), map_files(files))
         self._slices = [one for one in self._slices if one.name not in processed]
-
-    def hashes(self) -> dict[str, str]:
-        """sha256 of each tensor (of its part on this device), in the dtype it was loaded in."""
-        parameters = self._parameters()
-        return {
-            one.name: _sha256(one.of_parameter(parameters[one.parameter]).to(self._layouts[one.parameter][1]))
-            for one in self._slices
-        }
 
     def _samples(self, tensors: TensorFiles, seed: int) -> list[_Sample]:
         """Choose the elements to read back after the exchange, different ones for each seed."""
@@ -192,10 +182,6 @@ def _copy_through_staging(one: TensorSlice, tensor: Tensor, parameter: Tensor) -
 def _flat(parameter: Tensor) -> Tensor:
     """View a dense parameter's elements in the order of its storage."""
     return parameter.as_strided((parameter.numel(),), (1,), 0)
-
-
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _random_runs(count: int, generator: torch.Generator) -> Tensor:

@@ -143,12 +143,12 @@ class WeightWorker:
         return obstacle
 
     @_reported
-    def tba_try(self, files: list[str], way: str) -> list[str]:
-        """Clear all weights, load those that the engine was started with in the given way, and compare.
+    def tba_try(self, files: list[str], in_place: bool) -> list[str]:
+        """Clear all weights, load those that the engine was started with, in place or by a reload, and compare.
 
         Returns the names of the tensors that are not what they were: their address, their layout or their content.
         """
-        if way == "in place":
+        if in_place:
             assert self.tba_swap is not None
             self._tba_clear()
             self.tba_swap.prepare(files, 0)
@@ -220,11 +220,6 @@ class WeightWorker:
             manager.add_dummy_lora(request, rank=1)
         # Loads it unless it was added just now, and copies it to the device.
         manager.add_adapter(request)
-
-    @_reported
-    def tba_hashes(self) -> dict[str, str]:
-        """sha256 of each tensor's part on this worker; empty if the layout is unknown."""
-        return {} if self.tba_swap is None else self.tba_swap.hashes()
 
     def _tba_model(self) -> Any:
         worker: Any = self

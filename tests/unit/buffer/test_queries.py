@@ -12,7 +12,7 @@ from tba.buffer.tools.remote_query import remote_query
 from tba.common.errors import BufferUnavailable
 from tba.common.wire import query_messages as wire
 from tba.common.wire.channels import ServerChannel
-from tba.common.wire.codec import QUERY_REPLIES, decode_file_reply, encode_request
+from tba.common.wire.codec import QUERY_REPLIES, decode_plain_reply, encode_request
 from tba.common.wire.messages import Failure, Heartbeat
 
 
@@ -23,7 +23,7 @@ def views(frames: list[bytes]) -> list[memoryview]:
 def ask(path, sql: str, *, limit: int = 100, seconds: float = 30.0):
     request = wire.RunQuery(sql=sql, limit=limit)
     frames = encode_request(request, id=7, role="monitor", sender="m.1", run="")
-    reply = decode_file_reply([memoryview(f) for f in answer(path, views(frames), seconds=seconds)],
+    reply = decode_plain_reply([memoryview(f) for f in answer(path, views(frames), seconds=seconds)],
                               QUERY_REPLIES)  # fmt: skip
     assert reply.header.id == 7
     return reply.message
@@ -125,7 +125,7 @@ def test_a_query_beyond_what_is_allowed_is_refused(sql, words, filled):
 def test_a_message_to_the_buffer_is_refused(filled):
     beat = Heartbeat(activity="x", reason="", weights_version=None, metrics={})
     frames = encode_request(beat, id=3, role="monitor", sender="m.1", run="")
-    reply = decode_file_reply([memoryview(f) for f in answer(filled, views(frames), seconds=1.0)])
+    reply = decode_plain_reply([memoryview(f) for f in answer(filled, views(frames), seconds=1.0)])
     assert isinstance(reply.message, Failure)
     assert (reply.header.id, reply.message.code) == (3, "malformed")
 

@@ -60,7 +60,7 @@ def test_a_server_with_a_full_backlog_keeps_its_socket_file(tmp_path):
 def test_a_file_that_is_not_a_socket_is_not_replaced(tmp_path):
     precious = tmp_path / "buffer.sqlite"
     precious.write_text("rows")
-    with pytest.raises(ConfigError, match="the file is no socket"):
+    with pytest.raises(ConfigError, match="the file is not a socket"):
         ServerChannel(f"ipc://{precious}")
     assert precious.read_text() == "rows"
 

@@ -9,6 +9,7 @@ from tba.common.errors import ConfigError, MemoryShort
 from tba.common.system.load_errors import loading
 from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.scoring.reference_model import ReferenceModel
+from tba.tests.helpers.end_tokens import end_tokens
 from tba.tests.helpers.trainer import save_tiny_model
 
 
@@ -49,7 +50,13 @@ def test_other_errors_are_raised_unchanged(error):
     [
         lambda path: ReferenceModel(path, device="cpu", dtype="float32"),
         lambda path: TransformersEngine(
-            path, dtype="float32", device="cpu", max_in_flight=1, seed=0, canary_tolerance=1e-3
+            path,
+            dtype="float32",
+            device="cpu",
+            max_in_flight=1,
+            seed=0,
+            canary_tolerance=1e-3,
+            stopping=end_tokens(path),
         ),
     ],
     ids=["reference", "engine"],

@@ -2,7 +2,7 @@
 
 import logging
 
-from tba.common.log import EqualWarnings, TextFormatter
+from tba.common.log import DuplicateFilter, TextFormatter
 from tba.tests.helpers.clock import ManualClock
 
 
@@ -14,7 +14,7 @@ def record(event: str, level: int = logging.WARNING, **fields: object) -> loggin
 
 def test_equal_warnings_are_counted_for_a_minute():
     clock = ManualClock()
-    warnings = EqualWarnings(clock.monotonic)
+    warnings = DuplicateFilter(clock.monotonic)
     many = [record("rollout failed", prompt=f"p{n}", reason="too long", attempt=n) for n in range(1000)]
     assert [warnings.keep(one) for one in many] == [True, *[False] * 999]
     assert warnings.keep(record("rollout failed", prompt="p0", reason="another")), "another reason is another warning"
@@ -33,7 +33,7 @@ def test_equal_warnings_are_counted_for_a_minute():
 
 def test_warnings_that_stand_for_others_are_counted_with_them():
     clock = ManualClock()
-    warnings = EqualWarnings(clock.monotonic)
+    warnings = DuplicateFilter(clock.monotonic)
     kept = []
     for seconds in (0, 10, 10, 50):
         clock.advance(seconds)

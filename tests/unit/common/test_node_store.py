@@ -9,7 +9,7 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.weights import node_store
-from tba.common.weights.node_store import is_proved, pin, record_proof, weights_directory
+from tba.common.weights.node_store import is_verified, mark_verified, pin, weights_directory
 from tba.common.weights.snapshot import SnapshotKey
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import not_none
@@ -52,16 +52,16 @@ def test_a_pin_waits_for_a_lock_that_ends(snapshot, tmp_path):
 
 
 def test_a_record_is_for_one_manifest_one_user_and_one_boot(snapshot, tmp_path, monkeypatch):
-    assert not is_proved(snapshot, KEY.manifest_sha256)
-    record_proof(snapshot, KEY.manifest_sha256)
-    assert is_proved(snapshot, KEY.manifest_sha256)
-    assert not is_proved(snapshot, "b" * 64)
+    assert not is_verified(snapshot, KEY.manifest_sha256)
+    mark_verified(snapshot, KEY.manifest_sha256)
+    assert is_verified(snapshot, KEY.manifest_sha256)
+    assert not is_verified(snapshot, "b" * 64)
     monkeypatch.setattr(os, "getuid", lambda: snapshot.stat().st_uid + 1)
-    assert not is_proved(snapshot, KEY.manifest_sha256)
+    assert not is_verified(snapshot, KEY.manifest_sha256)
     monkeypatch.undo()
     (tmp_path / "boot_id").write_text("another\n")
     monkeypatch.setattr(node_store, "_BOOT", tmp_path / "boot_id")
-    assert not is_proved(snapshot, KEY.manifest_sha256)
+    assert not is_verified(snapshot, KEY.manifest_sha256)
 
 
 @pytest.mark.parametrize(("mebibytes", "in_memory"), [(64, False), (515, False), (2048, True)])

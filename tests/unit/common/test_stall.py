@@ -51,7 +51,7 @@ def new_run(*clients: Any, seconds: float, **changes: Any) -> Facts:
 _DISK = "96 MiB are free on the disk of b.sqlite, buffer.min_free_mib is 128: make room"
 _CANARY = "v812 does not match the trainer: its log-probabilities differ by 0.9 on the canary"
 _OLD_REFUSED = {"refused_version": 7.0}
-_GONE = "v00000007/manifest.json: No such file or directory: already collected, or not on this machine"
+_GONE = "v00000007/manifest.json: No such file or directory: already deleted, or not on this machine"
 _FETCH = "waiting for the trainer at tcp://a:1 to send model.safetensors: silent for 31 s"
 _FULL = "the spool is full (512 MiB): waiting for the buffer at tcp://a:5757"
 _REFUSING = {"refused_version": 812.0}
@@ -223,7 +223,7 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
             earlier_version=7,
         ),
         "weights_missing",
-        ("waiting for the first snapshot since the trainer's start", "already collected"),
+        ("waiting for the first snapshot since the trainer's start", "already deleted"),
     ),
     "one searcher refuses while the trainer waits": (
         starved(searcher("gpu0"), searcher("gpu1", reason=_CANARY, metrics=_REFUSING)),

@@ -13,10 +13,10 @@ from tba.common.errors import Oversize, VersionMismatch, WireError
 from tba.common.wire import codec, fields, messages
 from tba.common.wire.codec import (
     MAX_HEADER_BYTES,
-    decode_file_reply,
+    decode_plain_reply,
     decode_reply,
     decode_request,
-    encode_file_reply,
+    encode_plain_reply,
     encode_reply,
     encode_request,
     request_id_of,
@@ -171,20 +171,20 @@ def test_every_message_of_a_query_server_survives_the_wire():
     decoded = decode_request(views(request(QUERY_MESSAGES["run_query"])), codec.QUERY_REQUESTS)
     assert decoded.message == QUERY_MESSAGES["run_query"]
     for name in codec.QUERY_REPLIES:
-        frames = views(encode_file_reply(QUERY_MESSAGES[name], id=3, run=""))
-        assert decode_file_reply(frames, codec.QUERY_REPLIES).message == QUERY_MESSAGES[name]
+        frames = views(encode_plain_reply(QUERY_MESSAGES[name], id=3, run=""))
+        assert decode_plain_reply(frames, codec.QUERY_REPLIES).message == QUERY_MESSAGES[name]
 
 
 def test_every_message_of_the_file_server_survives_the_wire():
     decoded = decode_request(views(request(FILE_MESSAGES["fetch_chunk"])), codec.FILE_REQUESTS)
     assert (decoded.header.id, decoded.message) == (3, FILE_MESSAGES["fetch_chunk"])
     for name, frames in (("chunk", [b"abc"]), ("failure", [])):
-        reply = decode_file_reply(views(encode_file_reply(FILE_MESSAGES[name], id=3, run="r", frames=frames)))
+        reply = decode_plain_reply(views(encode_plain_reply(FILE_MESSAGES[name], id=3, run="r", frames=frames)))
         assert (reply.header.id, reply.message, [bytes(f) for f in reply.frames]) == (3, FILE_MESSAGES[name], frames)
 
 
 def test_the_bytes_of_a_chunk_are_those_of_protocol_version_1():
-    frames = encode_file_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=[b"abc"])
+    frames = encode_plain_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=[b"abc"])
     assert [frame.hex() for frame in frames] == [
         "85a17601a474797065a56368756e6ba2696403a372756ea0a4626f647982"
         "a66f6666736574cf0000000200000000aa66696c655f6279746573cf0000000200000003",
@@ -195,7 +195,7 @@ def test_the_bytes_of_a_chunk_are_those_of_protocol_version_1():
 @pytest.mark.parametrize("frames", [[], [b"a", b"b"]])
 def test_a_chunk_has_exactly_one_frame_of_bytes(frames):
     with pytest.raises(WireError, match="one frame of bytes"):
-        decode_file_reply(views(encode_file_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=frames)))
+        decode_plain_reply(views(encode_plain_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=frames)))
 
 
 def test_the_buffer_does_not_know_the_messages_of_the_file_server():

@@ -8,7 +8,8 @@ import pytest
 
 from tba.common.errors import CanaryMismatch
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
-from tba.searcher.engines.acceptance import Acceptance, Mismatch, mismatch, routes_or_quantizes
+from tba.searcher.engines.acceptance import Acceptance, mismatch, routes_or_quantizes
+from tba.searcher.engines.engine import Mismatch
 
 
 def scoring(*scores):
@@ -58,15 +59,15 @@ def test_the_largest_and_the_mean_difference_are_bounded(scores, refused):
     score = scoring(scores[:2], scores[2:])
     if refused:
         with pytest.raises(CanaryMismatch, match="v1 does not match the trainer"):
-            acceptance(1.0).prove(score, one, context=100)
+            acceptance(1.0).check_canary(score, one, context=100)
     else:
-        assert acceptance(1.0).prove(score, one, context=100).maximum == pytest.approx(0.9, abs=1e-6)
+        assert acceptance(1.0).check_canary(score, one, context=100).maximum == pytest.approx(0.9, abs=1e-6)
 
 
 def test_the_beginning_of_a_sequence_that_fills_the_context_is_compared():
     one = snapshot([[-1.0] * 9])
     score = scoring([-1.0, -1.0, -1.0] + [-9.0] * 6)
-    assert acceptance(0.1).prove(score, one, context=5).maximum == 0
+    assert acceptance(0.1).check_canary(score, one, context=5).maximum == 0
 
 
 # The tokens of a trainer's canary: three texts of 6 for a dense model, four of 16 with routed experts.
@@ -89,7 +90,7 @@ def found(difference):
 
 def accepted(one, difference, *, calibrate=False):
     try:
-        one.judge(found(difference), 1, calibrate=calibrate)
+        one.accept(found(difference), 1, calibrate=calibrate)
     except CanaryMismatch:
         return False
     return True
@@ -143,7 +144,7 @@ def test_the_message_names_what_differs_and_what_is_allowed():
     with pytest.raises(
         CanaryMismatch, match=r"v7 .* by 1 on the canary .* KL divergence of .*; 0\.5, 0\.125 and 0\.125"
     ):
-        acceptance(0.5).judge(found(np.ones(TOKENS)), 7)
+        acceptance(0.5).accept(found(np.ones(TOKENS)), 7)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tba.common.clock import SystemClock
 from tba.common.errors import SnapshotError
 from tba.common.weights import delta, snapshot
 from tba.common.weights.hashing import blake3_of
-from tba.common.weights.node_store import PROOF, clear, delete, record_proof
+from tba.common.weights.node_store import VERIFIED, clear, delete, mark_verified
 from tba.common.weights.snapshot import SnapshotKey
 from tba.common.weights.tensor_file import map_tensors
 from tba.searcher.weights.assembly import SnapshotAssembler
@@ -64,7 +64,7 @@ def test_a_node_that_joins_late_applies_the_whole_chain(trainer, assembler):
         newest = trainer.delta()
     found, _ = assembler.assemble(newest)
     assert (found.path / WEIGHTS).read_bytes() == trainer.truth[12]
-    assert {path.name for path in found.path.iterdir()} == {"manifest.json", "config.json", WEIGHTS, PROOF}
+    assert {path.name for path in found.path.iterdir()} == {"manifest.json", "config.json", WEIGHTS, VERIFIED}
 
 
 def test_intermediate_versions_are_not_assembled(trainer, assembler):
@@ -128,9 +128,9 @@ def test_weights_without_a_record_of_this_boot_are_hashed_again(tmp_path, traine
     found, pinned = SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(trainer.full())
     pinned.release()
     damage_in_cache(trainer, found)
-    (found.path / PROOF).unlink()
+    (found.path / VERIFIED).unlink()
     if record:
-        (found.path / PROOF).write_text(record.format(trainer.refs[0].manifest_sha256))
+        (found.path / VERIFIED).write_text(record.format(trainer.refs[0].manifest_sha256))
     again, _ = SnapshotAssembler(tmp_path / "node", "path", SystemClock()).assemble(trainer.refs[0])
     assert (again.path / WEIGHTS).read_bytes() == trainer.truth[0]
 
@@ -183,7 +183,7 @@ def test_what_the_trainer_wrote_into_the_nodes_directory_is_only_pinned(tmp_path
     ref, node = trainer.full(), tmp_path / "node"
     key = SnapshotKey(ref.version, ref.manifest_sha256)
     shutil.copytree(ref.path, node / key.name)
-    record_proof(node / key.name, ref.manifest_sha256)
+    mark_verified(node / key.name, ref.manifest_sha256)
     before = (node / key.name / WEIGHTS).stat()
     hashed.clear()
     ref = replace(ref, path=str(node / key.name))
@@ -264,7 +264,7 @@ def test_a_delta_is_not_applied_to_another_runs_snapshot_of_the_same_version(tmp
     assert (found.path / WEIGHTS).read_bytes() == trainer.truth[1]
 
 
-def test_weights_in_use_are_never_collected(trainer, assembler, tmp_path):
+def test_weights_in_use_are_never_deleted(trainer, assembler, tmp_path):
     served, pinned = assembler.assemble(trainer.full())
     neighbour = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
     for _ in range(6):

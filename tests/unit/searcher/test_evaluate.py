@@ -73,13 +73,13 @@ def test_deleted_snapshots_are_skipped_with_a_warning(trainer, evaluated, caplog
     paths = list_snapshots(trainer.directory)
     delete(paths[1])
     assert evaluated(Overtaken(trainer, 0), paths=paths) == [0, 2]
-    assert "the trainer has collected it" in caplog.text
+    assert "the trainer has deleted it" in caplog.text
 
 
 def test_a_named_snapshot_that_was_deleted_and_a_damaged_one_are_errors(trainer, evaluated):
     oldest, gone, newest = list_snapshots(trainer.directory)
     delete(gone)
-    with pytest.raises(SnapshotError, match="already collected"):
+    with pytest.raises(SnapshotError, match="already deleted"):
         evaluated(Overtaken(trainer, 0), named=gone)
     assert evaluated(Overtaken(trainer, 0), named=oldest) == [0]
     flip_a_byte(newest / WEIGHTS)

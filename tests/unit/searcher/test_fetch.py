@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError
-from tba.common.weights.node_store import PROOF
+from tba.common.weights.node_store import VERIFIED
 from tba.common.weights.snapshot import MANIFEST
 from tba.common.weights.snapshot_server import NodeServer
 from tba.searcher.weights import fetch
@@ -237,7 +237,7 @@ def test_what_another_node_has_fetched_so_far_is_fetched_from_it_and_the_rest_fr
     assert server.served[WEIGHTS] == len(trainer.truth[0]) - begun
 
 
-def test_a_node_with_wrong_bytes_costs_one_more_fetch_and_one_without_a_proof_none(
+def test_a_node_with_wrong_bytes_costs_one_more_fetch_and_one_without_a_mark_none(
     trainer, server, tmp_path, other, monkeypatch
 ):
     monkeypatch.setattr(fetch, "_NODE_SECONDS", 0.5)
@@ -251,7 +251,7 @@ def test_a_node_with_wrong_bytes_costs_one_more_fetch_and_one_without_a_proof_no
         found, _ = assembler.assemble(ref, nodes=[node.address])
         assert (found.path / WEIGHTS).read_bytes() == trainer.truth[0]
         assert server.served[WEIGHTS] == len(trainer.truth[0])
-        (theirs.path / PROOF).unlink(missing_ok=True)
+        (theirs.path / VERIFIED).unlink(missing_ok=True)
 
 
 def test_sources_that_cannot_be_reached_are_left_out(trainer, assembler, monkeypatch):
@@ -266,7 +266,7 @@ def test_a_node_serves_no_file_that_no_manifest_names(trainer, other):
     _, pinned = SnapshotAssembler(directory, "trainer", SystemClock()).assemble(ref)
     pinned.release()
     fetcher = Fetcher(node.address, SystemClock(), Progress())
-    for name in (PROOF, "../secret", ".hidden"):
+    for name in (VERIFIED, "../secret", ".hidden"):
         with pytest.raises(SnapshotError, match="refused"):
             fetcher.fetch(0, name, directory / "stolen")
     fetcher.close()

@@ -18,6 +18,7 @@ from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.weights.follower import WeightsFollower
 from tba.searcher.weights.preparation import Preparation
 from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.end_tokens import end_tokens
 from tba.tests.helpers.weights import WEIGHTS, flip_a_byte
 
 SEQUENCE = [1, 3, 4, 5, 2, 6]
@@ -36,8 +37,9 @@ class Follower:
 
     def __init__(self, lab, folder) -> None:
         self.engine = Watched(
-            str(lab.files), dtype="bfloat16", device="cpu", max_in_flight=4, seed=0, canary_tolerance=0.5
-        )
+            str(lab.files), dtype="bfloat16", device="cpu", max_in_flight=4, seed=0, canary_tolerance=0.5,
+            stopping=end_tokens(lab.files),
+        )  # fmt: skip
         self.clock = ManualClock()
         config = {"run": {"name": "r"}, "search": {"weights_dir": str(folder)}}
         self.preparation = Preparation(Config.model_validate(config), self.clock, self.engine.prepare)
@@ -84,10 +86,9 @@ def follower(lab, tmp_path):
 
 def test_an_update_never_waits_for_a_preparation(lab, follower):
     newest = lab.publish(0)
-    assert not follower.weights.update(newest)
+    follower.weights.update(newest)
     assert follower.weights.current is None
     assert follower.settle(newest)
-    assert not follower.weights.update(newest)
 
 
 def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, follower, tmp_path):
@@ -101,7 +102,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     assert follower.weights.refused_version == 1
     assert np.array_equal(follower.scores(), before)
     flip_a_byte(file)
-    assert not follower.weights.update(newest)
+    follower.weights.update(newest)
     # Too early for a retry: nothing is prepared.
     assert not follower.preparation.wait(0.3)
     follower.clock.advance(60)
@@ -176,7 +177,7 @@ def test_a_snapshot_that_is_ready_is_loaded_before_a_newer_one_is_prepared(lab, 
     assert follower.preparation.wait(60)
     flip_a_byte(lab.config.snapshots / "v00000001" / WEIGHTS)
     follower.preparation.want(second, refresh=False)
-    assert follower.weights.update(second)
+    follower.weights.update(second)
     assert follower.weights.current == first
     assert not follower.settle(second)
     assert follower.weights.refusals == 1

@@ -24,7 +24,7 @@ from tba.common.weights.snapshot import Canary, Manifest, describe_files, direct
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import unpack_arrays
-from tba.searcher.engines.engine import LoadReport
+from tba.searcher.engines.engine import LoadReport, Mismatch
 from tba.searcher.prometheus import NAMES
 from tba.tests.helpers.clock import ManualClock
 
@@ -320,7 +320,7 @@ def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_sc
 def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(search):
     _, client = search(steps=100)
     shown = {name for one in client._buffer.service.status().clients for name in one.metrics}
-    swap = LoadReport(0.0, 0.0, 0.0, "", 0.0, 0.0, 0.0, 0.0)
+    swap = LoadReport(Mismatch(0.0, 0.0, 0.0), "", 0.0, 0.0, 0.0, 0.0)
     assert {name for name in shown | set(swap.metrics()) if name not in NAMES} == {
         "tokens_per_second",
         "trajectories_per_second",

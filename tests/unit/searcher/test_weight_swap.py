@@ -47,10 +47,16 @@ def model():
 
 
 @pytest.fixture
-def swap(model, tmp_path):
+def layouts(model):
+    """The parameters as they were loaded."""
+    return {name: (one.shape, one.dtype) for name, one in model.named_parameters()}
+
+
+@pytest.fixture
+def swap(model, layouts, tmp_path):
     slices = record(model.load_weights, dict(model.named_parameters()), map_files(files(tmp_path, 0)))
     assert not model.qk.any(), "recording must not change a weight"
-    return WeightSwap(model, slices, {name: (one.shape, one.dtype) for name, one in model.named_parameters()})
+    return WeightSwap(model, slices, layouts)
 
 
 def test_a_swap_copies_each_slice_to_the_place_that_the_model_itself_uses(model, swap, tmp_path):
@@ -74,15 +80,15 @@ def test_a_tensor_that_was_not_copied_is_found_by_reading_back(model, swap, tmp_
 
 
 @pytest.mark.parametrize("changed", [torch.zeros(4, 10), torch.zeros(10, 4, dtype=torch.bfloat16)])
-def test_a_parameter_that_is_reshaped_or_converted_after_loading_rules_out_swaps_in_place(model, swap, changed):
+def test_a_parameter_reshaped_or_converted_after_loading_rules_out_swaps_in_place(model, swap, layouts, changed):
     model.qk = torch.nn.Parameter(changed, requires_grad=False)
     with pytest.raises(EngineError, match="qk was reshaped or converted after loading"):
-        WeightSwap(model, swap._slices, swap._layouts)
+        WeightSwap(model, swap._slices, layouts)
 
 
-def test_a_parameter_that_appears_after_loading_is_left_to_the_proof(model, swap, tmp_path):
+def test_a_parameter_that_appears_after_loading_is_left_to_the_self_test(model, swap, layouts, tmp_path):
     model.derived = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    found = WeightSwap(model, swap._slices, swap._layouts)
+    found = WeightSwap(model, swap._slices, layouts)
     found.prepare(files(tmp_path, 1), seed=1)
     found.exchange()
 
@@ -102,9 +108,9 @@ def test_tensors_that_are_processed_after_loading_are_not_read_back(model, swap,
         swap.checked_reload(files(tmp_path, 2), 3, lambda tensors: None)
 
 
-def test_a_parameter_that_was_tied_to_another_after_loading_is_skipped(model, swap, tmp_path):
+def test_a_parameter_that_was_tied_to_another_after_loading_is_skipped(model, swap, layouts, tmp_path):
     head = TensorSlice("head", "head", (3,), (0,), (3,), 0, (1,))
-    tied = WeightSwap(model, [*swap._slices, head], swap._layouts)
+    tied = WeightSwap(model, [*swap._slices, head], layouts)
     tied.prepare(files(tmp_path, 1), seed=1)
     tied.exchange()
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
-from tba.common.weights import adapter, model_source
+from tba.common.weights import adapter, node_store
 from tba.common.weights.model_source import find_source, held_source
 from tba.common.weights.node_store import delete, weights_directory
 from tba.common.weights.snapshot import MANIFEST, Canary, Manifest, Snapshot, describe_files, directory_name, read, seal
@@ -119,12 +119,12 @@ def test_a_snapshot_in_memory_is_not_deleted_while_it_is_read_and_a_newer_one_re
     gone, there = (newest / f"{directory_name(version)}-0" for version in (1, 2))
     there.mkdir(parents=True)
     chosen = iter([gone, there])
-    monkeypatch.setattr(model_source, "find_source", lambda *_: next(chosen))
+    monkeypatch.setattr(node_store, "choose_snapshots", lambda *_, every: [next(chosen)])
     with held_source(config, None, None) as source:
         assert source == there
         assert not delete(there)
     assert delete(there)
-    monkeypatch.setattr(model_source, "find_source", lambda *_: gone)
+    monkeypatch.setattr(node_store, "choose_snapshots", lambda *_, every: [gone])
     with pytest.raises(SnapshotError, match="was deleted before it could be read"), held_source(config, None, None):
         pass
 

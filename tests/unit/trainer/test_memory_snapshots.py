@@ -159,16 +159,16 @@ def test_an_announced_snapshot_is_not_written_again_before_a_newer_one_is_announ
 def test_a_snapshot_whose_manifest_found_no_space_is_tried_again_and_does_not_name_it(lab, monkeypatch):
     failures = [OSError(errno.ENOSPC, "No space left on device")]
 
-    def record_proof(directory, digest):
+    def mark_verified(directory, digest):
         if failures:
             raise failures.pop()
-        node_store.record_proof(directory, digest)
+        node_store.mark_verified(directory, digest)
 
-    monkeypatch.setattr(weights_files, "record_proof", record_proof)
+    monkeypatch.setattr(weights_files, "mark_verified", mark_verified)
     monkeypatch.setattr("tba.trainer.publishing.publisher._SPACE_POLL_SECONDS", 0.05)
     publish(lab, lab.publisher(), [0])
     assert not failures
-    assert lab.announced().manifest.files.keys().isdisjoint({MANIFEST, node_store.PROOF})
+    assert lab.announced().manifest.files.keys().isdisjoint({MANIFEST, node_store.VERIFIED})
 
 
 def test_a_directory_that_another_process_made_under_the_same_name_is_left_alone(lab):

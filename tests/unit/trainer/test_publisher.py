@@ -84,7 +84,7 @@ def test_a_snapshot_has_the_weights_at_the_time_of_the_call(publisher_harness):
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.items())
 
 
-def test_old_snapshots_are_collected(publisher_harness):
+def test_old_snapshots_are_deleted(publisher_harness):
     lab = publisher_harness(keep_snapshots=2, keep_snapshot_every=4)
     publisher = lab.publisher()
     for step in range(0, 12, 2):

@@ -1,4 +1,4 @@
-"""An engine proves at its start how it loads weights: by what zeroed weights are afterwards, not by names of layers."""
+"""An engine tests at its start how it loads weights: by what zeroed weights are afterwards, not by names of layers."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_way_follows_from_the_proof_and_serves_the_new_weights_at_the_same_addresses(lab, case):
+def test_the_way_follows_from_the_self_test_and_serves_the_new_weights_at_the_same_addresses(lab, case):
     make, saved_as, packed, way = CASES[case]
     models = [make(lab, seed) for seed in (1, 2)]
     old, new = [(model, saved_as(model) if saved_as else model) for model in models]

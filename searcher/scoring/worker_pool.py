@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+import msgpack
+
 from tba.common.log import get_logger
 from tba.common.system.backoff import backoff
 from tba.common.system.orphan_guard import SessionGuard
@@ -75,6 +77,7 @@ class Worker:
     running: list[int] = field(default_factory=list)
     # Its last words, if it could not load.
     sentence: str = ""
+    malformed: bool = False
 
 
 class WorkerPool:
@@ -141,23 +144,30 @@ class WorkerPool:
             self.workers.append(Worker(WorkerProcess(what.module, what.settings, self._guard, what.environment)))
 
     def _receive(self, worker: Worker) -> None:
-        for kind, *content in worker.process.receive():
-            if kind == "ready":
-                worker.ready = True
-                self.failed_starts, self._down_since = 0, None
-            elif kind == "begin":
-                worker.running = content[0]
-            elif kind == "results":
-                worker.running = []
-                self._results += [Result(worker.items.pop(ticket), *outcome) for ticket, *outcome in content[0]]
-            else:
-                worker.sentence = content[0]
-                self.refusal = content[0] if kind == "refused" else ""
+        try:
+            for kind, *content in worker.process.receive():
+                if kind == "ready":
+                    worker.ready = True
+                    self.failed_starts, self._down_since = 0, None
+                elif kind == "begin":
+                    worker.running = [ticket for ticket in content[0] if ticket in worker.items]
+                elif kind == "results":
+                    worker.running = []
+                    self._results += [Result(worker.items.pop(ticket), *outcome) for ticket, *outcome in content[0]]
+                else:
+                    worker.sentence = content[0]
+                    self.refusal = content[0] if kind == "refused" else ""
+        # Another program than the worker wrote to its channel: it has the same file descriptors.
+        except (LookupError, TypeError, ValueError, msgpack.UnpackException):
+            worker.sentence = "what came from the worker is malformed: the reward may write to its file descriptors"
+            worker.malformed = True
 
     def _failure_of(self, worker: Worker) -> str | None:
         """Why a worker must be replaced."""
         if death := worker.process.death():
             return death
+        if worker.malformed:
+            return worker.sentence
         silent = worker.process.silent_seconds
         if worker.items and silent > self.settings.work_seconds:
             self.timeouts += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -64,6 +65,17 @@ class HostileTask:
     def _forks(self):
         os.fork()
         return Reward(1.0, {})
+
+    def _writes(self):
+        # MessagePack of "results" for a number that no item has.
+        garbage = b"\x92\xa7results\x91\x93\xcd\x27\x0f\xc0\xc0"
+        for descriptor in range(3, 256):
+            try:
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, garbage)
+            except OSError:
+                continue
+        time.sleep(3600)
 
     def _infinite(self):
         return Reward(float("inf"), {})

@@ -29,6 +29,7 @@ MISDEEDS = {
     "text": "reward of hostile: TypeError: total of a reward is a str, not a number",
     "prints": None,
     "forks": None,
+    "writes": "reward of hostile: what came from the worker is malformed: the reward may write to its file descriptors",
 }
 
 
@@ -189,11 +190,11 @@ def test_an_evaluation_counts_what_cannot_be_answered_or_scored_as_wrong(scorer)
     texts = ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")]
     found = evaluate(scorer, texts, least=-1.0)
     assert found is not None
-    assert found["accuracy"] == pytest.approx(2 / 14)
-    # "forks" has a reward of 1 and no part `correct`; 11 others have an error, and the least reward.
-    assert found["reward"] == pytest.approx((3 - 11) / 14)
-    assert found["unfinished"] == pytest.approx(1 / 14)
-    assert found["failed"] == pytest.approx(12 / 14)
+    assert found["accuracy"] == pytest.approx(2 / 15)
+    # "forks" has a reward of 1 and no part `correct`; 12 others have an error, and the least reward.
+    assert found["reward"] == pytest.approx((3 - 12) / 15)
+    assert found["unfinished"] == pytest.approx(1 / 15)
+    assert found["failed"] == pytest.approx(13 / 15)
 
 
 def test_a_task_that_only_rewards_has_no_accuracy(scorer):

@@ -184,7 +184,7 @@ def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
 
 def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
     mailbox = Mailbox(1 << 20)
-    lease = messages.LeasePrompts(want=1, held=[], weights_version=None, wait_seconds=0.0)
+    lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
     for _ in range(1000):
         mailbox.add(arrival(lease, role="searcher"))
     mailbox.add(arrival(lease, peer=b"other", role="searcher"))

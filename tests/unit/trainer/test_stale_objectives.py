@@ -243,9 +243,9 @@ def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search
     with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
         Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
     without_ratios = {"truncation": "off", "kl": "none"}
-    for keys in ({"name": "tb", "imitation": 0.5}, {"name": "tb_stale", **without_ratios}):
+    for imitating in ({"name": "tb", "imitation": 0.5}, {"name": "tb_stale", **without_ratios}):
         with pytest.raises(ValidationError, match="imitation has no effect"):
-            Config.model_validate({"search": search, "objective": keys})
+            Config.model_validate({"search": search, "objective": imitating})
     for allowed in ({"name": "tb"}, {"name": "rloo"}, {"name": "tba_prime", **without_ratios}):
         Config.model_validate({"search": search, "objective": allowed})
 

@@ -180,11 +180,10 @@ def generate_command(model_of: ModelOf, as_recorded: AsRecorded) -> Callable[...
                 found = answer_one(config, directory, text, sampling, device=device, samples=samples)
                 _print_responses(found, as_json=as_json)
                 return
-            generator = Generator(config, directory, device=device, chat=True)
-        # The model is loaded: a long conversation must not keep its files in memory after the run.
-        with closing(generator):
-            for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
-                _print_responses([reply], as_json=as_json)
+            # On the CPU the weights are those of the file, which is mapped: it is held to the end.
+            with closing(Generator(config, directory, device=device, chat=True)) as generator:
+                for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
+                    _print_responses([reply], as_json=as_json)
 
     return generate
 

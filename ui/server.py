@@ -35,7 +35,8 @@ class _Protocol(H11Protocol):
         if self.transport.is_closing():
             return
         is_answering = self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
-        if self.cycle is self._last and not is_answering:
+        is_sending = self.transport.get_write_buffer_size() > 0
+        if self.cycle is self._last and not is_answering and not is_sending:
             self.transport.abort()
             return
         self._last = self.cycle

@@ -21,7 +21,8 @@ from tba.common.wire.codec import RequestHeader
 GROUP_ROWS = 256
 GROUP_BYTES = 1 << 20
 # Urgent requests in one transaction, and the urgent and the other requests of one connection that may wait: more are
-# dropped, and sent again. A searcher has at most 64 puts and a few other requests on their way.
+# dropped, and sent again. A searcher has at most 64 puts and a few other requests on their way. It repeats them while
+# they wait here: a repetition is left out.
 _URGENT_PER_GROUP = 32
 _URGENT_PER_PEER = 64
 _OTHERS_PER_PEER = 128
@@ -75,6 +76,8 @@ class Mailbox:
         self._batches: deque[Arrival] = deque()
         # Of each connection, by whether they are urgent.
         self._of_peer: Counter[tuple[Peer, bool]] = Counter()
+        # Connections and numbers of the requests that are not urgent.
+        self._other_ids: set[tuple[Peer, int]] = set()
         # Monotonic time before which puts have priority over a batch.
         self._batches_from = -math.inf
         self.dropped = 0
@@ -101,11 +104,16 @@ class Mailbox:
     def add(self, arrival: Arrival) -> None:
         """Append an arrival to its queue."""
         with self._changed:
+            request = arrival.peer, arrival.header.id
+            if not arrival.is_urgent and request in self._other_ids:
+                return
             counted = arrival.peer, arrival.is_urgent
             if self._of_peer[counted] >= (_URGENT_PER_PEER if arrival.is_urgent else _OTHERS_PER_PEER):
                 self.dropped += 1
                 return
             self._of_peer[counted] += 1
+            if not arrival.is_urgent:
+                self._other_ids.add(request)
             queue = self._batches if arrival.is_batch else self._urgent if arrival.is_urgent else self._others
             queue.append(arrival)
             self._bytes += arrival.bytes
@@ -152,6 +160,7 @@ class Mailbox:
             if not self._paused:
                 taken += self._take_group()
             self._of_peer -= Counter((arrival.peer, arrival.is_urgent) for arrival in taken)
+            self._other_ids.difference_update((arrival.peer, arrival.header.id) for arrival in taken)
             self._bytes -= sum(arrival.bytes for arrival in taken)
             return taken
 

@@ -166,21 +166,16 @@ def _check_ratios(config: Config) -> None:
             "which do not exist for greedy decoding or a nucleus: set search.top_p = 1 and search.temperature above 0, "
             "or objective.name = tb"
         )
-    if config.search.has_ratios:
-        return
-    for key, wanted in (
-        ("train.learning_rate_by_ess", config.train.learning_rate_by_ess),
-        ("objective.imitation", config.objective.imitation_weight),
-    ):
-        if wanted:
-            raise ValueError(
-                f"{key} has no effect for greedy decoding or a nucleus, which have no ratios: remove it, or set "
-                "search.top_p = 1 and search.temperature above 0"
-            )
+    without = "greedy decoding or a nucleus, which have no ratios"
+    remedy = "search.top_p = 1 and search.temperature above 0"
+    if config.train.learning_rate_by_ess and not config.search.has_ratios:
+        raise ValueError(f"train.learning_rate_by_ess has no effect for {without}: remove it, or set {remedy}")
+    if config.objective.imitation_weight and not config.search.may_have_ratios:
+        raise ValueError(f"imitation has no effect for {without}: set objective.imitation = 0, or {remedy}")
     if config.objective.name in ("reinforce", "rloo") and config.search.has_tempered_nucleus:
         raise ValueError(
-            f"objective.name = {config.objective.name} trains the policy at the temperature of sampling, and at "
-            "temperature 1 on responses of a nucleus: set search.top_p = 1, or search.temperature = 1"
+            f"objective.name = {config.objective.name} trains the policy at the temperature of sampling, which is not "
+            "known of responses of a nucleus: set search.top_p = 1, or search.temperature = 1"
         )
 
 

@@ -86,7 +86,8 @@ class SearchSection(Section):
     machine if HOST is `*`, and has each node ask others before the trainer. Empty: only the trainer is asked."""
     weights_dir: Path | None = None
     """Directory of the weights that the trainer of a node publishes and its searchers serve or prepare: /dev/shm or a
-    local disk, with room for four times the model. By default /dev/shm if it is that large, else run.dir."""
+    local disk, with room for four times the model. By default /dev/shm if it has that and 512 MiB more, else
+    run.dir."""
 
     @field_validator("vllm")
     @classmethod
@@ -124,6 +125,11 @@ class SearchSection(Section):
         """Whether every response is sampled from a softmax of all logits, so that pi / mu can be computed."""
         temperatures, nuclei = _explored_numbers(self.temperature), _explored_numbers(self.top_p)
         return min(temperatures) > 0 and min(nuclei) == 1
+
+    @property
+    def may_have_ratios(self) -> bool:
+        """Whether some responses are sampled as `has_ratios` says, where temperature or nucleus are explored."""
+        return max(_explored_numbers(self.temperature)) > 0 and max(_explored_numbers(self.top_p)) == 1
 
     @property
     def has_tempered_nucleus(self) -> bool:

@@ -189,7 +189,8 @@ class NotifySocket:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         # Only its user may enter it. The address of a socket has at most 107 bytes.
         parent = tempfile.gettempdir()
-        self._directory = tempfile.TemporaryDirectory(prefix="tba-", dir=parent if len(parent) < _SHORT else "/tmp")  # noqa: S108
+        fits = len(os.fsencode(parent)) < _SHORT
+        self._directory = tempfile.TemporaryDirectory(prefix="tba-", dir=parent if fits else "/tmp")  # noqa: S108
         self.address = f"{self._directory.name}/notify"
         self._channel.bind(self.address)
 

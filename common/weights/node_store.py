@@ -39,6 +39,8 @@ VERIFIED = "proof"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Every user writes there; the directory below it is checked.
 MEMORY = Path("/dev/shm")  # noqa: S108
+# As much as the trainer leaves free by default, `train.min_free_mib`: it would wait there before its first snapshot.
+_LEFT_FREE = 512 << 20
 # The newest, the one before, which may be served while the next one is written, and one that a slow searcher reads.
 COPIES = 4
 _POLL_SECONDS = 0.01
@@ -94,7 +96,8 @@ def pin_newest(config: Config, pin: Callable[[Path], T | None]) -> T:
         if (pinned := pin(path)) is not None:
             return pinned
     raise SnapshotError(
-        f"{config.snapshots}: each snapshot was deleted before it could be read: raise train.keep_snapshots"
+        f"{config.snapshots}: each snapshot was deleted before it could be read: try again, or raise "
+        "train.keep_snapshots"
     )
 
 
@@ -145,7 +148,7 @@ def weights_directory(config: Config) -> Path:
 
 
 def _fits_in_memory(config: Config) -> bool:
-    """Whether the memory file system is large enough, with what the trainer leaves free there.
+    """Whether the memory file system is large enough. The answer depends on no setting that a role may have for itself.
 
     A model that is not on this machine yet is taken for small.
     """
@@ -157,7 +160,7 @@ def _fits_in_memory(config: Config) -> bool:
     except ConfigError:
         files = []
     needed = COPIES * sum(path.stat().st_size for path in files if path.is_file())
-    return size >= needed + (config.train.min_free_mib << 20)
+    return size >= needed + _LEFT_FREE
 
 
 def make_directory(directory: Path) -> None:

@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tba.common.errors import SnapshotError, WireError
@@ -36,8 +35,6 @@ _POLL_SECONDS = 1.0
 _MESSAGES_PER_RECEIVE = 16
 # Chunks of up to 4 MiB that may wait for one searcher: twice what it requests at a time, so that none is dropped.
 _UNSENT_CHUNKS = 16
-# Bytes that may wait for all searchers together: some do not read. Further requests are not answered and come again.
-_UNSENT_BYTES = 1 << 30
 # As long as a searcher waits for a chunk before it asks again, and then some.
 _HOLD_SECONDS = 20.0
 _ANY_HOST = re.compile(r"^tcp://(0\.0\.0\.0|\*|\[::\])(?=:)")
@@ -64,8 +61,6 @@ class SnapshotServer:
         # The directories that were read from lately, by name, and the monotonic times of the last reads. They are held,
         # so that a file is not written again between two chunks of it.
         self._held: dict[Path, tuple[PinnedSnapshot, float]] = {}
-        # Replies on their way: their bytes, and whether they have left the process.
-        self._unsent: list[tuple[int, Callable[[], bool]]] = []
         self._thread = Background("snapshot server", self._serve, wake=self._channel.wake)
         self._thread.start()
         log.info("serving snapshots", address=self.address)
@@ -82,20 +77,11 @@ class SnapshotServer:
 
     def _serve(self) -> None:
         while not self._thread.stopping.is_set():
-            received = self._channel.receive(_POLL_SECONDS, _MESSAGES_PER_RECEIVE)
-            self._unsent = [(size, has_left) for size, has_left in self._unsent if not has_left()]
-            for peer, frames in received:
-                self._reply(peer, frames)
+            for peer, frames in self._channel.receive(_POLL_SECONDS, _MESSAGES_PER_RECEIVE):
+                # False where the searcher is gone or does not read: it sends the request again.
+                self._channel.send(peer, self._answer(peer, frames))
             self._release(time.monotonic() - _HOLD_SECONDS)
         self._release(math.inf)
-
-    def _reply(self, peer: Peer, frames: list[memoryview]) -> None:
-        """Answer a request, unless too much waits to be sent or the searcher is gone: then it sends it again."""
-        if sum(size for size, _ in self._unsent) >= _UNSENT_BYTES:
-            return
-        reply = self._answer(peer, frames)
-        if (has_left := self._channel.send_large(peer, reply)) is not None:
-            self._unsent.append((sum(map(len, reply)), has_left))
 
     def _answer(self, peer: Peer, frames: list[memoryview]) -> Frames:
         if self._keys is not None and (refusal := self._keys.refusal(peer.key, _MAY_FETCH)):

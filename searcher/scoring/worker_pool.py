@@ -150,10 +150,12 @@ class WorkerPool:
                     worker.ready = True
                     self.failed_starts, self._down_since = 0, None
                 elif kind == "begin":
-                    worker.running = [ticket for ticket in content[0] if ticket in worker.items]
+                    worker.running = [ticket for ticket in worker.items if ticket in content[0]]
                 elif kind == "results":
                     worker.running = []
-                    self._results += [Result(worker.items.pop(ticket), *outcome) for ticket, *outcome in content[0]]
+                    for ticket, *outcome in content[0]:
+                        self._results.append(Result(worker.items[ticket], *outcome))
+                        del worker.items[ticket]
                 else:
                     worker.sentence = content[0]
                     self.refusal = content[0] if kind == "refused" else ""

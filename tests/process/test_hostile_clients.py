@@ -1,26 +1,19 @@
 """What one client can do to a buffer server: no message, and no flood of them, keeps others from being served."""
 
-import contextlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import zmq
 
-from tba.common.weights import snapshot_server
-from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_reply, encode_request
-from tba.common.wire.file_messages import MAX_CHUNK_BYTES, FetchChunk
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.helpers import hostile
-from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.producers import put_of
 from tba.tests.helpers.puts import connected, prepare
-from tba.tests.helpers.weights import RandomWeights
 from tba.tests.runner import size
 
 # Far more than the second that an unloaded machine needs: CI machines are slow.
@@ -132,37 +125,3 @@ def test_a_client_that_asks_for_large_replies_and_does_not_read_costs_little_mem
     grown = psutil.Process(server.pid).memory_info().rss - before
     # Two replies are on their way, some are being encoded. Without the limit a hundred would wait.
     assert grown < 20 * sum(map(len, reply)), f"{grown >> 20} MiB"
-
-
-def test_searchers_that_do_not_read_leave_the_memory_of_a_snapshot_server_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_server, "_UNSENT_BYTES", 32 << 20)
-    ref = RandomWeights(tmp_path / "snapshots").full()
-    name = "model.safetensors"
-    chunk = FetchChunk(version=ref.version, file=name, offset=0, length=MAX_CHUNK_BYTES)
-    (Path(ref.path) / name).write_bytes(bytes(MAX_CHUNK_BYTES))
-    server = SnapshotServer("tcp://127.0.0.1:*", tmp_path / "snapshots")
-    with contextlib.closing(server), zmq.Context() as context:
-        silent = [context.socket(zmq.DEALER) for _ in range(40)]
-        for socket in silent:
-            socket.linger, socket.rcvhwm, socket.rcvbuf = 0, 1, 1 << 16
-            socket.connect(server.address)
-        before = psutil.Process().memory_info().rss
-        for n in range(16):
-            for socket in silent:
-                socket.send_multipart(encode_request(chunk, id=n, role="searcher", sender="s.1", run=""))
-        time.sleep(3)
-        grown = psutil.Process().memory_info().rss - before
-        # Without the limit 2.5 GB; each connection may have a chunk in its own buffers.
-        assert grown < (32 + 2 * 40 * 4 + 100) << 20, f"{grown >> 20} MiB"
-        for socket in silent:
-            socket.close()
-        # Their chunks are gone, so another one is served.
-        with context.socket(zmq.DEALER) as reader:
-            reader.linger = 0
-            reader.connect(server.address)
-
-            def is_served():
-                reader.send_multipart(encode_request(chunk, id=99, role="searcher", sender="s.2", run=""))
-                return reader.poll(1000)
-
-            wait_until(is_served)

@@ -154,8 +154,8 @@ def test_a_crowd_of_working_names_of_one_owner_keeps_no_searcher_out(monkeypatch
     assert sum(f"crowd{n}.1" in clients for n in range(150)) == 128
 
 
-def arrival(message, peer=b"p", role="monitor"):
-    header = RequestHeader(v=1, type=message.TYPE, id=1, run="", role=role, sender="s.1")
+def arrival(message, peer=b"p", role="monitor", id_=1):
+    header = RequestHeader(v=1, type=message.TYPE, id=id_, run="", role=role, sender="s.1")
     return Arrival(Peer(peer), header, message, 1, 0.0, 0.0)
 
 
@@ -185,10 +185,22 @@ def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
 def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
     mailbox = Mailbox(1 << 20)
     lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
-    for _ in range(1000):
-        mailbox.add(arrival(lease, role="searcher"))
+    for id_ in range(1000):
+        mailbox.add(arrival(lease, role="searcher", id_=id_))
     mailbox.add(arrival(lease, peer=b"other", role="searcher"))
     assert (mailbox.dropped, mailbox.bytes) == (872, 129)
     assert {taken.peer for taken in mailbox.take(0)} == {Peer(b"p"), Peer(b"other")}
     mailbox.add(arrival(lease, role="searcher"))
     assert mailbox.dropped == 872
+
+
+def test_the_repetitions_of_a_request_that_waits_are_left_out():
+    mailbox = Mailbox(1 << 20)
+    lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
+    for _ in range(4):
+        for id_ in range(65):
+            mailbox.add(arrival(lease, role="searcher", id_=id_))
+    assert (mailbox.dropped, mailbox.bytes) == (0, 65)
+    assert len(mailbox.take(0)) == 65
+    mailbox.add(arrival(lease, role="searcher", id_=0))
+    assert mailbox.bytes == 1

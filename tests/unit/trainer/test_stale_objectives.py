@@ -243,17 +243,25 @@ def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search
     with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
         Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
     without_ratios = {"truncation": "off", "kl": "none"}
-    for imitating in ({"name": "tb", "imitation": 0.5}, {"name": "tb_stale", **without_ratios}):
-        with pytest.raises(ValidationError, match="imitation has no effect"):
-            Config.model_validate({"search": search, "objective": imitating})
     for allowed in ({"name": "tb"}, {"name": "rloo"}, {"name": "tba_prime", **without_ratios}):
         Config.model_validate({"search": search, "objective": allowed})
+
+
+@pytest.mark.parametrize("objective", [{"name": "tb", "imitation": 0.5}, {"name": "tb_stale", "truncation": "off"}])
+def test_imitation_is_refused_where_no_response_has_a_ratio(objective):
+    objective = {**objective, "kl": "none"} if objective["name"] == "tb_stale" else objective
+    for search in ({"top_p": 0.95}, {"temperature": 0.0}):
+        with pytest.raises(ValidationError, match=r"set objective\.imitation = 0"):
+            Config.model_validate({"search": search, "objective": objective})
+        Config.model_validate({"search": search, "objective": {**objective, "imitation": 0.0}})
+    for explored in ({"top_p": {"min": 0.9, "max": 1.0}}, {"temperature": [0.0, 1.0]}):
+        Config.model_validate({"search": explored, "objective": objective})
 
 
 @pytest.mark.parametrize("name", ["reinforce", "rloo"])
 def test_a_nucleus_at_a_temperature_is_refused_for_objectives_that_train_the_policy_at_it(name):
     nucleus = {"top_p": 0.95, "temperature": {"min": 0.7, "max": 1.0}}
-    with pytest.raises(ValidationError, match=r"at temperature 1 on responses of a nucleus: set search\.top_p = 1"):
+    with pytest.raises(ValidationError, match=r"not known of responses of a nucleus: set search\.top_p = 1"):
         Config.model_validate({"search": nucleus, "objective": {"name": name}})
     # Its optimum is that of the policy at temperature 1, whatever the sampler.
     Config.model_validate({"search": nucleus, "objective": {"name": "tb"}})

@@ -199,9 +199,9 @@ def _what_generates(
     options: ConfigOptions, as_recorded: AsRecorded, model: Path | None, *, cpu: bool
 ) -> tuple["Config", str]:
     """Return the configuration and the device. Raises TbaError for wrong arguments."""
-    resolve = options.resolve_run if model is None else options.resolve
-    resolved = resolve({"search.gpus": "cpu" if cpu else None})
-    config = as_recorded(resolved) if model is None else resolved.config
+    of_run = model is None or (options.file is not None and options.file.is_dir())
+    resolved = (options.resolve_run if of_run else options.resolve)({"search.gpus": "cpu" if cpu else None})
+    config = as_recorded(resolved) if of_run else resolved.config
     start_process("generate", level="WARNING", drains=False)
     need("torch", "train")
     config = _with_installed_engine(config, chosen="search.engine" in resolved.origins)

@@ -142,7 +142,7 @@ def _file_layer(file: Path) -> dict[str, _Value]:
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist: name a TOML file") from None
+        raise ConfigError(f"{file} does not exist: name a TOML file, or the directory of a run") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}: name a TOML file") from error
     except UnicodeDecodeError as error:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tba.common.terminal import DATABASE_NAME, ConfigOptions, not_both
+from tba.common import run_files
+from tba.common.terminal import ConfigOptions, not_both
 
 if TYPE_CHECKING:
     from tba.common.config import Config
@@ -42,7 +43,7 @@ def resolve(
         options, buffer = replace(options, file=None), options.file
     # The directory of a run stands for its database.
     if buffer is not None and os.path.isdir(buffer):
-        buffer = buffer / DATABASE_NAME
+        buffer = buffer / run_files.DATABASE
     flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
     how = options.resolve_run if exists else options.resolve_start if starts else options.resolve
     return how(flags, unless=unless)

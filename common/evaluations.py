@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.common import jsonl
+from tba.common import jsonl, run_files
 from tba.common.system.durable import write_text
 from tba.common.wire.evaluation_messages import PutEvaluation
 
-EVALUATIONS_FILE = "eval.jsonl"
 # What a row has besides metrics.
 _FIELDS = ("run", "version", "step", "prompts", "prompt_set", "settings", "evaluated_at", "seconds", "intervals")
 # An evaluation of the same key replaces an earlier one.
@@ -45,7 +44,7 @@ def read_json_lines(path: Path) -> list[Row]:
 
 def all_evaluations(directory: Path) -> list[Row]:
     """Return the rows of the file of a directory, without lines that are not evaluations."""
-    return [row for row in read_json_lines(directory / EVALUATIONS_FILE) if _is_evaluation(row)]
+    return [row for row in read_json_lines(directory / run_files.EVALUATIONS) if _is_evaluation(row)]
 
 
 def _is_evaluation(row: Any) -> bool:
@@ -62,12 +61,12 @@ def record_evaluations(directory: Path, rows: Sequence[Row]) -> None:
     """Add evaluations to the file of a run. They replace earlier ones with the same key."""
     directory.mkdir(parents=True, exist_ok=True)
     # `tba eval` and a searcher with --eval may add rows at the same time.
-    with (directory / f".{EVALUATIONS_FILE}.lock").open("a") as lock:
+    with (directory / f".{run_files.EVALUATIONS}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         all_rows = (*all_evaluations(directory), *rows)
         merged = {key_of(row): row for row in all_rows}
         lines = [json.dumps(merged[key]) for key in sorted(merged)]
-        write_text(directory / EVALUATIONS_FILE, "\n".join(lines) + "\n")
+        write_text(directory / run_files.EVALUATIONS, "\n".join(lines) + "\n")
 
 
 def read_evaluations(directory: Path, run: str) -> list[Row]:

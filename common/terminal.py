@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import typer
 from typer.models import ArgumentInfo
 
+from tba.common import run_files
 from tba.common.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from tba.common.system.process import StopSignal
 
 _Result = TypeVar("_Result")
-# The buffer's file in a run directory, unless buffer.database names another one.
-DATABASE_NAME = "buffer.sqlite"
 _CONFIG_VARIABLE = "TBA_CONFIG"
 _File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)]
 _ConfigFile = Annotated[
@@ -73,10 +72,10 @@ class ConfigOptions:
     def resolve_run(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
         """As `resolve`, for a run that exists; its directory will do. Raises UsageError if nothing says which one."""
         if self.file is not None and os.path.isdir(self.file):
-            if not os.path.isfile(self.file / DATABASE_NAME):
+            if not os.path.isfile(self.file / run_files.DATABASE):
                 raise UsageError(
-                    f"{self.file} holds no {DATABASE_NAME}: it is not the directory of a run (`tba runs {self.file}` "
-                    "lists those in it), or the TOML file of the run says where its database is"
+                    f"{self.file} holds no {run_files.DATABASE}: it is not the directory of a run (`tba runs "
+                    f"{self.file}` lists those in it), or the TOML file of the run says where its database is"
                 )
             overrides = {"run.dir": str(self.file)} | (overrides or {})
             # A ./tba.toml may be that of another run.

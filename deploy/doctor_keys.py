@@ -1,5 +1,6 @@
 """The checks of `tba doctor` for who may connect and who may read."""
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
@@ -50,7 +51,7 @@ def check_modes(config: Config) -> Result:
     """Check that other users cannot read what the run has written."""
     # A directory of an earlier release may be open, and one that is made by hand.
     if config.run.dir.exists() and config.run.dir.stat().st_mode & 0o077:
-        found = [config.run.dir / "logs", config.snapshots, config.checkpoints, config.spool, config.database]
+        found = [config.run.dir / run_files.LOGS, config.snapshots, config.checkpoints, config.spool, config.database]
         for path in found:
             if path.exists() and path.stat().st_mode & 0o077:
                 return "warn", f"other users may read {path}: chmod -R go= {config.run.dir}"

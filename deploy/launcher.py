@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tba.common import run_files
 from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths, hub_data, hub_models
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
@@ -54,7 +55,7 @@ def children_of(
     def child(name: str, command: Sequence[str]) -> Child:
         return Child(name, name, command, logs / f"{name}.log", environment=one_thread_each(config))
 
-    logs = config.run.dir / "logs"
+    logs = config.run.dir / run_files.LOGS
     searchers = searcher_children(config, arguments, with_trainer=True, present=present)
     for searcher in searchers:
         searcher.name = f"search-{searcher.name.removeprefix('cpu').removeprefix('gpu')}"
@@ -181,7 +182,7 @@ def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[
 
     Returns False if stopped. Raises TbaError if the child fails.
     """
-    log_file = config.run.dir / "logs" / "eval.log"
+    log_file = config.run.dir / run_files.LOGS / "eval.log"
     environment = one_thread_each(config)
     child = _run_once("eval", ["eval", "--all", *arguments], log_file, environment, stop, lambda: mark_ending(config))
     if child.last_code:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tba.common import run_files
 from tba.common.errors import MissingExtra, UsageError
 from tba.common.evaluations import Row, all_evaluations, read_evaluations, read_json_lines
 
-METRICS_FILE = "metrics.jsonl"
 PICTURE_FILE = "run.png"
 AXES = {"steps": "optimiser step", "seconds": "seconds since the first step", "tokens": "trained tokens"}
 # The first of these that the evaluations have is drawn against the reward.
@@ -52,9 +52,11 @@ def read_curve(directory: Path, run: str | None = None) -> Curve:
 
     Raises UsageError if nothing was trained in the directory.
     """
-    metrics = read_json_lines(directory / METRICS_FILE)
+    metrics = read_json_lines(directory / run_files.METRICS)
     if not metrics:
-        raise UsageError(f"{directory} has no {METRICS_FILE}: it is not a run directory, or nothing was trained yet")
+        raise UsageError(
+            f"{directory} has no {run_files.METRICS}: it is not a run directory, or nothing was trained yet"
+        )
     if run is None:
         rows = all_evaluations(directory)
         run = rows[-1]["run"] if rows else directory.name

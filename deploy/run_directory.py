@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire.probe import check_address
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds
-from tba.deploy.plot import METRICS_FILE
 
 log = get_logger(__name__)
 
-LOCK_FILE = "launcher.lock"
 _ENDING = "ending"
 _FAILED = "failed: "
 # The time a launcher needs in addition to that of its children, which it ends in three groups one after another.
@@ -33,7 +32,7 @@ _POLL_SECONDS = 0.1
 
 def holds_run(config: Config) -> bool:
     """Return whether run.dir holds trained steps. The trainer creates the metrics: an attempt that failed has none."""
-    metrics = config.run.dir / METRICS_FILE
+    metrics = config.run.dir / run_files.METRICS
     return metrics.exists() and metrics.stat().st_size > 0
 
 
@@ -75,7 +74,7 @@ def sole_launcher(config: Config) -> Iterator[None]:
     """
     directory = config.run.dir
     created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    lock_file = directory / LOCK_FILE
+    lock_file = directory / run_files.LAUNCH_LOCK
     with _lock(lock_file):
         _write_line(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
         try:
@@ -89,12 +88,12 @@ def sole_launcher(config: Config) -> Iterator[None]:
 
 def mark_ending(config: Config) -> None:
     """Record in the lock file that its holder, this process, is about to end."""
-    _write_line(config.run.dir / LOCK_FILE, "a", _ENDING)
+    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "a", _ENDING)
 
 
 def mark_failed(config: Config, error: TbaError) -> None:
     """Record in the lock file why its holder, this process, gives up."""
-    _write_line(config.run.dir / LOCK_FILE, "a", _FAILED + str(error).partition("\n")[0])
+    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "a", _FAILED + str(error).partition("\n")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class Launch:
 def last_launch(directory: Path) -> Launch | None:
     """Return the last `tba run` of a directory, None if its roles were started by hand."""
     try:
-        lines = (directory / LOCK_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (directory / run_files.LAUNCH_LOCK).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     failure = next((line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)), "")
@@ -121,7 +120,7 @@ def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[s
 
     Raises RunTaken if the holder is not about to end, or has not ended within the time that its children may use.
     """
-    path = config.run.dir / LOCK_FILE
+    path = config.run.dir / run_files.LAUNCH_LOCK
     patience = trainer_drain_seconds(config) + 2 * drain_seconds(config) + _MARGIN_SECONDS
     deadline = 0.0
     # os.path, since Path.exists raises where this user has no access. A later check reports that.

@@ -13,17 +13,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.run import RunSection
 from tba.common.errors import TbaError
 from tba.common.evaluations import read_evaluations
 from tba.common.system.durable import is_locked
-from tba.common.terminal import DATABASE_NAME
-from tba.deploy.run_directory import LOCK_FILE, Launch, last_launch
+from tba.deploy.run_directory import last_launch
 
 _DEFAULT_NAME = RunSection().name
 # Directories of a run that hold no other runs.
-_OWN = {"snapshots", "checkpoints", "logs", "spool", "weights", "tensorboard", "wandb"}
+_OWN = {
+    run_files.SNAPSHOTS,
+    run_files.CHECKPOINTS,
+    run_files.LOGS,
+    run_files.SPOOL,
+    run_files.WEIGHTS,
+    "tensorboard",
+    "wandb",
+}
 _DEPTH = 3
 _MOST_DIRECTORIES = 10_000
 
@@ -81,14 +89,17 @@ def _folders(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _rows(folder: Path, read_results: ReadResults) -> list[dict[str, Any]]:
-    database = folder / DATABASE_NAME
+    database = folder / run_files.DATABASE
     if not database.is_file():
         return []
     try:
         results = read_results(database)
     except TbaError as error:
         return [_row(folder, {"run": folder.name, "changed_at": database.stat().st_mtime}, "unreadable", str(error))]
-    return [_row(folder, result, *_state(folder, result)) for result in results]
+    return [
+        _row(folder, result, *state_of(database, is_finished=result["finished"], steps=result["steps"]))
+        for result in results
+    ]
 
 
 def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str, Any]:
@@ -116,24 +127,25 @@ def _utc(seconds: float) -> str:
         return ""
 
 
-def _state(folder: Path, result: dict[str, Any]) -> tuple[str, str]:
-    """Return the state of a run, and why it is not finished."""
-    if is_locked(folder / LOCK_FILE):
+def state_of(database: Path, *, is_finished: bool, steps: int) -> tuple[str, str]:
+    """Return the state of a run in a database, and why it is in it; "" if that needs no words."""
+    if is_locked(database.parent / run_files.LAUNCH_LOCK):
         return "running", ""
-    is_served = is_locked(folder / f"{DATABASE_NAME}.lock")
-    if result["finished"]:
+    is_served = is_locked(database.with_name(f"{database.name}.lock"))
+    if is_finished:
         return "finished", "the buffer still serves" if is_served else ""
     if is_served:
         return "running", ""
-    return _interrupted(folder, last_launch(folder), result)
+    return _interrupted(database, steps)
 
 
-def _interrupted(folder: Path, launch: Launch | None, result: dict[str, Any]) -> tuple[str, str]:
+def _interrupted(database: Path, steps: int) -> tuple[str, str]:
     """Return how a run ended before its last step."""
+    launch = last_launch(database.parent)
     if launch is not None and launch.failure:
         return "crashed", launch.failure
     # A buffer that ends in order leaves no log.
-    log = folder / f"{DATABASE_NAME}-wal"
+    log = database.with_name(f"{database.name}-wal")
     if log.exists() and log.stat().st_size:
         return "crashed", "the buffer was killed: nothing acknowledged is lost, the next start continues"
     if launch is not None and not launch.ending:
@@ -141,4 +153,4 @@ def _interrupted(folder: Path, launch: Launch | None, result: dict[str, Any]) ->
             return "crashed", "`tba run` was killed"
         # Locks of other machines are not visible.
         return "running", f"or killed, on another machine: {launch.holder}"
-    return "stopped", "continue it with --resume" if result["steps"] else ""
+    return "stopped", "continue it with --resume" if steps else ""

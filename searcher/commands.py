@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tba.common import run_files
 from tba.common.errors import UsageError
 from tba.common.terminal import (
     ConfigOptions,
@@ -75,7 +76,7 @@ def _evaluate(
     config: "Config", store: Store, snapshot: Path | None, *, every: bool, again: bool
 ) -> list[dict[str, Any]]:
     """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
-    from tba.common.evaluations import EVALUATIONS_FILE, all_evaluations, key_of, record_evaluations
+    from tba.common.evaluations import all_evaluations, key_of, record_evaluations
 
     device = _choose_device(config)
     from tba.searcher.evaluation.snapshots import evaluate_snapshots
@@ -92,7 +93,7 @@ def _evaluate(
                 if not sys.stderr.isatty():
                     note(f"v{row['version']} is evaluated, in {row['seconds']:.0f} s")
                 if stored and (reason := store(config, row)):
-                    note(f"v{row['version']} and later ones are in {EVALUATIONS_FILE} alone, {reason}")
+                    note(f"v{row['version']} and later ones are in {run_files.EVALUATIONS} alone, {reason}")
                     # Each attempt may wait for a buffer that is not there.
                     stored = False
     return sorted(rows, key=lambda row: (row["step"], row["version"]))

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from tba.common import run_files
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, Refused, TrainingBroken
@@ -68,7 +69,7 @@ def train(
     """
     prepare(config, device)
     keep_freed_memory()
-    lock, holder = config.run.dir / "trainer.lock", f"another trainer works in {config.run.dir}: stop it first"
+    lock, holder = config.run.dir / run_files.TRAINER_LOCK, f"another trainer works in {config.run.dir}: stop it first"
     with until_lost():
         ranks = join(torch.device(device))
         report = require_memory(config, torch.device(device), ranks)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tba.common import run_files
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config, LoraSection, MetricsSection, ReferenceSection
 from tba.common.errors import CheckpointError, ConfigError, TrainingBroken, UsageError
@@ -48,8 +49,6 @@ from tba.trainer.step.build import build
 log = get_logger(__name__)
 
 _OBJECTIVE = Objective("likelihood", negative_log_likelihood, needs_reference=False)
-_METRICS = "metrics.jsonl"
-_LOCK = "trainer.lock"
 # What rank 0 tells the others before each step.
 _GO, _STOP = "go", "stop"
 
@@ -99,7 +98,7 @@ def sft(
     with until_lost(), contextlib.ExitStack() as stack:
         ranks = join(torch.device(device))
         if ranks.rank == 0:
-            lock = plan.work / _LOCK
+            lock = plan.work / run_files.TRAINER_LOCK
             missing = [directory for directory in (plan.work, *plan.work.parents) if not directory.exists()]
             stack.callback(_remove_unused, plan.work, missing)
             stack.enter_context(exclusive_lock(lock, f"another process makes {plan.out}: stop it first"))
@@ -119,7 +118,8 @@ def sft(
 def _remove_unused(work: Path, created: Sequence[Path]) -> None:
     """Delete the work directory if no step was recorded in it, and those above it that were created for it."""
     found = {path.name: path for path in work.glob("*")}
-    if found.keys() - {_LOCK, _METRICS} or (_METRICS in found and found[_METRICS].stat().st_size):
+    metrics = found.get(run_files.METRICS)
+    if found.keys() - {run_files.TRAINER_LOCK, run_files.METRICS} or (metrics is not None and metrics.stat().st_size):
         return
     shutil.rmtree(work, ignore_errors=True)
     for directory in created:
@@ -176,7 +176,7 @@ class Job:
             path, _ = self._ranks.receive()
             return checkpoint.read(Path(path)) if path else None
         work = self._plan.work
-        found = find_checkpoint(work / "checkpoints", resume=resume, otherwise=f"delete {work}")
+        found = find_checkpoint(work / run_files.CHECKPOINTS, resume=resume, otherwise=f"delete {work}")
         self._ranks.send(str(found.path) if found else "")
         return found
 
@@ -210,7 +210,7 @@ class Job:
         temporary = temporary_directory(self._plan.out)
         try:
             write_model(temporary, as_saved(self._unwrapped, weights), self._files, self._unwrapped, self._dtype)
-            shutil.copyfile(self._plan.work / _METRICS, temporary / f"sft_{_METRICS}")
+            shutil.copyfile(self._plan.work / run_files.METRICS, temporary / f"sft_{run_files.METRICS}")
             publish_directory(temporary, self._plan.out)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -270,7 +270,7 @@ class Job:
         if self._metrics is not None:
             self._metrics.sync()
             keep = self._train.keep_checkpoints
-            checkpoint.save(self._plan.work / "checkpoints", self.learner, run=self._name, keep=keep)
+            checkpoint.save(self._plan.work / run_files.CHECKPOINTS, self.learner, run=self._name, keep=keep)
         else:
             for _ in checkpoint.tensors_of(self.learner):
                 pass

@@ -13,10 +13,10 @@ from typing import Any
 
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.tools.page_rows import PageRows, page_rows
+from tba.common import run_files
 from tba.common.config import SecuritySection
 from tba.common.errors import StorageError, TbaError, UsageError
 from tba.common.system.durable import is_locked
-from tba.common.terminal import DATABASE_NAME
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.probe import ask_status
@@ -48,12 +48,6 @@ class Run:
     def directory(self) -> Path:
         """The directory with the metrics of the run, next to its database."""
         return self.database.parent
-
-    @property
-    def may_be_served(self) -> bool:
-        """Whether a server has the database open, or was killed."""
-        log = self.database.with_name(self.database.name + "-wal")
-        return log.exists() and log.stat().st_size > 0
 
     @contextlib.contextmanager
     def rows(self) -> Iterator[PageRows]:
@@ -111,8 +105,8 @@ def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]
     """
     if not paths and not _databases_in(DEFAULT_DIRECTORY):
         raise UsageError(
-            f"this folder holds no runs: there is no {DEFAULT_DIRECTORY}/*/{DATABASE_NAME}. Change to the folder where "
-            "a run was started, name its run.dir (`tba ui DIRECTORY`), or start a run with `tba run`"
+            f"this folder holds no runs: there is no {DEFAULT_DIRECTORY}/*/{run_files.DATABASE}. Change to the folder "
+            "where a run was started, name its run.dir (`tba ui DIRECTORY`), or start a run with `tba run`"
         )
     databases = dict.fromkeys(database for path in paths or [DEFAULT_DIRECTORY] for database in _databases(path))
     runs: dict[str, Run] = {}
@@ -147,7 +141,7 @@ def _databases(path: Path) -> list[Path]:
     found = _databases_in(path)
     if not found:
         raise UsageError(
-            f"{path} holds no {DATABASE_NAME}: name the directory of a run, a directory of such directories, or a "
+            f"{path} holds no {run_files.DATABASE}: name the directory of a run, a directory of such directories, or a "
             "database file"
         )
     return [database.resolve() for database in found]
@@ -155,5 +149,5 @@ def _databases(path: Path) -> list[Path]:
 
 def _databases_in(directory: Path) -> list[Path]:
     """Return the database of a run directory, or those of the run directories in it."""
-    own = directory / DATABASE_NAME
-    return [own] if own.is_file() else sorted(directory.glob(f"*/{DATABASE_NAME}"))
+    own = directory / run_files.DATABASE
+    return [own] if own.is_file() else sorted(directory.glob(f"*/{run_files.DATABASE}"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.layers import Resolved, secret_keys
 from tba.common.errors import ConfigError, UsageError
@@ -129,7 +130,7 @@ def earlier_source(config: Config) -> OfflineSource | None:
     directory = config.run.dir
     first = _first_start(config.database)
     if first is None:
-        if (directory / "metrics.jsonl").exists() or (directory / "checkpoints").exists():
+        if (directory / run_files.METRICS).exists() or (directory / run_files.CHECKPOINTS).exists():
             raise UsageError(f"{directory} holds a run that was not trained offline: set another run.dir")
         return None
     name, source = first

@@ -18,6 +18,7 @@ from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.tools.compact import check_disk
 from tba.buffer.tools.export import export
+from tba.common import run_files
 from tba.common.errors import UsageError
 
 # Trajectories per transaction.
@@ -78,7 +79,7 @@ def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, pa
     """Raise UsageError if a trainer that resumes may ask for a batch that would be deleted."""
     last = store.batches.steps_done(run) - keep_steps
     why = f"--keep-steps {keep_steps} of {store.batches.steps_done(run)} that were trained"
-    checkpoints = [int(name.name[5:]) for name in (path.resolve().parent / "checkpoints").glob("step_????????")]
+    checkpoints = [int(name.name[5:]) for name in (path.resolve().parent / run_files.CHECKPOINTS).glob("step_????????")]
     if checkpoints and min(checkpoints) < last:
         last, why = min(checkpoints), "the oldest checkpoint next to it"
     if before_step > last:

@@ -6,6 +6,7 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import model_validator
 
+from tba.common import run_files
 from tba.common.config.buffer import BufferSection
 from tba.common.config.curriculum import CurriculumSection
 from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
@@ -57,22 +58,22 @@ class Config(Section):
     @property
     def database(self) -> Path:
         """The SQLite file of the buffer."""
-        return self.buffer.database or self.run.dir / "buffer.sqlite"
+        return self.buffer.database or self.run.dir / run_files.DATABASE
 
     @property
     def snapshots(self) -> Path:
         """Directory of the published snapshots."""
-        return self.run.dir / "snapshots"
+        return self.run.dir / run_files.SNAPSHOTS
 
     @property
     def checkpoints(self) -> Path:
         """Directory of the trainer's checkpoints."""
-        return self.run.dir / "checkpoints"
+        return self.run.dir / run_files.CHECKPOINTS
 
     @property
     def spool(self) -> Path:
         """Directory of the searchers' spools."""
-        return self.search.spool_dir or self.run.dir / "spool"
+        return self.search.spool_dir or self.run.dir / run_files.SPOOL
 
     @property
     def max_staleness(self) -> int | None:

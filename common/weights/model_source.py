@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import UsageError
 from tba.common.weights.node_store import PinnedSnapshot, pin_newest, pin_path, weights_directory
@@ -25,8 +26,8 @@ def find_source(config: Config, named: Path | None, version: int | None) -> Path
     if named is not None and not named.is_dir():
         what = "is a file" if named.exists() else "does not exist"
         raise UsageError(f"{named} {what}: name a run directory, a snapshot, a checkpoint or a model directory")
-    if named is not None and (named / "snapshots").is_dir():
-        directory = named / "snapshots"
+    if named is not None and (named / run_files.SNAPSHOTS).is_dir():
+        directory = named / run_files.SNAPSHOTS
     kept = {path.name: path for path in list_snapshots(directory)}
     if not kept:
         raise UsageError(f"{directory} is not a run, snapshot, checkpoint or model directory")

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import xxhash
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import ConfigError, SnapshotError
 from tba.common.weights import delta_store
@@ -133,7 +134,7 @@ def weights_directory(config: Config) -> Path:
     if config.search.weights_dir is not None:
         return config.search.weights_dir / config.run.name
     if not _fits_in_memory(config):
-        return config.run.dir / "weights" / config.run.name
+        return config.run.dir / run_files.WEIGHTS / config.run.name
     own = MEMORY / f"tba-{os.getuid()}"
     try:
         own.mkdir(mode=0o700, exist_ok=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.common import jsonl
+from tba.common import jsonl, run_files
 from tba.common.errors import CheckpointError, TbaError
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
@@ -35,7 +35,7 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path, *, first_step: int, sinks: Sequence[BackgroundSink] = ()) -> None:
-        path = directory / "metrics.jsonl"
+        path = directory / run_files.METRICS
         try:
             directory.mkdir(parents=True, exist_ok=True)
             kept = [row for row in _rows(path) if row["step"] < first_step]

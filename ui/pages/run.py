@@ -14,6 +14,7 @@ from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.stall.explain import find_stall
 from tba.common.stall.facts import Facts, live_trainer
 from tba.common.wire.status_messages import Status
+from tba.deploy.run_list import state_of
 from tba.ui.runs import Run
 from tba.ui.site import run_of, site_of
 
@@ -81,18 +82,22 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     batch = rows.first(_NEWEST_BATCH, run.id)
     about = rows.first("SELECT created_at, finished_step, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
+    steps_done = batch["step"] + 1 if batch else 0
+    is_finished = about is not None and about["finished_step"] is not None
+    state, why = state_of(run.database, is_finished=is_finished, steps=steps_done)
     return {
         "about": about,
+        "state": state,
+        "why": why,
         "status": status,
         "stall": find_stall(Facts(status, address=sections["buffer"]["address"])) if status else None,
-        "steps_done": batch["step"] + 1 if batch else 0,
+        "steps_done": steps_done,
         "trained_at": batch["trained_at"] if batch else None,
         "steps": sections.get("train", {}).get("steps"),
         "newest": newest,
         "doing": _doing(status) if status else "",
         "totals": rows.first(_TOTALS, run.id),
         "clients": _with_status(clients, status),
-        "state": _state(run, about, status),
         "seen": _version(run, rows, status),
     }
 
@@ -121,14 +126,6 @@ def _doing(status: Status) -> str:
     else:
         doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
     return "; ".join(filter(None, [doing, status.no_recent_data, trainer.warning]))
-
-
-def _state(run: Run, about: dict[str, Any] | None, status: Status | None) -> str:
-    if about and about["finished_step"] is not None:
-        return "finished"
-    if status is not None:
-        return "running"
-    return "no answer" if run.may_be_served else "not running"
 
 
 def settings(sections: dict[str, dict[str, Any]], origins: Mapping[str, str] | None = None) -> list[dict[str, Any]]:

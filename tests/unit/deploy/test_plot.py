@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from tba.common.evaluations import EVALUATIONS_FILE, read_evaluations, read_json_lines, record_evaluations
-from tba.deploy.plot import METRICS_FILE, draw, draw_curves, read_curve
+from tba.common import run_files
+from tba.common.evaluations import read_evaluations, read_json_lines, record_evaluations
+from tba.deploy.plot import draw, draw_curves, read_curve
 
 
 def row(version, accuracy, *, run="r", prompts=1000, prompt_set="all"):
@@ -23,7 +24,7 @@ def test_an_evaluation_replaces_only_one_of_the_same_snapshot_on_the_same_prompt
     first = [row(0, 0.1), row(1, 0.5)]
     record_evaluations(tmp_path, first)
     record_evaluations(tmp_path, [row(1, 1.0, prompts=2, prompt_set="few"), row(1, 0.9, run="other"), row(1, 0.6)])
-    assert len(read_json_lines(tmp_path / EVALUATIONS_FILE)) == 4
+    assert len(read_json_lines(tmp_path / run_files.EVALUATIONS)) == 4
     assert [one["accuracy"] for one in read_evaluations(tmp_path, "r")] == [0.1, 0.6]
 
 
@@ -42,7 +43,7 @@ def test_the_plot_shows_rewards_of_any_size(tmp_path, monkeypatch, rewards, frac
         {"step": step, "reward_mean": reward, "staleness_mean": 0.0, "staleness_max": 0.0}
         for step, reward in enumerate(rewards)
     ]
-    (tmp_path / METRICS_FILE).write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / run_files.METRICS).write_text("\n".join(map(json.dumps, lines)))
     axes = []
     monkeypatch.setattr(plt, "close", lambda figure: axes.extend(figure.axes))
     draw(tmp_path, run="r")
@@ -55,7 +56,7 @@ def write_run(directory, steps=4, seconds=2.0, tokens=10, evaluations=()):
     directory.mkdir()
     fixed = {"reward_mean": 0.5, "staleness_mean": 0.0, "staleness_max": 0.0, "tokens": tokens}
     lines = [fixed | {"step": step, "time": 100 + seconds * step} for step in range(steps)]
-    (directory / METRICS_FILE).write_text("\n".join(map(json.dumps, lines)))
+    (directory / run_files.METRICS).write_text("\n".join(map(json.dumps, lines)))
     record_evaluations(directory, evaluations)
     return directory
 

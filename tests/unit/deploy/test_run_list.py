@@ -75,7 +75,7 @@ def test_a_finished_run_whose_buffer_serves_is_finished(make_run, tmp_path):
 def test_runs_without_a_name_are_listed_by_their_directory(make_run, tmp_path):
     make_run("first")
     make_run("second")
-    rows = list_runs(tmp_path, lambda _: [{"run": "run", "changed_at": 1e9, "finished": True}])
+    rows = list_runs(tmp_path, lambda _: [{"run": "run", "steps": 8, "changed_at": 1e9, "finished": True}])
     assert {(row["name"], row["run"]) for row in rows} == {("first", "run"), ("second", "run")}
 
 
@@ -174,7 +174,7 @@ def test_lines_of_the_evaluations_that_are_none_are_skipped(make_run, tmp_path):
     good = {"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.5}
     bad = [3, ["run"], {"run": "r"}, {**good, "step": "9"}, {"step": 9, "version": 9, "prompts": 4, "accuracy": 1}]
     (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, [*bad, good])))
-    (listed,) = list_runs(tmp_path, lambda _: [{"run": "r", "changed_at": 1e9, "finished": True}])
+    (listed,) = list_runs(tmp_path, lambda _: [{"run": "r", "steps": 8, "changed_at": 1e9, "finished": True}])
     assert listed["accuracy"] == 0.5
     record_evaluations(folder, [{**good, "version": 9, "step": 9}])
     assert [row["step"] for row in read_evaluations(folder, "r")] == [8, 9]

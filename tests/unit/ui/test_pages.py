@@ -265,6 +265,25 @@ def test_a_server_is_asked_only_while_it_has_the_database_open(filled):
             server.accept()[0].close()
 
 
+def test_a_run_that_has_ended_has_the_state_that_tba_runs_gives_it_and_its_reason(filled):
+    def shown():
+        badge = re.search(r'class="badge (\w+)">(\w+)</span>\s*(.*?)</p>', client(filled).get("/r/test").text)
+        assert badge is not None
+        assert badge[1] == badge[2]
+        return badge[1], badge[3]
+
+    launch = filled.with_name("launcher.lock")
+    launch.write_text("pid 1 on h\nfailed: <b> the trainer failed\nending\n")
+    assert shown() == ("crashed", "&lt;b&gt; the trainer failed")
+    launch.write_text("pid 1 on h\nending\n")
+    assert shown() == ("stopped", "continue it with --resume")
+    with exclusive_lock(launch, "taken"):
+        assert shown() == ("running", "its buffer server does not answer: it starts, or is busy")
+    with closing(sqlite3.connect(filled)) as database, database:
+        database.execute("UPDATE runs SET finished_step = 3")
+    assert shown() == ("finished", "")
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_configuration_says_what_set_each_value_where_that_is_recorded(filled, tmp_path, recorded):
     from tba.ui.report import write_report

@@ -10,7 +10,7 @@ from tba.common.config import ObjectiveSection, TrainSection
 # Seeds that chose rates or objectives are never reported. The others had no part in any choice.
 CHOOSING_SEEDS = range(2000, 2010)
 SWEEP_SEEDS = CHOOSING_SEEDS[:3]
-REPORT_SEEDS = range(20, 30)
+REPORT_SEEDS = range(20, 40)
 WARMUP_STEPS = 5
 
 

@@ -217,26 +217,28 @@ def status_view(status: Status, address: str) -> Group:
 
 
 def clients_table(status: Status) -> Table:
-    """Return a table with one row per searcher and trainer."""
+    """Return a table with one row per evaluator, searcher and trainer."""
     trainer = last_trainer(status)
     trains = trainer is not None and trainer.activity == "training" and not status.trainer_waits_for
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("role", "name", "activity", "weights", "tokens/s", "trajectories", "last seen"):
         table.add_column(heading, justify="left" if heading in ("role", "name", "activity") else "right")
     for client in sorted(status.clients, key=lambda client: (client.role, client.sender)):
-        if client.role in ("searcher", "trainer"):
+        if client.role in ("evaluator", "searcher", "trainer"):
             activity = f"{client.activity}: {client.reason}" if client.reason else client.activity
             # All leave a finished run. "gone" would look like a failure.
             activity = "finished" if status.finished and client.activity == "gone" else activity
-            ahead = client.role == "searcher" and client.activity == "waiting" and trains
+            waiting = client.activity == "waiting"
+            ahead = client.role == "searcher" and waiting and trains
             activity += ", which is normal while the trainer trains" if ahead else ""
+            idle = ahead or client.role == "evaluator"
             if (spooled := client.metrics.get("spool_bytes", 0.0)) >= _SPOOL_SHOWN_BYTES:
                 activity += f" ({spooled / 2**20:,.1f} MiB in its spool)"
             rate = client.metrics.get("tokens_per_second")
             table.add_row(
                 client.role,
                 Text(printable(client.sender.rpartition(".")[0])),
-                Text(printable(activity), style="yellow" if client.activity == "waiting" and not ahead else ""),
+                Text(printable(activity), style="yellow" if waiting and not idle else ""),
                 _version(client),
                 f"{rate:,.0f}" if rate is not None else "",
                 f"{client.trajectories:,}" if client.role == "searcher" else "",

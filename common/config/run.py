@@ -37,8 +37,8 @@ class EvalSection(Section):
     """Evaluation on held-out prompts (docs/evaluation.md)."""
 
     at_end: bool = False
-    """Whether `tba run` evaluates the kept snapshots and draws the plot after training. By default only the newest are
-    kept; `train.keep_snapshot_every` also keeps some from the course of the run."""
+    """Whether `tba run` evaluates the kept snapshots and draws the plot after training. By default only the first
+    and the newest are kept; `train.keep_snapshot_every` also keeps some from the course of the run."""
     gpu: GpuList | Literal[""] = ""
     """The GPU, or `cpu`, on which `tba run` starts a searcher that evaluates kept snapshots while the run goes on
     (`tba search --eval`). Empty: none."""

@@ -21,9 +21,9 @@ from tba.ui.site import run_of, site_of
 _CLIENTS = 200
 # While a server answers, its words change without a new row.
 _CLOCK_SECONDS = 10
-# Trainers deliver nothing, and are not to be cut off by many searchers.
-_NEWEST_CLIENTS = """SELECT * FROM clients WHERE run = ? AND role IN ('searcher', 'trainer', 'importer')
-    ORDER BY role = 'trainer' DESC, last_received_at DESC LIMIT ?"""
+# Trainers and evaluators deliver nothing, and are not to be cut off by many searchers.
+_NEWEST_CLIENTS = """SELECT * FROM clients WHERE run = ? AND role IN ('searcher', 'trainer', 'evaluator', 'importer')
+    ORDER BY role = 'trainer' DESC, role = 'evaluator' DESC, last_received_at DESC LIMIT ?"""
 # What the clients have delivered, without reading the trajectories.
 _TOTALS = """SELECT COALESCE(SUM(trajectories), 0) AS trajectories, COALESCE(SUM(errors), 0) AS errors,
     COALESCE(SUM(response_tokens), 0) AS response_tokens,

@@ -150,6 +150,20 @@ def test_a_wait_of_a_searcher_that_is_ahead_is_called_normal():
     assert "normal" not in second
 
 
+def test_an_evaluator_is_listed_and_its_waiting_is_no_fault():
+    output = io.StringIO()
+    evaluator = make_client("evaluator", activity="waiting", reason="the next kept snapshot", weights_version=None)
+    Console(file=output, width=200, color_system="standard", force_terminal=True).print(
+        clients_table(
+            make_status(5, clients=[evaluator, make_client("searcher", activity="waiting", reason="weights")])
+        )
+    )
+    lines = output.getvalue().splitlines()
+    (listed,) = [line for line in lines if "the next kept snapshot" in line]
+    (searcher,) = [line for line in lines if ": weights" in line]
+    assert ("\x1b[33m" in listed, "\x1b[33m" in searcher) == (False, True)
+
+
 def test_errors_are_counted_with_the_most_frequent_one():
     output = io.StringIO()
     Console(file=output, width=200).print(status_view(make_status(errors=1204, common_error="reward: no \x1b"), "a"))

@@ -138,7 +138,7 @@ def wait_for_leases(address: str, searchers: int, leases: int, ready: Event, sto
         by_socket = {searcher.socket: searcher for searcher in crowd}
         # All say hello before the first one asks: each then gets its part of the leases.
         for searcher in crowd:
-            searcher.expect(searcher.send(messages.Hello(host="bench", pid=1, software="bench")))
+            searcher.expect(searcher.send(messages.Hello(host="bench", pid=1)))
         for searcher in crowd:
             searcher.take(searcher.expect(searcher.ask()))
         poller = zmq.Poller()
@@ -241,7 +241,7 @@ def registration(searchers: int, prompts: int) -> list[str]:
 def register(address: str, task: Task, number: int) -> None:
     """Be one searcher that starts."""
     client = BufferClient(address, role="searcher", name=f"starting{number}")
-    client.call(messages.Hello(host="bench", pid=1, software="bench"), messages.Welcome, deadline_seconds=60)
+    client.call(messages.Hello(host="bench", pid=1), messages.Welcome, deadline_seconds=60)
     # Texts are rendered without a tokenizer.
     register_prompts(client, task, PromptRenderer(cast(Tokenizer, None), TaskSection()), lambda: False)
     client.close()

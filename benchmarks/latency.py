@@ -53,7 +53,7 @@ def main() -> None:
     ):
         server.ingest(8, FILL, ROW_BYTES)
         client = BufferClient(server.address, role="trainer", name="bench")
-        client.call(messages.Hello(host="bench", pid=1, software="bench"), messages.Welcome, deadline_seconds=20)
+        client.call(messages.Hello(host="bench", pid=1), messages.Welcome, deadline_seconds=20)
         quiet = batches_and_reads(client, server.directory / "buffer.sqlite", first_step=0)
         load = Load(server.address, 8, 262_144, ROW_BYTES)
         load.start()

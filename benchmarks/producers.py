@@ -189,7 +189,7 @@ class Producer:
         self.acknowledged: list[Acknowledged] = []
         socket.setsockopt(zmq.RCVTIMEO, 1000 * PATIENCE_SECONDS)
         socket.connect(address)
-        socket.send_multipart(self._encoded(0, messages.Hello(host="bench", pid=os.getpid(), software="bench")))
+        socket.send_multipart(self._encoded(0, messages.Hello(host="bench", pid=os.getpid())))
         assert header(socket)["type"] == messages.Welcome.TYPE
         rng = random.Random(name)
         self._puts = deque((id_, self._put(id_, rng, groups)) for id_ in range(1, 1 + rows // GROUP))

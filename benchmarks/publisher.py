@@ -39,7 +39,7 @@ class Publisher:
         """Announce a version that `make` returned."""
         # A new connection each time: a permanent one would break while the server is stopped.
         client = BufferClient(self._address, role="publisher", name="bench")
-        hello = messages.Hello(host="bench", pid=os.getpid(), software="bench")
+        hello = messages.Hello(host="bench", pid=os.getpid())
         client.call(hello, messages.Welcome, deadline_seconds=_PATIENCE_SECONDS)
         client.call(messages.AnnounceSnapshot(weights=made, bytes=0), messages.Done, deadline_seconds=_PATIENCE_SECONDS)
         client.close()

@@ -165,7 +165,7 @@ def resident_bytes(pid: int) -> int:
 def batch_ms(address: str) -> list[float]:
     """Return the milliseconds of each of the next batches, continuing the steps of an earlier measurement."""
     trainer = BufferClient(address, role="trainer", name="bench")
-    hello = messages.Hello(host="bench", pid=1, software="bench")
+    hello = messages.Hello(host="bench", pid=1)
     first = trainer.call(hello, messages.Welcome, deadline_seconds=_PATIENCE_SECONDS)[0].recorded_steps
     times = []
     for step in range(first, first + WARM_UP + BATCHES):

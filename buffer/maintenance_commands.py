@@ -148,7 +148,7 @@ def backup(
     from tba.buffer.tools.backup import backup as run_backup
     from tba.common.terminal import byte_progress
 
-    with byte_progress("copying", quiet=as_json) as progress:
+    with byte_progress(quiet=as_json) as progress:
         done = run_backup(path, file, force=force, progress=progress)
     if as_json:
         return print_json(done)
@@ -170,7 +170,7 @@ def restore(
     from tba.buffer.tools.restore import restore as run_restore
     from tba.common.terminal import byte_progress
 
-    with byte_progress("copying", quiet=as_json) as progress:
+    with byte_progress(quiet=as_json) as progress:
         done = run_restore(file, path, progress=progress)
     if as_json:
         return print_json(done)

@@ -170,7 +170,7 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object on one line."""
 
-    def __init__(self, role: str, *, gpu: str = "") -> None:
+    def __init__(self, role: str, *, gpu: str) -> None:
         super().__init__()
         self._role = role
         self._gpu = {"gpu": gpu} if gpu else {}

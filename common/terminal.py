@@ -300,11 +300,11 @@ def _progress(doing: str, *columns: Any, quiet: bool = False, transient: bool = 
 
 
 @contextlib.contextmanager
-def byte_progress(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar with its rate. Gives a function of (bytes done, bytes in total) that updates it."""
+def byte_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of copying with its rate. Gives a function of (bytes done, bytes in total) that updates it."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    with _progress(doing, DownloadColumn(), TransferSpeedColumn(), quiet=quiet) as progress:
+    with _progress("copying", DownloadColumn(), TransferSpeedColumn(), quiet=quiet) as progress:
         yield lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total)
 
 
@@ -329,8 +329,8 @@ def row_progress() -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 @contextlib.contextmanager
-def training_progress(doing: str, *, as_json: bool) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Show the progress of training: JSON lines for machines, a bar if standard error is a terminal, else log lines.
+def training_progress(*, as_json: bool) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Show the progress of `tba sft`: JSON lines for machines, a bar if standard error is a terminal, else log lines.
 
     Gives a function of the numbers of a step, which include `step` and `steps`. Log lines are about twenty, and those
     with a held-out loss.
@@ -340,7 +340,7 @@ def training_progress(doing: str, *, as_json: bool) -> Iterator[Callable[[dict[s
     if as_json:
         yield print_json
         return
-    with _progress(doing, MofNCompleteColumn(), "{task.fields[text]}", transient=False) as progress:
+    with _progress("sft", MofNCompleteColumn(), "{task.fields[text]}", transient=False) as progress:
         if progress.disable:
             from tba.common.log import get_logger
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from tba.common.clock import Clock, SystemClock
 from tba.common.quantity import lasting, quantity
 from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts, last_trainer, live_trainer, living, total
+from tba.common.stall.facts import Facts, last_trainer, live_trainer, living, name_of, total
 from tba.common.terminal import printable
 from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.child import Child
@@ -182,7 +182,7 @@ def fleet_line(children: Sequence[Child], facts: Facts) -> str:
     if status is None:
         return printable("; ".join([*parts, "the buffer does not answer"]))
     standing = [f"the run stands still: {stall.sentence}"] if stall is not None else []
-    reported = {client.sender.rpartition(".")[0]: client for client in living(status)}
+    reported = {name_of(client): client for client in living(status)}
     senders = {child.name: f"{socket.gethostname()}-{child.name}" for child in children}
     ours = {name: reported[sender] for name, sender in senders.items() if sender in reported}
     return printable("; ".join([*parts, _fleet_figures(list(ours.values())), *_fleet_waits(ours), *standing]))
@@ -237,7 +237,7 @@ def clients_table(status: Status) -> Table:
             rate = client.metrics.get("tokens_per_second")
             table.add_row(
                 client.role,
-                Text(printable(client.sender.rpartition(".")[0])),
+                Text(printable(name_of(client))),
                 Text(printable(activity), style="yellow" if waiting and not idle else ""),
                 _version(client),
                 f"{rate:,.0f}" if rate is not None else "",

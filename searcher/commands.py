@@ -105,7 +105,7 @@ def _choose_device(config: "Config") -> str:
 
     if config.search.gpus == CPU:
         return CPU
-    choose_and_pin(config.search.gpus, "search.gpus", "--cpu", most=config.search.tensor_parallel)
+    choose_and_pin(config.search.gpus, "search.gpus", most=config.search.tensor_parallel)
     return "cuda"
 
 

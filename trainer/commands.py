@@ -108,7 +108,7 @@ def choose_device(config: "Config") -> tuple[str, int]:
 
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
     if config.train.gpu != CPU:
-        device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu", "--cpu"))
+        device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu"))
     return device, count if rank is None else 1
 
 
@@ -125,7 +125,7 @@ def _run(config: "Config", plan: tuple[Any, ...], train_together: Together, *, r
     from tba.trainer.sft import Plan
     from tba.trainer.sft import sft as run_sft
 
-    with training_progress("sft", as_json=as_json) as report:
+    with training_progress(as_json=as_json) as report:
         finished = run_sft(config, Plan(*plan), resume=resume, device=device, stop=stop, on_step=report)
     if is_first_rank() and not as_json:
         typer.echo(f"the model is in {out}" if finished else "stopped; the same command with --resume continues")

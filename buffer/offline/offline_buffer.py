@@ -216,7 +216,7 @@ def train_offline(
     run_trainer: Callable[..., None],
     *,
     replay: bool,
-    origins: Mapping[str, str] | None = None,
+    origins: Mapping[str, str] | None,
 ) -> None:
     """Run a trainer on a recorded run; with `replay`, on its batches, and then print how far the losses differ.
 

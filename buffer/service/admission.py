@@ -39,7 +39,7 @@ MAY_SEND: dict[str, tuple[Role, ...]] = {
 class Admission:
     """Admits a request, or refuses it and logs who sent it."""
 
-    def __init__(self, clients: Clients, keys: AuthorizedKeys | None = None) -> None:
+    def __init__(self, clients: Clients, keys: AuthorizedKeys | None) -> None:
         self._clients = clients
         self._keys = keys
         self._warning = PerPeerWarning(log)

@@ -27,10 +27,10 @@ class LeaseBook:
         self,
         seed: int,
         prompts: list[int],
-        epoch: int = 0,
-        position: int = 0,
-        visits: Iterable[OpenVisit] = (),
-        decisions: Iterable[Decision] = (),
+        epoch: int,
+        position: int,
+        visits: Iterable[OpenVisit],
+        decisions: Iterable[Decision],
     ) -> None:
         self.seed = seed
         self.prompts = prompts

@@ -11,7 +11,6 @@ from tba.buffer.sampling.index import Entry
 from tba.buffer.sampling.rules import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
-from tba.buffer.store.tables.trajectories import header_bytes
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
@@ -159,8 +158,6 @@ class Training:
         state.pace.wait_for("")
         state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)
         rows = state.store.batches.rows(state.run, message.step, message.reference)
-        # The batch may be of an earlier release.
-        _refuse_oversize(rows["id"], list(map(header_bytes, rows["prompt_key"], rows["reward_parts"])))
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
         recency = state.store.batches.recency(state.run, message.step)
         counts = {

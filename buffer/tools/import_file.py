@@ -51,9 +51,9 @@ def import_file(
     source: Path,
     target: ImportTarget,
     config: Config,
-    format_: str | None = None,
+    format_: str | None,
     *,
-    on_progress: OnProgress = lambda *_: None,
+    on_progress: OnProgress,
 ) -> dict[str, int]:
     """Import a file. Returns the number of its rows, of new ones, and of those that the run already had.
 

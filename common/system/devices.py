@@ -84,8 +84,8 @@ def choose_gpus(wanted: str, present: Sequence[Gpu], key: str, flag: str = "") -
     return chosen
 
 
-def shared_gpus(one: str, other: str, present: Sequence[Gpu] = ()) -> list[str]:
-    """Return the GPUs that two lists name, as far as that can be said; `all` are those `present`, by default none."""
+def shared_gpus(one: str, other: str, present: Sequence[Gpu]) -> list[str]:
+    """Return the GPUs that two lists name, as far as that can be said; `all` are those `present`."""
     if CPU in (one, other):
         return []
     first, second = (set(_indices(wanted, present)) for wanted in (one, other))
@@ -173,9 +173,9 @@ def pin(gpus: Sequence[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
-def choose_and_pin(wanted: str, key: str, flag: str, *, most: int | None = None) -> list[str]:
+def choose_and_pin(wanted: str, key: str, *, most: int | None = None) -> list[str]:
     """Let this process see only the chosen GPUs, the first `most` of them, and return these. See `choose_gpus`."""
-    gpus = choose_gpus(wanted, list_gpus(), key, flag)[:most]
+    gpus = choose_gpus(wanted, list_gpus(), key, "--cpu")[:most]
     pin(gpus)
     return gpus
 

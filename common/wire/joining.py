@@ -3,14 +3,13 @@
 import os
 import socket
 
-from tba import __version__
 from tba.common.errors import ConfigError
 from tba.common.wire.messages import Hello, Welcome
 
 
 def own_hello() -> Hello:
     """Return the introduction of this process."""
-    return Hello(host=socket.gethostname(), pid=os.getpid(), software=f"tba {__version__}")
+    return Hello(host=socket.gethostname(), pid=os.getpid())
 
 
 def check_run(welcome: Welcome, run: str, address: str) -> None:

@@ -156,7 +156,6 @@ class Hello(Request, frozen=True):
     TYPE = "hello"
     host: Name
     pid: Id
-    software: Name
 
 
 class RegisterPrompts(Request, frozen=True, omit_defaults=True):

@@ -149,14 +149,6 @@ class Engine(Protocol):
         """Free the device."""
 
 
-def append_version(runs: list[list[int]], version: int, tokens: int) -> None:
-    """Add `tokens` of `version` to the end of a list of [version, tokens] runs."""
-    if runs and runs[-1][0] == version:
-        runs[-1][1] += tokens
-    elif tokens:
-        runs.append([version, tokens])
-
-
 def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) -> GenerationRequest:
     """Return a request with at most the tokens that the context has room for after the prompt.
 

@@ -29,7 +29,7 @@ from tba.common.weights.model_files import model_directory, weight_files
 from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
-from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, append_version, fit_request
+from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, fit_request
 from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.token_sampling import sample
@@ -231,7 +231,10 @@ class TransformersEngine:
         for row, token, logprob in zip(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            append_version(row.runs, self._version, 1)
+            if row.runs and row.runs[-1][0] == self._version:
+                row.runs[-1][1] += 1
+            else:
+                row.runs.append([self._version, 1])
 
     def _retire(self) -> list[Generation]:
         """Remove the finished rows from the batch."""

@@ -26,7 +26,7 @@ def evaluate_snapshots(
     every: bool,
     device: str,
     known: Mapping[tuple[Any, ...], Row],
-    report: Report = lambda *_: True,
+    report: Report,
 ) -> Iterator[tuple[Row, bool]]:
     """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
 

@@ -30,9 +30,7 @@ _REQUEST_BYTES = 1 << 30
 class WorkerProcess:
     """`python -m MODULE FD`. Its first message is `settings`; it dies with the thread that started it."""
 
-    def __init__(
-        self, module: str, settings: Any, guard: SessionGuard, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, module: str, settings: Any, guard: SessionGuard, environment: Mapping[str, str]) -> None:
         self._guard = guard
         self.channel, theirs = socket.socketpair()
         with theirs:
@@ -44,7 +42,7 @@ class WorkerProcess:
                 stdout=sys.__stderr__,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())},
             )
         self.pid = self._process.pid
         guard.add(self.pid)

@@ -189,7 +189,7 @@ class Nodes:
     """
 
     def __init__(
-        self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress, own: KeyPair | None = None
+        self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress, own: KeyPair | None
     ) -> None:
         self._own = own
         self._nodes = [*nodes]

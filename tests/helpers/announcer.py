@@ -37,7 +37,7 @@ class Announcer:
 
     def __init__(self, address: str, model: Path, directory: Path) -> None:
         self.client = BufferClient(address, role="publisher", name="test")
-        self.client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=120)
+        self.client.call(messages.Hello(host="h", pid=1), messages.Welcome, deadline_seconds=120)
         self._model = model
         self._directory = directory
 

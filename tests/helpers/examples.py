@@ -10,7 +10,7 @@ STATE = messages.RunState(weights=REF, step=14, finished=False)
 
 # One of each request and reply. If these bytes change, the protocol changes: raise its version.
 REQUESTS = {
-    "hello": messages.Hello(host="node", pid=42, software="tba 0.1.0"),
+    "hello": messages.Hello(host="node", pid=42),
     "register_prompts": messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=1, offset=0, keys=["p0"]),
     "lease_prompts": messages.LeasePrompts(want=2, held=[3], weights_version=7, wait_seconds=1.0),
     "sample_batch": messages.SampleBatch(step=14, prompts=2, samples=4, reference="initial", wait_seconds=0.5),

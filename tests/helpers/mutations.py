@@ -181,7 +181,7 @@ def _with(frames: Frames, position: int, frame: bytes) -> Frames:
 
 
 _PLAIN: list[Callable[[random.Random], messages.Message]] = [
-    lambda r: messages.Hello(host="h", pid=1, software="t"),
+    lambda r: messages.Hello(host="h", pid=1),
     lambda r: messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=6, offset=0, keys=PROMPTS),
     lambda r: messages.LeasePrompts(want=r.randrange(4), held=[r.randrange(9)], weights_version=2, wait_seconds=0.0),
     lambda r: messages.SampleBatch(step=r.randrange(9), prompts=1, samples=2, reference="initial", wait_seconds=0.0),

@@ -81,7 +81,7 @@ def prepare(client: BufferClient, prompts: int = 1, versions: int = 1) -> None:
     """Register prompts p0, p1, ... and announce versions 0, 1, ..., so that puts are accepted."""
     keys = [f"p{n}" for n in range(prompts)]
     register = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=keys)
-    client.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=PATIENCE_SECONDS)
+    client.call(messages.Hello(host="h", pid=1), messages.Welcome, deadline_seconds=PATIENCE_SECONDS)
     client.call(register, messages.Registered, deadline_seconds=PATIENCE_SECONDS)
     with connected(client.address, "publisher") as publisher:
         for version in range(versions):

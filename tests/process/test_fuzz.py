@@ -271,7 +271,7 @@ others: st.SearchStrategy[Any] = st.one_of(
     st.builds(
         lambda n, x: messages.Heartbeat(activity="x", reason="", weights_version=n, metrics={"m": x}), numbers, floats
     ),
-    st.sampled_from([messages.Hello(host="h", pid=2**63 - 1, software="t"), messages.Goodbye(), GetStatus()]),
+    st.sampled_from([messages.Hello(host="h", pid=2**63 - 1), messages.Goodbye(), GetStatus()]),
 ).map(lambda message: (message, []))
 
 

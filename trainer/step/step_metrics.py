@@ -27,7 +27,7 @@ def only_finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def batch_metrics(batch: TrainBatch, end_ids: Collection[int] = ()) -> dict[str, float]:
+def batch_metrics(batch: TrainBatch, end_ids: Collection[int]) -> dict[str, float]:
     """Return metrics of the batch itself: rewards, staleness, tokens. Any of `end_ids` ends a response."""
     lengths = [len(row.response_ids) for row in batch.rows]
     return {

@@ -91,7 +91,7 @@ def test_a_monitor_does_not_keep_a_searcher_from_its_name(buffer):
 
 def test_only_the_trainer_that_said_hello_works_on_a_run(buffer):
     with connected(buffer.address, "trainer", "real") as real, connected(buffer.address, "publisher") as thief:
-        ask(real, messages.Hello(host="node0", pid=1, software="t"))
+        ask(real, messages.Hello(host="node0", pid=1))
         with pytest.raises(Refused, match="a trainer on node0 works on this run"):
             ask(thief, messages.AnnounceSnapshot(weights=reference(0, 0), bytes=1))
 

@@ -93,7 +93,7 @@ def test_a_heartbeat_keeps_leases(harness):
     assert buffer.service.state.leases.held_by("slow.1") == 2
 
 
-HELLO = messages.Hello(host="h", pid=1, software="x")
+HELLO = messages.Hello(host="h", pid=1)
 
 
 def test_a_restarted_searcher_soon_gets_the_leases_of_its_earlier_start(harness):

@@ -127,7 +127,7 @@ def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeyp
     monkeypatch.setattr(fields, "MAX_CLIENTS", 30)
     buffer = harness()
     buffer.register(2)
-    hello = messages.Hello(host="h", pid=1, software="t")
+    hello = messages.Hello(host="h", pid=1)
     buffer.ask(hello, role="trainer", sender="t.1")
     buffer.lease(1, sender="searcher.1")
     for n in range(fields.MAX_CLIENTS + 100):

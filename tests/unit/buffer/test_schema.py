@@ -145,7 +145,7 @@ def test_staleness_gives_the_age_of_the_data_of_a_step(harness):
 def test_clients_count_the_trajectories_of_each_sender(harness, trajectory):
     buffer = harness()
     buffer.fill(1, 2)
-    buffer.ask(messages.Hello(host="node7", pid=42, software="x"))
+    buffer.ask(messages.Hello(host="node7", pid=42))
     assert buffer.store.database.one(
         "SELECT sender, role, host, pid, trajectories, errors, response_tokens FROM clients"
     ) == ("s.1", "searcher", "node7", 42, 2, 0, 4)

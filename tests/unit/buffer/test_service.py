@@ -200,7 +200,7 @@ def test_a_finished_run_continues_when_a_trainer_says_hello(harness):
     buffer = harness()
     buffer.ask(messages.FinishRun(step=3), role="trainer", sender="t.1")
     assert buffer.service.state.for_replies().finished
-    buffer.ask(messages.Hello(host="h", pid=1, software="x"), role="trainer", sender="t.2")
+    buffer.ask(messages.Hello(host="h", pid=1), role="trainer", sender="t.2")
     assert not buffer.service.state.for_replies().finished
 
 
@@ -241,7 +241,7 @@ def test_the_status_has_the_newest_version_from_before_the_trainer_started(harne
     buffer = harness()
     buffer.announce(0, 0)
     assert buffer.ask(GetStatus()).message.earlier_version is None
-    buffer.ask(messages.Hello(host="h", pid=1, software="t"), role="trainer", sender="trainer.2")
+    buffer.ask(messages.Hello(host="h", pid=1), role="trainer", sender="trainer.2")
     buffer.announce(1, 0)
     status = buffer.ask(GetStatus()).message
     assert (status.earlier_version, status.newest_version) == (0, 1)

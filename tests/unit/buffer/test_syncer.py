@@ -155,7 +155,7 @@ REQUEST = messages.SampleBatch(step=0, prompts=1, samples=4, reference="none", w
 @pytest.fixture
 def trainer(serving):
     trainer = BufferClient(serving.channel.address, role="trainer", name="t")
-    trainer.call(messages.Hello(host="h", pid=1, software="t"), messages.Welcome, deadline_seconds=60)
+    trainer.call(messages.Hello(host="h", pid=1), messages.Welcome, deadline_seconds=60)
     yield trainer
     trainer.close()
 
@@ -316,7 +316,7 @@ def wait_for_answers(serving, *requests: int) -> None:
 def test_a_status_is_answered_although_a_put_of_its_group_finds_no_space(patient, serving, trajectory):
     with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        serving.client.post(messages.Hello(host="h", pid=1, software="t"))
+        serving.client.post(messages.Hello(host="h", pid=1))
         # The writer has taken the hello and waits for the lock: later requests form one group.
         time.sleep(0.3)
         serving.store.full = True
@@ -331,7 +331,7 @@ def test_status_and_heartbeat_are_answered_while_the_database_is_locked(patient,
     serving.store.database._connection.execute("PRAGMA busy_timeout = 300")
     with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        serving.client.post(messages.Hello(host="h", pid=1, software="t"))
+        serving.client.post(messages.Hello(host="h", pid=1))
         # The writer waits for the lock with the hello: later requests form one group.
         time.sleep(0.1)
         serving.put([trajectory()])

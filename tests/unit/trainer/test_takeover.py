@@ -18,7 +18,7 @@ from tba.trainer.buffer_link import connection
 from tba.trainer.buffer_link.connection import hello
 from tba.trainer.loop import Trainer
 
-HELLO = messages.Hello(host="node7", pid=1, software="x")
+HELLO = messages.Hello(host="node7", pid=1)
 HEARTBEAT = messages.Heartbeat(activity="training", reason="", weights_version=None, metrics={})
 WEIGHTS = messages.WeightsRef(version=1, step=2, path="/v1", manifest_sha256="0" * 64)
 REQUESTS = [

@@ -311,7 +311,7 @@ def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory
     monkeypatch.setattr("tba.ui.pages.run._CLIENTS", 2)
     buffer = harness()
     buffer.fill(1, 0)
-    buffer.ask(messages.Hello(host="h", pid=1, software="tba"), sender="t.1", role="trainer")
+    buffer.ask(messages.Hello(host="h", pid=1), sender="t.1", role="trainer")
     for number in range(4):
         buffer.put([trajectory(lease=0, tokens=[number], reward=number)], 0, sender=f"s{number}.1")
     buffer.store.close()

@@ -1,4 +1,4 @@
-"""The names of files and directories in run.dir."""
+"""The names of files and directories in run.dir. `tba sft` uses some of them in OUT.work."""
 
 DATABASE = "buffer.sqlite"
 METRICS = "metrics.jsonl"

@@ -1,7 +1,7 @@
 """The runs below a directory, for `tba runs`: their states and results.
 
-running    a process of this machine serves the buffer, or `tba run` holds the directory
-finished   the last step is done; `why` says if the buffer still serves
+running    a process of this machine has the database open, or `tba run` holds the directory
+finished   the last step is done; `why` says if the buffer still serves, or `tba run` evaluates
 stopped    everything ended in order before the last step
 crashed    a process was killed, or `tba run` gave up: `why` says what it found
 """
@@ -129,12 +129,12 @@ def _utc(seconds: float) -> str:
 
 def state_of(database: Path, *, is_finished: bool, steps: int) -> tuple[str, str]:
     """Return the state of a run in a database, and why it is in it; "" if that needs no words."""
-    if is_locked(database.parent / run_files.LAUNCH_LOCK):
-        return "running", ""
     is_served = is_locked(database.with_name(f"{database.name}.lock"))
+    is_launched = is_locked(database.parent / run_files.LAUNCH_LOCK)
     if is_finished:
-        return "finished", "the buffer still serves" if is_served else ""
-    if is_served:
+        why = "the buffer still serves" if is_served else "`tba run` still uses the directory" if is_launched else ""
+        return "finished", why
+    if is_served or is_launched:
         return "running", ""
     return _interrupted(database, steps)
 
@@ -144,13 +144,15 @@ def _interrupted(database: Path, steps: int) -> tuple[str, str]:
     launch = last_launch(database.parent)
     if launch is not None and launch.failure:
         return "crashed", launch.failure
+    unended = launch is not None and not launch.ending
+    if launch is not None and unended and launch.holder.partition(" on ")[2] not in ("", socket.gethostname()):
+        # Locks of other machines are not visible.
+        return "running", f"or killed, on another machine: {launch.holder}"
     # A buffer that ends in order leaves no log.
     log = database.with_name(f"{database.name}-wal")
     if log.exists() and log.stat().st_size:
-        return "crashed", "the buffer was killed: nothing acknowledged is lost, the next start continues"
-    if launch is not None and not launch.ending:
-        if launch.holder.partition(" on ")[2] in ("", socket.gethostname()):
-            return "crashed", "`tba run` was killed"
-        # Locks of other machines are not visible.
-        return "running", f"or killed, on another machine: {launch.holder}"
+        elsewhere = "" if launch is not None else ", unless it serves on another machine"
+        return "crashed", f"the buffer was killed{elsewhere}: nothing acknowledged is lost, the next start continues"
+    if unended:
+        return "crashed", "`tba run` was killed"
     return "stopped", "continue it with --resume" if steps else ""

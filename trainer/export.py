@@ -20,11 +20,11 @@ from tba.common.config import Config, LoraSection
 from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError
 from tba.common.system.durable import copy_file, publish_directory, temporary_directory
 from tba.common.weights import adapter
-from tba.common.weights.model_files import local_model, model_directory, read_json, share_weights, weights_digest
+from tba.common.weights.model_files import local_model, model_directory, read_json, share_weights
 from tba.common.weights.model_source import check_export
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
 from tba.trainer.checkpoints import checkpoint
-from tba.trainer.model.adapters import MERGED, add_adapters, gathered
+from tba.trainer.model.adapters import MERGED, add_adapters, base_digest, gathered
 from tba.trainer.model.scorer import load_model, structure_of, weights_of
 from tba.trainer.publishing.snapshot_writer import as_saved, write_model
 
@@ -114,7 +114,7 @@ def _write_checkpoint(found: checkpoint.Checkpoint, target: Path, config: Config
     unwrapped = structure_of(policy)
     if found.adapter is not None:
         settings = {name: value for name, value in found.adapter.items() if name != "base"}
-        if weights_digest(files) != found.adapter["base"]:
+        if base_digest(files) != found.adapter["base"]:
             raise CheckpointMismatch(f"{found.path} adapts another model than model.path {config.model.path}")
         add_adapters(policy, LoraSection.model_validate(settings))
     _load_weights(found, policy)

@@ -198,7 +198,8 @@ def weight_files(directory: Path) -> list[Path]:
 def weights_digest(directory: Path) -> str:
     """Return a hash of the sizes of a model's weight files and of samples of their content, in milliseconds.
 
-    Another model, or the same one after training, has another hash. Raises ConfigError if there are no weights.
+    Another model, or the same one after training, has another hash; a change of a few rows may be missed. Raises
+    ConfigError if there are no weights.
     """
     digest = hashlib.sha256()
     for path in weight_files(directory):

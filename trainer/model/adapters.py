@@ -7,8 +7,10 @@ separately (tba.trainer.publishing.adapter_writer), and the engine applies the a
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,6 +26,7 @@ A, B = "a", "b"
 
 _NAME = "default"
 _BASE = ".base_layer."
+_HASH_CHUNK_BYTES = 4 << 20
 
 
 def add_adapters(model: PreTrainedModel, config: LoraSection) -> None:
@@ -92,6 +95,17 @@ def _merge(layer: Any) -> Tensor:
     a, b = full_tensor(layer.lora_A[_NAME].weight), full_tensor(layer.lora_B[_NAME].weight)
     sum_: Tensor = full_tensor(layer.base_layer.weight) + layer.scaling[_NAME] * (b @ a)
     return sum_
+
+
+def base_digest(directory: Path) -> str:
+    """Hash the weight files of a model directory: adapters belong to one base."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -8,9 +8,9 @@ import xxhash
 from transformers import PreTrainedModel
 
 from tba.common.config import Config, LoraSection
-from tba.common.weights.model_files import eos_ids, weights_digest
+from tba.common.weights.model_files import eos_ids
 from tba.trainer.distributed.ranks import Ranks
-from tba.trainer.model.adapters import add_adapters
+from tba.trainer.model.adapters import add_adapters, base_digest
 from tba.trainer.model.packing import packs
 from tba.trainer.model.scorer import halve, in_half, load_model, structure_of
 from tba.trainer.objectives.from_config import Objective, make_objective
@@ -102,7 +102,7 @@ def _put_adapters(policy: PreTrainedModel, config: LoraSection, files: Path, *, 
     if half:
         halve(policy)
     # `publish` may change between starts: it does not affect the adapters.
-    return {**config.model_dump(mode="json", exclude={"publish"}), "base": weights_digest(files)}
+    return {**config.model_dump(mode="json", exclude={"publish"}), "base": base_digest(files)}
 
 
 def _load_reference(

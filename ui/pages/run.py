@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import xxhash
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -80,18 +81,16 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     status = run.status(sections)
     clients = rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS)
     batch = rows.first(_NEWEST_BATCH, run.id)
-    about = rows.first("SELECT created_at, finished_step, prompts, task FROM runs WHERE id = ?", run.id)
+    about = rows.first("SELECT created_at, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
-    steps_done = batch["step"] + 1 if batch else 0
-    is_finished = about is not None and about["finished_step"] is not None
-    state, why = state_of(run.database, is_finished=is_finished, steps=steps_done)
+    state, why = _state(run, rows)
     return {
         "about": about,
         "state": state,
         "why": why,
         "status": status,
         "stall": find_stall(Facts(status, address=sections["buffer"]["address"])) if status else None,
-        "steps_done": steps_done,
+        "steps_done": batch["step"] + 1 if batch else 0,
         "trained_at": batch["trained_at"] if batch else None,
         "steps": sections.get("train", {}).get("steps"),
         "newest": newest,
@@ -102,12 +101,20 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     }
 
 
+def _state(run: Run, rows: PageRows) -> tuple[str, str]:
+    """Return the state of a run, and why it is in it."""
+    batch = rows.first(_NEWEST_BATCH, run.id)
+    is_finished = rows.value("SELECT finished_step FROM runs WHERE id = ?", run.id) is not None
+    return state_of(run.database, is_finished=is_finished, steps=batch["step"] + 1 if batch else 0)
+
+
 def _version(run: Run, rows: PageRows, status: Status | None) -> str:
-    """Return a text that changes when the page does: two lookups at the ends of indexes, and a clock while it runs."""
+    """Return a text that changes when the page does: a few lookups, the state, and a clock while it runs."""
     newest = rows.value("SELECT MAX(id) FROM trajectory_rows")
     batch = rows.first(_NEWEST_BATCH, run.id)
     clock = int(time.time() / _CLOCK_SECONDS) if status is not None else 0
-    return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}"
+    state = xxhash.xxh32_hexdigest(" ".join(_state(run, rows)).encode())
+    return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{state}"
 
 
 def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[dict[str, Any]]:

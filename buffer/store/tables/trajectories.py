@@ -49,14 +49,6 @@ FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
 """  # noqa: S608
 
 
-def header_bytes(prompt_key: str, reward_parts: str) -> int:
-    """Return how many bytes a row takes at most in the header of a batch. `reward_parts` is JSON text.
-
-    A part is never more than twice as long in msgpack as in JSON, and a row has a dozen numbers.
-    """
-    return _NUMBER_BYTES + len(prompt_key.encode()) + 2 * len(reward_parts.encode())
-
-
 class Trajectories:
     """The trajectories of the runs of a database."""
 
@@ -148,12 +140,15 @@ class Trajectories:
         return [id_ for (id_,) in self._database.all(query, json.dumps(list(trajectories)))]
 
     def header_bytes(self, trajectories: Sequence[int]) -> dict[int, int]:
-        """Return how many bytes each trajectory takes at most in the header of a batch."""
+        """Return how many bytes each trajectory takes at most in the header of a batch.
+
+        A reward part is never more than twice as long in msgpack as in JSON, and a row has a dozen numbers.
+        """
         self.flush()
         query = """SELECT t.id, p.key, t.reward_parts FROM json_each(?) asked
                    CROSS JOIN trajectory_rows t ON t.id = asked.value JOIN prompts p ON p.id = t.prompt"""
         rows = self._database.all(query, json.dumps(list(trajectories)))
-        return {id_: header_bytes(key, parts) for id_, key, parts in rows}
+        return {id_: _NUMBER_BYTES + len(key.encode()) + 2 * len(parts.encode()) for id_, key, parts in rows}
 
     def blocks(self, run: Run) -> Iterator[tuple[int, tuple[Sequence[Any], ...]]]:
         """Yield (prompt, columns) of all trajectories that may be sampled, oldest first.

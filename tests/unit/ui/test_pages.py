@@ -237,6 +237,17 @@ def test_the_changing_part_is_sent_only_after_a_change(filled):
     assert browser.get(address).status_code == 200
 
 
+def test_an_open_page_is_told_that_the_run_has_ended(filled):
+    browser, launch = client(filled), filled.with_name("launcher.lock")
+    with exclusive_lock(launch, "taken"):
+        page = browser.get("/r/test")
+        (address,) = (link for link in links(page) if "/live" in link)
+        assert browser.get(address).status_code == 204
+    ended = browser.get(address)
+    assert ended.status_code == 200
+    assert "badge stopped" in ended.text
+
+
 def test_runs_of_one_name_have_addresses_of_their_own_and_foreign_files_are_left_out(filled, tmp_path):
     for folder in ("a", "b", "c"):
         (tmp_path / "runs" / folder).mkdir(parents=True)
@@ -278,10 +289,15 @@ def test_a_run_that_has_ended_has_the_state_that_tba_runs_gives_it_and_its_reaso
     launch.write_text("pid 1 on h\nending\n")
     assert shown() == ("stopped", "continue it with --resume")
     with exclusive_lock(launch, "taken"):
-        assert shown() == ("running", "its buffer server does not answer: it starts, or is busy")
+        assert shown() == (
+            "running",
+            "no buffer server answers: it starts, is busy, or another program has the database open",
+        )
     with closing(sqlite3.connect(filled)) as database, database:
         database.execute("UPDATE runs SET finished_step = 3")
     assert shown() == ("finished", "")
+    with exclusive_lock(launch, "taken"):
+        assert shown() == ("finished", "`tba run` still uses the directory")
 
 
 @pytest.mark.parametrize("recorded", [True, False])

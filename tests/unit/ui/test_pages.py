@@ -239,6 +239,7 @@ def test_the_changing_part_is_sent_only_after_a_change(filled):
 
 def test_an_open_page_is_told_that_the_run_has_ended(filled):
     browser, launch = client(filled), filled.with_name("launcher.lock")
+    launch.write_text("pid 1 on h\nending\n")
     with exclusive_lock(launch, "taken"):
         page = browser.get("/r/test")
         (address,) = (link for link in links(page) if "/live" in link)

@@ -306,7 +306,8 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
     from tba.deploy.run_directory import holds_run, sole_launcher
 
     config, terminal = resolved.config, console()
-    with sole_launcher(config):
+    command = shlex.join([*own_command(), "run", *options.arguments(option=False)])
+    with sole_launcher(config, command):
         launcher = Launcher(config, options.arguments(), resume=resume)
         if launcher.run(stop, Display(terminal, steps=config.train.steps)):
             if config.eval.at_end:
@@ -314,9 +315,8 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
             # No searcher asks for the weights of a finished run.
             clear(weights_directory(config))
         else:
-            how, flags = ("continue", ["--resume"]) if resume or holds_run(config) else ("start again", [])
-            again = shlex.join([*own_command(), "run", *options.arguments(option=False), *flags])
-            terminal.print(f"stopped; {how} with: {again}", soft_wrap=True, highlight=False)
+            how, flag = ("continue", " --resume") if resume or holds_run(config) else ("start again", "")
+            terminal.print(f"stopped; {how} with: {command}{flag}", soft_wrap=True, highlight=False)
             if (kept := weights_directory(config)).is_relative_to(MEMORY) and kept.exists():
                 free = shlex.join(["rm", "-r", str(kept)])
                 terminal.print(f"the newest weights stay in memory for that; to free it: {free}", soft_wrap=True)

@@ -130,7 +130,9 @@ class Child:
             return ""
         starts_in = max(self.start_at - time.monotonic(), 0.0)
         when = "is being restarted" if self.process is not None else f"starts again in {starts_in:.0f} s"
-        how = f"failed {quantity(self.failures, 'time')}, last exit code {self.last_code}"
+        code = self.last_code or 0
+        last = f"it {ending(code)}" if code < 0 else f"last exit code {code}"
+        how = f"failed {quantity(self.failures, 'time')}, {last}"
         return f"{self.name} {'broken, ' if broken else ''}{when} ({how}): {self.last_words}"
 
     def failure(self) -> TbaError:

@@ -240,7 +240,7 @@ def clients_table(status: Status) -> Table:
                 Text(printable(name_of(client))),
                 Text(printable(activity), style="yellow" if waiting and not idle else ""),
                 _version(client),
-                f"{rate:,.0f}" if rate is not None else "",
+                f"{rate:,.0f}" if rate is not None and client.activity != "gone" else "",
                 f"{client.trajectories:,}" if client.role == "searcher" else "",
                 f"{client.silent_seconds:.0f} s ago",
             )

@@ -25,6 +25,7 @@ log = get_logger(__name__)
 
 _ENDING = "ending"
 _FAILED = "failed: "
+_COMMAND = "command: "
 # The time a launcher needs in addition to that of its children, which it ends in three groups one after another.
 _MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -67,16 +68,19 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
 
 
 @contextlib.contextmanager
-def sole_launcher(config: Config) -> Iterator[None]:
+def sole_launcher(config: Config, command: str) -> Iterator[None]:
     """Hold the run's directory while the block runs, after a check that the buffer's address is free.
 
-    Raises RunTaken if another `tba run` holds it, and AddressInUse after it has removed the directories it created.
+    `command` is what was typed, without --resume: it is recorded for those who continue the run. Raises RunTaken if
+    another `tba run` holds it, and AddressInUse after it has removed the directories it created.
     """
     directory = config.run.dir
     created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     lock_file = directory / run_files.LAUNCH_LOCK
     with _lock(lock_file):
         _write_line(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
+        if command.isprintable():
+            _write_line(lock_file, "a", _COMMAND + command)
         try:
             check_address(config)
         except (AddressInUse, ConfigError):
@@ -98,11 +102,15 @@ def mark_failed(config: Config, error: TbaError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The last `tba run` of a directory: which process it is or was, whether it ended in order, and why it gave up."""
+    """The last `tba run` of a directory: which process it is or was, whether it ended in order, and why it gave up.
+
+    `command` is what was typed, without --resume; "" if it is not known.
+    """
 
     holder: str
     ending: bool
     failure: str
+    command: str
 
 
 def last_launch(directory: Path) -> Launch | None:
@@ -111,8 +119,11 @@ def last_launch(directory: Path) -> Launch | None:
         lines = (directory / run_files.LAUNCH_LOCK).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    failure = next((line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)), "")
-    return Launch(lines[0] if lines else "", _ENDING in lines, failure)
+    failure, command = (
+        next((line.removeprefix(start) for line in lines if line.startswith(start)), "")
+        for start in (_FAILED, _COMMAND)
+    )
+    return Launch(lines[0] if lines else "", _ENDING in lines, failure, command)
 
 
 def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -167,7 +178,7 @@ def _write_line(path: Path, mode: str, line: str) -> None:
 
 def _holder(path: Path) -> tuple[str, bool]:
     """Return a description of the lock's holder, and whether it is about to end."""
-    launch = last_launch(path.parent) or Launch("", ending=False, failure="")
+    launch = last_launch(path.parent) or Launch("", ending=False, failure="", command="")
     return launch.holder or "one that has just started", launch.ending
 
 

@@ -37,9 +37,9 @@ _MOST_DIRECTORIES = 10_000
 
 # How a run that has ended is described, and how it goes on.
 _ENDED = {
-    "finished": ("is finished", "`tba run FILE --resume` with more train.steps extends it"),
-    "stopped": ("is stopped", "`tba run FILE --resume` continues it"),
-    "crashed": ("has crashed", "`tba run FILE --resume` continues it"),
+    "finished": ("is finished", "with more train.steps extends it"),
+    "stopped": ("is stopped", "continues it"),
+    "crashed": ("has crashed", "continues it"),
 }
 
 ReadResults = Callable[[Path], list[dict[str, Any]]]
@@ -68,7 +68,9 @@ def ended_run(config: Config, read_results: ReadResults) -> dict[str, Any] | Non
     state, end = _ENDED[row["state"]]
     why = f" ({row['why']})" if row["state"] == "crashed" else ""
     sentence = f"run {row['run']} in {row['directory']} {state}{why}, and nothing serves it any more: {result}"
-    return row | {"explanation": f"{sentence}; {end}"}
+    launch = last_launch(config.run.dir)
+    command = launch.command if launch is not None and launch.command else "tba run FILE"
+    return row | {"explanation": f"{sentence}; `{command} --resume` {end}"}
 
 
 def _folders(directory: Path, depth: int) -> Iterator[Path]:
@@ -151,8 +153,9 @@ def _interrupted(database: Path, steps: int) -> tuple[str, str]:
     # A buffer that ends in order leaves no log.
     log = database.with_name(f"{database.name}-wal")
     if log.exists() and log.stat().st_size:
-        elsewhere = "" if launch is not None else ", unless it serves on another machine"
-        return "crashed", f"the buffer was killed{elsewhere}: nothing acknowledged is lost, the next start continues"
+        who = "the buffer was killed" + ("" if launch is not None else ", unless it serves on another machine")
+        who = "`tba run` and its buffer were killed" if unended else who
+        return "crashed", f"{who}: nothing acknowledged is lost, and --resume continues"
     if unended:
         return "crashed", "`tba run` was killed"
     return "stopped", "continue it with --resume" if steps else ""

@@ -32,7 +32,7 @@ from tba.common.system.orphan_guard import SessionGuard, session_of
 from tba.common.system.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.deploy.child import NO_RESTART, Child
+from tba.deploy.child import NO_RESTART, Child, ending
 from tba.deploy.log_relay import Relay
 
 log = get_logger(__name__)
@@ -177,7 +177,9 @@ class Supervisor:
         child.start_at = time.monotonic() + delay
         # Code 0 is not a failure: a searcher leaves a finished run.
         log_end = log.warning if code else log.info
-        reason = {"reason": child.last_words} if code else {}
+        # What a process wrote before a signal ended it need not be the reason.
+        reason = {"reason": f"it {ending(code)}; its last line: {child.last_words}" if code < 0 else child.last_words}
+        reason = reason if code else {}
         log_end("child ended, and starts again", child=child.name, exit_code=code, **reason, in_seconds=delay)
 
     def _collect(self, child: Child) -> int:

@@ -251,7 +251,7 @@ LONG = 80
 def test_a_run_survives_sigkill_of_a_role(small_run, start_tba, tmp_path, role):
     run = small_run(train={"steps": LONG}, search={"cpu_searchers": 2})
     launcher = start_tba("run", run.file)
-    wait_until(lambda: steps_trained(run) >= 4)
+    wait_until(lambda: steps_trained(run) >= 4 and starts_of(run, role) >= STARTS[role])
     killed = kill_child(launcher, role)
     assert launcher.wait(400) == 0, log_of(tmp_path)
     assert starts_of(run, role) > STARTS[role]
@@ -266,6 +266,8 @@ def test_a_run_survives_sigkill_of_one_role_after_the_other(small_run, start_tba
     # The searcher first: it restarts while the other roles restart, and the other searcher continues.
     for step, role in ((3, "search"), (9, "train"), (15, "buffer serve")):
         wait_until(functools.partial(lambda step: steps_trained(run) >= step, step))
+        # One that is still loading is not in the database: its restart would not be seen.
+        wait_until(functools.partial(lambda role: starts_of(run, role) >= STARTS[role], role))
         killed.append(kill_child(launcher, role))
     for role, least in STARTS.items():
         wait_until(functools.partial(lambda role, least: starts_of(run, role) > least, role, least), what=role)

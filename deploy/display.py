@@ -109,7 +109,8 @@ def _explained(facts: Facts, status: Status) -> Group:
 
 def _explanation(status: Status, starting: Collection[str]) -> str:
     trainer = last_trainer(status)
-    if status.finished:
+    # A finished run that is resumed is so until its trainer has connected.
+    if status.finished and "trainer" not in starting:
         return f"finished after {quantity(status.step, 'step')}"
     if "trainer" in starting or trainer is None:
         return _without_trainer(status, starting)
@@ -142,7 +143,11 @@ def _connected(status: Status, starting: Collection[str]) -> str:
 def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
-    parts += [f"{status.puts_per_second:,.0f} trajectories/s", _searchers_at(status), f"left {duration(remaining)}"]
+    parts += [
+        f"{status.puts_per_second:,.0f} trajectories/s",
+        _searchers_at(status, facts.loading),
+        f"left {duration(remaining)}",
+    ]
     trainer = last_trainer(status)
     parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else "", _warning(status)])
     at_work = status.step and not status.trainer_waits_for and "trainer" not in facts.loading
@@ -156,11 +161,11 @@ def _trainer_metrics(status: Status) -> list[str]:
     return [f"{name} {trainer.metrics[name]:.3g}" for name in _SHOWN if trainer and name in trainer.metrics]
 
 
-def _searchers_at(status: Status) -> str:
+def _searchers_at(status: Status, starting: Collection[str]) -> str:
     clients = living(status)
     serving = [_version(client) for client in clients if client.weights_version is not None]
     if not clients:
-        return "no searcher is connected"
+        return _connected(status, starting)
     without = f"{quantity(len(clients) - len(serving), 'searcher')} without weights yet"
     parts = [f"searchers at {','.join(serving)}"] if serving else []
     return ", ".join(parts if len(serving) == len(clients) else [*parts, without])

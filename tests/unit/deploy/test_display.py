@@ -150,6 +150,17 @@ def test_a_wait_of_a_searcher_that_is_ahead_is_called_normal():
     assert "normal" not in second
 
 
+def test_a_finished_run_that_is_resumed_is_loading_until_its_trainer_has_connected():
+    status = make_status(60, clients=[], finished=True)
+    assert explain(Facts(status)) == "finished after 60 steps"
+    assert explain(Facts(status, loading=["trainer", "searcher"])) == "the trainer is loading the model"
+
+
+def test_searchers_that_load_while_the_trainer_trains_on_stored_answers_are_said_to_load():
+    facts = Facts(make_status(26, clients=[make_client("trainer")]), loading=["searcher"])
+    assert "  the searchers are loading the model  " in summary_line(facts, not_none(facts.status), 60, None)
+
+
 def test_an_evaluator_is_listed_and_its_waiting_is_no_fault():
     output = io.StringIO()
     evaluator = make_client("evaluator", activity="waiting", reason="the next kept snapshot", weights_version=None)

@@ -119,11 +119,11 @@ def last_launch(directory: Path) -> Launch | None:
         lines = (directory / run_files.LAUNCH_LOCK).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    failure, command = (
-        next((line.removeprefix(start) for line in lines if line.startswith(start)), "")
-        for start in (_FAILED, _COMMAND)
-    )
-    return Launch(lines[0] if lines else "", _ENDING in lines, failure, command)
+
+    def after(start: str) -> str:
+        return next((line.removeprefix(start) for line in lines if line.startswith(start)), "")
+
+    return Launch(lines[0] if lines else "", _ENDING in lines, after(_FAILED), after(_COMMAND))
 
 
 def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[str], None]) -> None:

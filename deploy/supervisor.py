@@ -178,8 +178,8 @@ class Supervisor:
         # Code 0 is not a failure: a searcher leaves a finished run.
         log_end = log.warning if code else log.info
         # What a process wrote before a signal ended it need not be the reason.
-        reason = {"reason": f"it {ending(code)}; its last line: {child.last_words}" if code < 0 else child.last_words}
-        reason = reason if code else {}
+        words = f"it {ending(code)}; its last line: {child.last_words}" if code < 0 else child.last_words
+        reason = {"reason": words} if code else {}
         log_end("child ended, and starts again", child=child.name, exit_code=code, **reason, in_seconds=delay)
 
     def _collect(self, child: Child) -> int:

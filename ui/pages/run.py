@@ -47,7 +47,7 @@ def live(request: Request) -> Response:
     run = run_of(request)
     with run.rows() as rows:
         config = run.config(rows)
-        if request.query_params.get("seen") == _version(run, rows, run.status(config)):
+        if request.query_params.get("seen") == _version(run, rows, run.status(config), _state(run, rows)):
             return Response(status_code=204)
         state = describe(run, rows)
     return site_of(request).page("live.html", run=run, **state)
@@ -97,7 +97,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "doing": _doing(status) if status else "",
         "totals": rows.first(_TOTALS, run.id),
         "clients": _with_status(clients, status),
-        "seen": _version(run, rows, status),
+        "seen": _version(run, rows, status, (state, why)),
     }
 
 
@@ -108,13 +108,13 @@ def _state(run: Run, rows: PageRows) -> tuple[str, str]:
     return state_of(run.database, is_finished=is_finished, steps=batch["step"] + 1 if batch else 0)
 
 
-def _version(run: Run, rows: PageRows, status: Status | None) -> str:
+def _version(run: Run, rows: PageRows, status: Status | None, state: tuple[str, str]) -> str:
     """Return a text that changes when the page does: a few lookups, the state, and a clock while it runs."""
     newest = rows.value("SELECT MAX(id) FROM trajectory_rows")
     batch = rows.first(_NEWEST_BATCH, run.id)
     clock = int(time.time() / _CLOCK_SECONDS) if status is not None else 0
-    state = xxhash.xxh32_hexdigest(" ".join(_state(run, rows)).encode())
-    return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{state}"
+    reason = xxhash.xxh32_hexdigest(" ".join(state).encode())
+    return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{reason}"
 
 
 def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[dict[str, Any]]:

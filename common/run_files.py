@@ -1,4 +1,6 @@
-"""The names of files and directories in run.dir. `tba sft` uses some of them in OUT.work."""
+"""The names of files and directories in run.dir, and next to a database. `tba sft` uses some of them in OUT.work."""
+
+from pathlib import Path
 
 DATABASE = "buffer.sqlite"
 METRICS = "metrics.jsonl"
@@ -12,3 +14,21 @@ WEIGHTS = "weights"
 # `tba run` holds the first, the trainer the second.
 LAUNCH_LOCK = "launcher.lock"
 TRAINER_LOCK = "trainer.lock"
+
+
+def database_lock(database: Path) -> Path:
+    """Return the file that a buffer server holds locked while it has the database open.
+
+    It is next to the file itself, also if the database is named by a link: SQLite resolves links for its own files.
+    """
+    return _beside(database, ".lock")
+
+
+def write_ahead_log(database: Path) -> Path:
+    """Return SQLite's log of commits that are not in the database yet."""
+    return _beside(database, "-wal")
+
+
+def _beside(database: Path, ending: str) -> Path:
+    file = database.resolve()
+    return file.with_name(file.name + ending)

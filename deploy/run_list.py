@@ -131,7 +131,7 @@ def _utc(seconds: float) -> str:
 
 def state_of(database: Path, *, is_finished: bool, steps: int) -> tuple[str, str]:
     """Return the state of a run in a database, and why it is in it; "" if that needs no words."""
-    is_served = is_locked(database.with_name(f"{database.name}.lock"))
+    is_served = is_locked(run_files.database_lock(database))
     is_launched = is_locked(database.parent / run_files.LAUNCH_LOCK)
     if is_finished:
         why = "the buffer still serves" if is_served else "`tba run` still uses the directory" if is_launched else ""
@@ -151,7 +151,7 @@ def _interrupted(database: Path, steps: int) -> tuple[str, str]:
         # Locks of other machines are not visible.
         return "running", f"or killed, on another machine: {launch.holder}"
     # A buffer that ends in order leaves no log.
-    log = database.with_name(f"{database.name}-wal")
+    log = run_files.write_ahead_log(database)
     if log.exists() and log.stat().st_size:
         who = "the buffer was killed" + ("" if launch is not None else ", unless it serves on another machine")
         who = "`tba run` and its buffer were killed" if unended else who

@@ -77,7 +77,7 @@ class Run:
         # The recorded run.dir may be relative to another directory.
         if address == "auto":
             address = f"ipc://{socket_of(self.database.parent)}"
-        if not address or not is_locked(self.database.with_name(self.database.name + ".lock")):
+        if not address or not is_locked(run_files.database_lock(self.database)):
             return None
         with self._lock:
             if time.monotonic() >= self._ask_at:

@@ -15,6 +15,7 @@ from sqlite_utils import Database
 from tba.buffer.store.schema import applied_migrations, check_known, migrate
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.store.write_ahead_log import WriteAheadLog, abandon, open_connection
+from tba.common import run_files
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.system.durable import exclusive_lock, lock_bytes
 
@@ -48,7 +49,7 @@ class DatabaseFile:
         self._resources = contextlib.ExitStack()
         try:
             with storage_errors(path):
-                self._resources.enter_context(exclusive_lock(path.with_name(path.name + ".lock"), taken))
+                self._resources.enter_context(exclusive_lock(run_files.database_lock(path), taken))
                 self._open(taken, durable=durability == "power")
         except SyncFailed:
             self._abandon()
@@ -165,7 +166,7 @@ class DatabaseFile:
 
         Raises SyncFailed if the database was deleted or moved: what is stored from then on may never be found again.
         """
-        wal = self.path.with_name(self.path.name + "-wal")
+        wal = run_files.write_ahead_log(self.path)
         with storage_errors(self.path):
             try:
                 return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)

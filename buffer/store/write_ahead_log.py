@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tba.buffer.store.storage_errors import storage_errors, sync_file
+from tba.common import run_files
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.log import get_logger
 from tba.common.system import durable
@@ -70,7 +71,7 @@ class WriteAheadLog:
             self._connection = resources.enter_context(open_connection(path))
             self._reader = resources.enter_context(open_connection(path))
             self._page_bytes = int(self._connection.execute("PRAGMA page_size").fetchone()[0])
-            self._log = os.open(path.with_name(path.name + "-wal"), os.O_RDWR)
+            self._log = os.open(run_files.write_ahead_log(path), os.O_RDWR)
             resources.callback(os.close, self._log)
             self._rewrite()
             self._resources = resources.pop_all()

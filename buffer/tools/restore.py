@@ -17,6 +17,7 @@ from tba.buffer.store.database import LOCKED_BYTE
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.tools.backup import backup
+from tba.common import run_files
 from tba.common.errors import UsageError
 from tba.common.system.durable import exclusive_lock, link_or_copy, lock_bytes, sync
 
@@ -53,7 +54,7 @@ def _sole_user(target: Path) -> Iterator[None]:
     """Exclude a server, and refuse if any program has the database open. Raises LockTaken."""
     served = f"a buffer server has {target} open: stop it first"
     with contextlib.ExitStack() as held:
-        held.enter_context(exclusive_lock(target.with_name(target.name + ".lock"), served))
+        held.enter_context(exclusive_lock(run_files.database_lock(target), served))
         if target.exists():
             file = os.open(target, os.O_RDWR)
             held.callback(os.close, file)

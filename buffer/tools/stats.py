@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
+from tba.common import run_files
 
 # The trajectories of a batch count as trained on when its step is reported.
 _TRAINED = "FROM consumption_rows JOIN batches ON batches.id = batch WHERE run = ? AND trained_at IS NOT NULL"
@@ -33,6 +34,6 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
             {key: connection.execute(query, (run,)).fetchone()[0] for key, query in _QUERIES.items()} for run, _ in runs
         ]
     # The write-ahead log may hold all of a young database.
-    log = Path(f"{path.resolve()}-wal")
+    log = run_files.write_ahead_log(path)
     sizes = {"file_mib": path.stat().st_size / 2**20, "wal_mib": log.stat().st_size / 2**20 if log.exists() else 0.0}
     return [{"run": name, **numbers, **sizes} for (_, name), numbers in zip(runs, counts, strict=True)]

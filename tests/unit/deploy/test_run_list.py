@@ -72,6 +72,17 @@ def test_a_finished_run_whose_buffer_serves_is_finished(make_run, tmp_path):
         assert states(tmp_path) == {"served": ("running", "")}
 
 
+def test_a_run_whose_database_is_a_link_has_the_state_of_the_file(make_run, tmp_path):
+    folder, disk = make_run("linked"), tmp_path / "disk"
+    disk.mkdir()
+    (folder / "buffer.sqlite").rename(disk / "rows.sqlite")
+    (folder / "buffer.sqlite").symlink_to(disk / "rows.sqlite")
+    with exclusive_lock(disk / "rows.sqlite.lock", ""):
+        assert states(tmp_path / "runs") == {"linked": ("running", "")}
+    (disk / "rows.sqlite-wal").write_bytes(b"x")
+    assert states(tmp_path / "runs")["linked"][0] == "crashed"
+
+
 def test_runs_without_a_name_are_listed_by_their_directory(make_run, tmp_path):
     make_run("first")
     make_run("second")

@@ -98,6 +98,10 @@ ABLATIONS = {
         ("tb", "dr_grpo", "tb_stale"),
         paper="not this one: VCPO, arXiv 2602.17616, scales the rate by the root of the effective sample ratio",
     ),
+    "penalty": Panel(
+        {"D = 64": {"staleness": 64}, "D = 64, penalty of 0 to 0.05": {"staleness": 64, "penalty": 0.05}},
+        ("tb", "tb_stale", "tb_stale:imitation=0.5,reward_floor=-0.05"),
+    ),
 }
 PANELS = {
     "staleness": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (4, 16, 64, 256)}),

@@ -23,7 +23,8 @@ class Setting:
     buffer: `sync_every` is k, `recency` m, `generated` the S responses of which `samples` (K) are drawn, `fill` the
     batches of the initial fill, and `priority` the inverse temperature of the softmax over rewards (0: uniform).
     `beta_first` is annealed linearly to `beta` over `anneal_steps`. `reset_every` copies the policy to the reference.
-    `rate_by_ess` is `train.learning_rate_by_ess`.
+    `rate_by_ess` is `train.learning_rate_by_ess`. A random number of up to `penalty` is subtracted from each reward
+    that is trained on.
     `part` is the part of the held-out problems that is measured: "choosing" or "reporting".
     """
 
@@ -45,6 +46,7 @@ class Setting:
     fill: int = 0
     priority: float = 0.0
     rate_by_ess: bool = False
+    penalty: float = 0.0
 
     @property
     def part(self) -> str:

@@ -3,6 +3,7 @@
 A source is asked for the batch of each step in turn, after the updates of all earlier steps.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -33,12 +34,20 @@ class Searcher:
         self._policy, self._task, self._setting = policy, task, setting
         self._choice = np.random.default_rng(setting.seed)
         self._generator = torch.Generator().manual_seed(setting.seed)
+        self._penalties = np.random.default_rng((setting.seed, 2))
 
     def groups(self, count: int, samples: int, step: int) -> list[Group]:
         """Return groups of `samples` responses to `count` different problems, by the weights of `step`."""
         chosen = self._choice.choice(len(self._task.training), count, replace=False)
         problems = [self._task.training[index] for index in chosen for _ in range(samples)]
-        responses = respond(self._policy, self._task, problems, self._generator, step)
+        responses = [
+            dataclasses.replace(response, reward=response.reward - penalty)
+            for response, penalty in zip(
+                respond(self._policy, self._task, problems, self._generator, step),
+                self._penalties.uniform(0, self._setting.penalty, len(problems)),
+                strict=True,
+            )
+        ]
         return [responses[start : start + samples] for start in range(0, len(responses), samples)]
 
 

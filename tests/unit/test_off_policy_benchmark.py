@@ -65,6 +65,26 @@ def test_priority_prefers_responses_of_high_reward(benchmark):
     assert np.mean([one.reward for group in source.batch(0) for one in group]) > 0.9
 
 
+def test_a_penalty_lowers_rewards_and_changes_no_response(benchmark, example_model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(example_model, dtype=torch.float32)
+    task = benchmark.tasks.load_task("arithmetic")
+
+    def responses(penalty):
+        setting = benchmark.setting.Setting(objective="tb", rate=1e-4, seed=1, beta=0.1, penalty=penalty)
+        groups = benchmark.sources.Searcher(policy, task, setting).groups(4, 8, 0)
+        return [one for group in groups for one in group]
+
+    plain, lower = responses(0.0), responses(0.05)
+    assert [one.tokens for one in plain] == [one.tokens for one in lower]
+    assert {one.reward for one in plain} == {0.0, 1.0}
+    paid = [one.reward - other.reward for one, other in zip(plain, lower, strict=True)]
+    assert min(paid) >= 0
+    assert 0.03 < max(paid) <= 0.05
+
+
 def test_the_file_of_results_returns_the_settings_that_were_written(benchmark, tmp_path):
     setting = benchmark.setting.Setting(objective="tba_prime:mean_kl=policy", rate=3e-5, seed=10, beta=0.1)
     columns = {name: [0.5, 0.75] for name in ("reward", "greedy", "pass_at_8", "drift", "age")}

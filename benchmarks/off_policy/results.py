@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from benchmarks.off_policy.setting import Setting
+from benchmarks.off_policy.tasks import load_task
 from benchmarks.off_policy.training import run
 
 SETTING_FIELDS = tuple(field.name for field in dataclasses.fields(Setting))
@@ -56,6 +57,9 @@ def complete(path: Path, settings: Iterable[Setting], *, workers: int, deadline:
     """
     done = load(path)
     missing = [setting for setting in dict.fromkeys(settings) if setting not in done]
+    for task in {setting.task for setting in missing}:
+        # Makes a model that is missing, before several workers would at once.
+        load_task(task)
     path.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool, path.open("a") as file:
         running: set[Future[dict[str, object]]] = set()

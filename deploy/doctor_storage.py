@@ -147,7 +147,7 @@ def check_weights_directory(config: Config) -> Result:
     if mount.point != snapshots.point:
         detail += f"; snapshots on {snapshots.type} at {snapshots.point}: kept ones are copied, not linked"
     if others := _size_of_other_runs(place):
-        detail += f"; other runs have {others / GIB:.1f} GiB in {place.parent}: delete what belongs to stopped ones"
+        detail += f"; other runs have {others / MIB:,.0f} MiB in {place.parent}: delete what belongs to stopped ones"
     if mount.point == MEMORY and deleted_at_logout(os.getuid()):
         return "warn", (
             f"{detail}; systemd deletes it when this user has logged out (RemoveIPC): `loginctl enable-linger`, or set "

@@ -277,7 +277,7 @@ def test_the_weights_directory_is_described(model, tmp_path, monkeypatch):
     left = tmp_path / "w" / "stopped" / f"v00000009-{'0' * 16}"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(bytes(1 << 20))
-    assert f"; other runs have 0.0 GiB in {tmp_path}/w: delete" in check_weights_directory(config)[1]
+    assert f"; other runs have 1 MiB in {tmp_path}/w: delete" in check_weights_directory(config)[1]
     monkeypatch.setattr(doctor_storage, "mount_of", lambda path: doctor_storage.Mount(path.parent, "nfs4"))
     result, detail = check_weights_directory(config)
     assert (result, "is on nfs4: locks need a local file system" in detail) == ("fail", True)

@@ -58,9 +58,9 @@ class SnapshotServer:
         self._keys = keys
         self.address = with_key(address_of(self._channel.address), keys)
         self._directories = directories
-        # The directories that were read from lately, by name, and the monotonic times of the last reads. They are held,
-        # so that a file is not written again between two chunks of it.
-        self._held: dict[Path, tuple[PinnedSnapshot, float]] = {}
+        # The directory that each connection is reading from, and the monotonic time of its last read. It is held, so that
+        # a file is not written again between two chunks of it.
+        self._held: dict[bytes, tuple[PinnedSnapshot, float]] = {}
         self._thread = Background("snapshot server", self._serve, wake=self._channel.wake)
         self._thread.start()
         log.info("serving snapshots", address=self.address)
@@ -80,8 +80,8 @@ class SnapshotServer:
             for peer, frames in self._channel.receive(_POLL_SECONDS, _MESSAGES_PER_RECEIVE):
                 # False where the searcher is gone or does not read: it sends the request again.
                 self._channel.send(peer, self._answer(peer, frames))
-            self._release(time.monotonic() - _HOLD_SECONDS)
-        self._release(math.inf)
+            self._release(before=time.monotonic() - _HOLD_SECONDS)
+        self._release(before=math.inf)
 
     def _answer(self, peer: Peer, frames: list[memoryview]) -> Frames:
         if self._keys is not None and (refusal := self._keys.refusal(peer.key, _MAY_FETCH)):
@@ -93,7 +93,7 @@ class SnapshotServer:
             return encode_plain_reply(Failure(code=error.code, message=str(error)), id=request_id_of(frames), run="")
         assert isinstance(request.message, FetchChunk)
         try:
-            size, data = self._chunk(request.message)
+            size, data = self._chunk(peer.routing_id, request.message)
         except (OSError, SnapshotError) as error:
             reason = f"v{request.message.version} has no {request.message.file!r} here (any more): {error}"
             failure = Failure(code="no_such_file", message=reason[:4000])
@@ -101,42 +101,53 @@ class SnapshotServer:
         chunk = Chunk(offset=request.message.offset, file_bytes=size)
         return encode_plain_reply(chunk, id=request.header.id, run=request.header.run, frames=[data])
 
-    def _chunk(self, request: FetchChunk) -> tuple[int, bytes]:
+    def _chunk(self, reader: bytes, request: FetchChunk) -> tuple[int, bytes]:
         """Return the size of the file in bytes, and the requested part of it. Raises OSError or SnapshotError."""
-        directory = self._find(request)
+        directory = self._find(reader, request)
         # A name in the manifest has no separator; O_NOFOLLOW excludes symbolic links.
         descriptor = os.open(directory / request.file, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            return os.fstat(descriptor).st_size, os.pread(descriptor, request.length, request.offset)
+            size, data = os.fstat(descriptor).st_size, os.pread(descriptor, request.length, request.offset)
         finally:
             os.close(descriptor)
+        if request.offset + len(data) >= size:
+            self._let_go(reader)
+        return size, data
 
-    def _find(self, request: FetchChunk) -> Path:
-        """The directory that has a file of a version. Raises SnapshotError if there is none."""
+    def _find(self, reader: bytes, request: FetchChunk) -> Path:
+        """Hold and return the directory that has a file of a version. Raises SnapshotError if there is none."""
         name = directory_name(request.version)
         for parent in self._directories:
             # Several if an earlier run of this name had the version, too. The newest is of this run.
             named = sorted(parent.glob(f"{name}-*"), key=modified_at, reverse=True)
             for directory in (*named, parent / name, parent / delta_store.NAME / name):
-                if self._hold(directory) and _has(directory, request.file):
-                    return directory
+                if self._hold(reader, directory):
+                    if _has(directory, request.file):
+                        return directory
+                    self._let_go(reader)
         raise SnapshotError("no manifest names it")
 
-    def _hold(self, directory: Path) -> bool:
-        """Keep a directory as it is for some time. False if it is not there."""
-        if directory in self._held:
-            pinned: PinnedSnapshot | None = self._held[directory][0]
+    def _hold(self, reader: bytes, directory: Path) -> bool:
+        """Keep a directory as it is while a connection reads from it, for some time. False if it is not there."""
+        held = self._held.get(reader)
+        if held is not None and held[0].path == directory:
+            pinned: PinnedSnapshot | None = held[0]
         else:
+            self._let_go(reader)
             pinned = pin_path(directory)
         if pinned is not None:
-            self._held[directory] = pinned, time.monotonic()
+            self._held[reader] = pinned, time.monotonic()
         return pinned is not None
 
-    def _release(self, before: float) -> None:
-        for directory, (pinned, used_at) in [*self._held.items()]:
+    def _let_go(self, reader: bytes) -> None:
+        if reader in self._held:
+            self._held.pop(reader)[0].release()
+
+    def _release(self, *, before: float) -> None:
+        """Let go of what was last read before a monotonic time: the reader may be gone."""
+        for reader, (_, used_at) in [*self._held.items()]:
             if used_at < before:
-                pinned.release()
-                del self._held[directory]
+                self._let_go(reader)
 
 
 def address_of(endpoint: str) -> str:
@@ -170,15 +181,15 @@ class NodeServer(SnapshotServer):
     def __init__(self, endpoint: str, directory: Path, keys: ServerKeys | None = None) -> None:
         super().__init__(endpoint, directory, setting="search.serve_snapshots", keys=keys)
 
-    def _chunk(self, request: FetchChunk) -> tuple[int, bytes]:
+    def _chunk(self, reader: bytes, request: FetchChunk) -> tuple[int, bytes]:
         try:
-            return super()._chunk(request)
+            return super()._chunk(reader, request)
         except (OSError, SnapshotError):
             return self._begun(request)
 
-    def _hold(self, directory: Path) -> bool:
+    def _hold(self, reader: bytes, directory: Path) -> bool:
         # Without the mark it was found to be damaged.
-        return (directory / VERIFIED).is_file() and super()._hold(directory)
+        return (directory / VERIFIED).is_file() and super()._hold(reader, directory)
 
     def _begun(self, request: FetchChunk) -> tuple[int, bytes]:
         """As `_chunk`, of a file that is being fetched."""

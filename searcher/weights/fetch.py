@@ -7,7 +7,6 @@ computed while receiving.
 
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -31,7 +30,7 @@ _CHUNK_BYTES = 2 << 20
 # Chunks requested and not yet received.
 _WINDOW = 8
 _POLL_SECONDS = 0.2
-# Without a reply for this long, everything that is missing is requested again.
+# Without a chunk for this long, everything that is missing is requested again.
 _TIMEOUT_SECONDS = 10.0
 # Without a chunk for this long, another node is asked. A node hears of a snapshot within about a second of the others.
 _NODE_SECONDS = 5.0
@@ -98,47 +97,52 @@ class Fetcher:
     ) -> None:
         """Append the rest of a file, to the digest as well.
 
-        Invariant: the file on disk holds its first `written` bytes, and `requested` are the requests in flight for the
-        chunks after them, in order. Only the reply to the first one is accepted; any other is late and is dropped.
+        Invariant: the file on disk holds its first `written` bytes, and the chunks from there to `asked_to` are
+        requested. A chunk is accepted at its place in the file, whichever request it answers: on a slow link that was
+        silent for a while, the first replies are those to requests that have been repeated since.
         """
         what = f"{name} of v{version}"
-        requested: deque[int] = deque()
-        received_at = self._clock.monotonic()
+        first_id = failing_id = self._last_id + 1
+        asked_to = written
+        received_at = asked_at = self._clock.monotonic()
         while size is None or written < size:
             if self._reconnected():
-                requested.clear()
+                asked_to, asked_at = written, self._clock.monotonic()
             # While the size is unknown one chunk is requested: its reply holds the size.
             end = written + 1 if size is None else min(size, written + _WINDOW * _CHUNK_BYTES)
-            for offset in range(written + len(requested) * _CHUNK_BYTES, end, _CHUNK_BYTES):
-                id_ = self._request(FetchChunk(version=version, file=name, offset=offset, length=_CHUNK_BYTES))
-                if id_ is None:
+            for offset in range(max(asked_to, written), end, _CHUNK_BYTES):
+                if not self._request(FetchChunk(version=version, file=name, offset=offset, length=_CHUNK_BYTES)):
                     break
-                requested.append(id_)
+                asked_to = offset + _CHUNK_BYTES
             reply = self._receive()
             if reply is None:
-                if self._wait(what, received_at) > _TIMEOUT_SECONDS:
-                    requested.clear()
+                self._wait(what, received_at)
+                if self._clock.monotonic() - asked_at > _TIMEOUT_SECONDS:
+                    asked_to, asked_at = written, self._clock.monotonic()
                 continue
-            if not requested or reply.header.id != requested[0]:
+            if reply.header.id < first_id:
                 continue
             if isinstance(reply.message, Failure) and self._patience is not None:
-                requested.clear()
-                self._wait(what, received_at)
-                time.sleep(_POLL_SECONDS / 4)
+                if reply.header.id >= failing_id:
+                    # The other requests in flight fail as well.
+                    asked_to, failing_id = written, self._last_id + 1
+                    self._wait(what, received_at)
+                    time.sleep(_POLL_SECONDS / 4)
                 continue
-            requested.popleft()
-            received_at = self._clock.monotonic()
+            if isinstance(reply.message, Chunk) and reply.message.offset != written:
+                continue
+            received_at = asked_at = self._clock.monotonic()
             content, size = self._chunk(reply, what, written, size)
             file.write(content)
             file.flush()
             digest.update(content)
             written += content.nbytes
 
-    def _request(self, message: FetchChunk) -> int | None:
-        """Send a request and return its id; None if there is no connection."""
+    def _request(self, message: FetchChunk) -> bool:
+        """Send a request. False if there is no connection."""
         self._last_id += 1
         frames = encode_request(message, id=self._last_id, role="searcher", sender=f"fetch.{os.getpid()}", run="")
-        return self._last_id if self._channel.send(frames) else None
+        return self._channel.send(frames)
 
     def _receive(self) -> PlainReply | None:
         """The next reply; None if none arrives within the polling interval, or it is malformed."""

@@ -93,8 +93,8 @@ class CountingServer(SnapshotServer):
         self.served: dict[str, int] = {}
         super().__init__(endpoint, directory)
 
-    def _chunk(self, asked: FetchChunk) -> tuple[int, bytes]:
-        size, data = super()._chunk(asked)
+    def _chunk(self, reader: bytes, asked: FetchChunk) -> tuple[int, bytes]:
+        size, data = super()._chunk(reader, asked)
         self.served[asked.file] = self.served.get(asked.file, 0) + len(data)
         return size, data
 

@@ -44,8 +44,8 @@ directory, endpoint, sources, dies_after = Path(sys.argv[1]), sys.argv[2], json.
 sent = []
 
 class Counting(NodeServer):
-    def _chunk(self, request):
-        size, data = super()._chunk(request)
+    def _chunk(self, reader, request):
+        size, data = super()._chunk(reader, request)
         if request.file.endswith(".safetensors"):
             sent.append(len(data))
             if dies_after and len(sent) > dies_after:

@@ -1,7 +1,10 @@
 """Snapshots over the socket: resumed, verified, and limited to the files that a manifest names."""
 
+import contextlib
+import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -9,7 +12,7 @@ from msgspec.structs import replace
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError
-from tba.common.weights.node_store import VERIFIED
+from tba.common.weights.node_store import VERIFIED, try_lock
 from tba.common.weights.snapshot import MANIFEST
 from tba.common.weights.snapshot_server import NodeServer
 from tba.searcher.weights import fetch
@@ -53,6 +56,13 @@ def preparation(tmp_path):
     preparation = Preparation(Config.model_validate(config), SystemClock(), lambda snapshot: None)
     yield preparation
     preparation.close()
+
+
+@contextlib.contextmanager
+def open_directory(path):
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    yield descriptor
+    os.close(descriptor)
 
 
 def part_of(tmp_path, ref):
@@ -158,10 +168,10 @@ def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
     reached = threading.Event()
     original = server._chunk
 
-    def chunk(asked):
+    def chunk(reader, asked):
         if asked.file == WEIGHTS and asked.offset > 1_000_000:
             reached.set()
-        return original(asked)
+        return original(reader, asked)
 
     server._chunk = chunk
     preparation.want(trainer.full(), refresh=False)
@@ -175,6 +185,50 @@ def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
     assert preparation.progress.waits_for == ""
     assert back.served[WEIGHTS] < len(trainer.truth[0]) - 900_000
     back.close()
+
+
+@pytest.mark.slow
+def test_a_fetch_ends_if_each_reply_comes_after_its_request_was_repeated(
+    trainer, server, fetcher, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fetch, "_TIMEOUT_SECONDS", 0.05)
+    original, fetched = server._chunk, threading.Event()
+
+    def chunk(reader, asked):
+        fetched.wait(0.5)
+        return original(reader, asked)
+
+    trainer.full()
+    server._chunk = chunk
+    fetcher.fetch(0, WEIGHTS, tmp_path / "weights", size=len(trainer.truth[0]))
+    fetched.set()
+    assert (tmp_path / "weights").read_bytes() == trainer.truth[0]
+
+
+def test_a_snapshot_is_held_from_the_first_chunk_of_a_file_to_the_last(trainer, server, fetcher, tmp_path):
+    path = Path(trainer.full().path)
+    held = []
+    original = server._chunk
+
+    def chunk(reader, asked):
+        answer = original(reader, asked)
+        with open_directory(path) as descriptor:
+            held.append(not try_lock(descriptor))
+        return answer
+
+    server._chunk = chunk
+    fetcher.fetch(0, MANIFEST, tmp_path / "manifest")
+    fetcher.fetch(0, WEIGHTS, tmp_path / "weights", size=len(trainer.truth[0]))
+    assert held == [False, True, True, True, True, False]
+
+
+def test_a_connection_holds_no_more_than_the_snapshot_that_it_reads_from(trainer, server, fetcher, tmp_path):
+    for version in range(3):
+        trainer.full()
+        # The first chunk of the file is the only one.
+        with pytest.raises(SnapshotError, match="has 10"):
+            fetcher.fetch(version, WEIGHTS, tmp_path / f"{version}", size=1)
+    assert len(server._held) == 1
 
 
 def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, preparation):

@@ -4,6 +4,7 @@ Step s comes after s updates: its batch makes update s + 1, and weights publishe
 """
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,7 +213,6 @@ class Trainer:
             self._model_files,
             unwrapped=self._unwrapped,
             next_version=welcome.next_version,
-            stop=self._stop,
             dial=self._dial,
             copies=self._host_buffers,
             gather=lambda kinds: self._ranks.send(PUBLISH, " ".join(kinds).encode()),
@@ -338,9 +338,12 @@ class Trainer:
         if self._stop():
             self._publisher.flush(_STOP_FLUSH_SECONDS)
             return
-        while not self._publisher.flush(_FLUSH_WAIT_SECONDS):
+        while not self._publisher.flush(_FLUSH_WAIT_SECONDS) or self._publisher.missed:
             if self._stop():
                 return
+            if self._publisher.missed:
+                time.sleep(_FLUSH_WAIT_SECONDS)
+                self.publish()
             self._heartbeat.show("publishing", self._publisher.trouble)
         # `tba status` of a finished run shows the last heartbeat, and the thread sends only one a second.
         self._heartbeat.show("publishing")

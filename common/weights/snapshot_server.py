@@ -58,8 +58,8 @@ class SnapshotServer:
         self._keys = keys
         self.address = with_key(address_of(self._channel.address), keys)
         self._directories = directories
-        # The directory that each connection is reading from, and the monotonic time of its last read. It is held, so that
-        # a file is not written again between two chunks of it.
+        # The directory that each connection is reading from, and the monotonic time of its last read. It is held, so
+        # that a file is not written again between two chunks of it.
         self._held: dict[bytes, tuple[PinnedSnapshot, float]] = {}
         self._thread = Background("snapshot server", self._serve, wake=self._channel.wake)
         self._thread.start()

@@ -1,6 +1,5 @@
 """What the tests of publishing share: a model, a buffer, and publishers of the model."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ class PublisherHarness:
         self.model = self.learner.policy
         self.publishers: list[Publisher] = []
 
-    def publisher(self, next_version: int = 0, stop: Callable[[], bool] = lambda: False, **lora: Any) -> Publisher:
+    def publisher(self, next_version: int = 0, **lora: Any) -> Publisher:
         """A publisher of the model as it is configured, or with other keys of [lora]."""
         made = Publisher(
             self.config.model_copy(update={"lora": self.config.lora.model_copy(update=lora)}),
@@ -59,7 +58,6 @@ class PublisherHarness:
             self.files,
             unwrapped=self.unwrapped,
             next_version=next_version,
-            stop=stop,
             dial=network(self.config.buffer.address),
         )
         self.publishers.append(made)

@@ -62,7 +62,6 @@ class Publisher:
         *,
         unwrapped: PreTrainedModel | None = None,
         next_version: int,
-        stop: Callable[[], bool],
         dial: Dial,
         copies: HostBuffers | None = None,
         gather: Callable[[tuple[str, ...]], None] = lambda _: None,
@@ -75,7 +74,6 @@ class Publisher:
             config, model, copies or HostBuffers(model.device), unwrapped=unwrapped or model, model_files=model_files
         )
         self._device = model.device
-        self._stop = stop
         self._gather = gather
         self._server: SnapshotServer | None = None
         if config.train.serve_snapshots:
@@ -105,7 +103,7 @@ class Publisher:
 
         Never waits for what is being written. A queued snapshot is replaced by this one, unless it is one to be kept
         and few are queued; then both are published. Without room for one more copy nothing is queued, and `missed` is
-        set; for the last step this waits until there is room. Raises the thread's failure.
+        set. Raises the thread's failure.
         """
         self.check()
         base_version = self._take_version() if self._writer.needs_base(step) else None
@@ -125,19 +123,14 @@ class Publisher:
         return self.newest
 
     def _copy(self, step: int) -> HostCopy | None:
-        """Copy the current model, if there is room. For the last step, wait for room until `stop()`."""
-        while True:
-            copy = self._writer.copy(lambda: self._gather(self._writer.gathers))
-            self.missed = copy is None
-            if copy is not None:
-                return copy
+        """Copy the current model, if there is room."""
+        copy = self._writer.copy(lambda: self._gather(self._writer.gathers))
+        self.missed = copy is None
+        if self.missed:
             if not self.trouble:
                 log.warning("snapshot not published yet", step=step, reason=self._writer.no_room)
             self.trouble = f"the weights of step {step} wait for memory: {self._writer.no_room}"
-            if step < self._config.train.steps or self._stop():
-                return None
-            time.sleep(_SPACE_POLL_SECONDS)
-            self.check()
+        return copy
 
     def _replaceable(self) -> Publication | None:
         """Take the queued publication that a newer one replaces."""

@@ -1,5 +1,6 @@
 """The trainer with a real buffer: complete runs, killed and resumed runs, and an unavailable buffer."""
 
+import itertools
 import json
 import re
 import sqlite3
@@ -30,6 +31,7 @@ from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.loop import Trainer, train
 from tba.trainer.metrics.stopwatch import PHASES
+from tba.trainer.publishing.memory_writer import MappedCopy, MemoryWriter
 from tba.trainer.step.learner import Learner, StepResult
 
 STEPS = 6
@@ -157,6 +159,28 @@ def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypat
     trainer.publish()
     trainer.close()
     monitor.close()
+
+
+@pytest.mark.slow
+def test_the_last_checkpoint_is_saved_while_the_last_weights_wait_for_memory(make_run, monkeypatch):
+    run, attempts, has_room = make_run(), itertools.count(1), threading.Event()
+    copy, shortage = MemoryWriter.copy, "2 GiB are free"
+
+    def copy_if_there_is_room(writer: MemoryWriter, before: Callable[[], None]) -> MappedCopy | None:
+        return copy(writer, before) if next(attempts) < 4 or has_room.is_set() else None
+
+    monkeypatch.setattr(MemoryWriter, "copy", copy_if_there_is_room)
+    monkeypatch.setattr(MemoryWriter, "no_room", shortage)
+    trainer = threading.Thread(target=finish, args=(run,))
+    trainer.start()
+    monitor = BufferClient(run.buffer.address, role="monitor", name="m")
+    reason = f"the weights of step {STEPS} wait for memory: {shortage}"
+    wait_until(lambda: reason in [client.reason for client in clients(monitor)])
+    assert not_none(checkpoint.newest(run.config.checkpoints)).step == STEPS
+    has_room.set()
+    trainer.join(60)
+    monitor.close()
+    assert published(run)[-1] == (3, STEPS)
 
 
 class Killed(BaseException):

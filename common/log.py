@@ -14,8 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-_REPEAT_SECONDS = 10.0
-_MOST_PEERS = 256
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
 # Within this time an equal warning is counted. The number of different ones that are remembered is limited.
 _EQUAL_SECONDS = 60.0
@@ -48,31 +46,6 @@ class FieldLogger:
         self._logger.error(event, extra={"fields": fields}, exc_info=True)
 
 
-class PerPeerWarning:
-    """A warning that a peer may cause as often as it likes: one line in ten seconds for each peer.
-
-    `repeated` says how many were left out since the last line. At most `_MOST_PEERS` are tracked; the least recent is
-    evicted.
-    """
-
-    def __init__(self, log: FieldLogger) -> None:
-        self._log = log
-        # By peer: the monotonic time of the last line, and how many were left out.
-        self._last: dict[str, tuple[float, int]] = {}
-
-    def warn(self, peer: str, event: str, **fields: Any) -> None:
-        """Log a warning about a peer, or count it."""
-        now = time.monotonic()
-        at, left_out = self._last.pop(peer, (-math.inf, 0))
-        if now - at < _REPEAT_SECONDS:
-            self._last[peer] = at, left_out + 1
-            return
-        if len(self._last) >= _MOST_PEERS:
-            del self._last[next(iter(self._last))]
-        self._last[peer] = now, 0
-        self._log.warning(event, **fields, **({"repeated": left_out} if left_out else {}))
-
-
 def get_logger(name: str) -> FieldLogger:
     """Return the logger of a module."""
     return FieldLogger(logging.getLogger(name))
@@ -101,8 +74,10 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
 class DuplicateFilter:
     """Counts equal warnings of any logger instead of repeating them: within a minute only the first one is written.
 
-    Warnings are equal if their event and all their fields are, except numbers, `prompt` and `trace`. The first one
-    after the minute has the field `repeated`, the number of those that were left out. Several threads may log.
+    Warnings are equal if their event and all their fields are, except numbers, `prompt` and `trace`. Of those with a
+    field `by` only the event and that field are compared: a peer may cause any number of them, each with another
+    reason. The first one after the minute has the field `repeated`, the number of those that were left out. Several
+    threads may log.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,20 +93,19 @@ class DuplicateFilter:
             return True
         fields = _fields(record)
         texts = [(name, str(value)) for name, value in fields.items() if not isinstance(value, int | float)]
-        key = (record.name, record.getMessage(), *(text for text in texts if text[0] not in _NOT_COMPARED))
-        # A `PerPeerWarning` stands for those that it has left out itself.
-        repeated, now = fields.get("repeated", 0), self._clock()
+        compared = [("by", fields["by"])] if "by" in fields else [one for one in texts if one[0] not in _NOT_COMPARED]
+        key, now = (record.name, record.getMessage(), *compared), self._clock()
         with self._lock:
             written_at, left_out = self._written.get(key, (-math.inf, 0))
             if now - written_at < _EQUAL_SECONDS:
-                self._written[key] = written_at, left_out + repeated + 1
+                self._written[key] = written_at, left_out + 1
                 return False
             self._written[key] = now, 0
             self._written.move_to_end(key)
             if len(self._written) > _EQUAL_KEPT:
                 self._written.popitem(last=False)
         if left_out:
-            record.__dict__["fields"] = {**fields, "repeated": left_out + repeated}
+            record.__dict__["fields"] = {**fields, "repeated": left_out}
         return True
 
 

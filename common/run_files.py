@@ -21,14 +21,14 @@ def database_lock(database: Path) -> Path:
 
     It is next to the file itself, also if the database is named by a link: SQLite resolves links for its own files.
     """
-    return _beside(database, ".lock")
+    return _next_to(database, ".lock")
 
 
 def write_ahead_log(database: Path) -> Path:
     """Return SQLite's log of commits that are not in the database yet."""
-    return _beside(database, "-wal")
+    return _next_to(database, "-wal")
 
 
-def _beside(database: Path, ending: str) -> Path:
+def _next_to(database: Path, ending: str) -> Path:
     file = database.resolve()
     return file.with_name(file.name + ending)

@@ -8,7 +8,7 @@ from typing import get_args
 
 from tba.buffer.service.clients import Clients
 from tba.common.errors import Refused
-from tba.common.log import PerPeerWarning, get_logger
+from tba.common.log import get_logger
 from tba.common.wire import messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
@@ -42,7 +42,6 @@ class Admission:
     def __init__(self, clients: Clients, keys: AuthorizedKeys | None) -> None:
         self._clients = clients
         self._keys = keys
-        self._warning = PerPeerWarning(log)
 
     def check(self, peer: Peer, header: RequestHeader) -> None:
         """Raise Refused if this connection may not send this message, or not in the name of this sender."""
@@ -52,8 +51,7 @@ class Admission:
             self._check_owner(peer, header)
             self._check_trainer(header)
         except Refused as refusal:
-            self._warning.warn(
-                peer.address,
+            log.warning(
                 "request refused",
                 by=self._name(peer),
                 # A line break in a name must not forge a line of the log.

@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tba.common.clock import Clock
+from tba.common.stall.facts import SILENT_SECONDS
 from tba.common.wire import fields
 from tba.common.wire.status_messages import ClientStatus
 
 _REPLACED_SECONDS = 3.0
-# A trainer sends heartbeats a second apart, however long its steps are. It gives up on an unanswered one after three
-# seconds and sends the next a second later.
-_TRAINER_SECONDS = 10.0
 # The longest time, after a start of the server, that a trainer needs to reconnect and be seen.
 _RETURN_SECONDS = 5.0
 # How long a count of the living clients is used.
@@ -174,7 +172,7 @@ class Clients:
         if client is None:
             unseen = Client("trainer", self._opened, self._opened, host=host)
             return unseen if now - self._opened < _RETURN_SECONDS else None
-        return client if client.activity != GONE and now - client.seen_at < _TRAINER_SECONDS else None
+        return client if client.activity != GONE and now - client.seen_at < SILENT_SECONDS else None
 
     def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:
         """Take over all trainers that the run has had, (sender, host), oldest first. Only the last is admitted.

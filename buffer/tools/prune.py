@@ -5,7 +5,8 @@
     a whole run     all of its rows
 
 What stays: everything that a trainer may ask for when it resumes (the newest `keep_steps` steps, and all steps from the
-oldest checkpoint next to the file on), prompts, visits, senders and snapshots. Ids are never used again.
+oldest checkpoint next to the file on), prompts, visits, senders and snapshots.
+Ids of rows before step N are never used again; those of a whole run may be.
 """
 
 import contextlib

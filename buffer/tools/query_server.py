@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tba.buffer.tools.limited_query import limit_memory, query_limited
 from tba.common.errors import StorageError, UsageError, WireError
-from tba.common.log import PerPeerWarning, get_logger
+from tba.common.log import get_logger
 from tba.common.wire.addresses import is_private
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
@@ -43,11 +43,10 @@ def serve_queries(
         log.info("answering queries", address=channel.address, database=str(path))
         if keys is None and not is_private(channel.address):
             log.warning("every client that reaches the address may read the database: security.insecure is set")
-        refused = PerPeerWarning(log)
         while not stop():
             for peer, frames in channel.receive(_POLL_SECONDS, 1):
                 if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
-                    refused.warn(peer.address, "query refused", by=peer.address, reason=refusal)
+                    log.warning("query refused", by=peer.address, reason=refusal)
                     failure = Failure(code="not_allowed", message=refusal)
                     channel.send(peer, encode_plain_reply(failure, id=request_id_of(frames), run=""))
                 else:

@@ -107,6 +107,11 @@ class TrainSection(Section):
     threads: NonNegative = 0
     """CPU threads of torch; 0 uses the default of torch."""
 
+    def keeps_snapshot(self, step: int) -> bool:
+        """Whether the snapshot of a step stays on disk: the last one, and each of `keep_snapshot_every`."""
+        every = self.keep_snapshot_every
+        return step >= self.steps or bool(every and step % every == 0)
+
 
 class ObjectiveSection(Section):
     """The loss of the trainer. docs/objectives.md compares the formulas, and says when to use which."""

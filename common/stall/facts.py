@@ -32,7 +32,8 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 # Shorter waits are normal.
 WAIT_SECONDS = 10.0
-# A heartbeat is due every second, and the buffer counts a trainer as dead after ten.
+# A heartbeat is due every second, however long a step is. A client gives up on an unanswered one after three seconds
+# and sends the next a second later. After this time the buffer counts a trainer as dead.
 SILENT_SECONDS = 10.0
 # Names in a sentence.
 _NAMED = 3

@@ -21,6 +21,7 @@ loads it: it looks like its base with the adapter files next to it, and its weig
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -252,7 +253,7 @@ def choose_snapshots(directory: Path, memory: Path, named: Path | None, *, every
 
 def _newer(memory: Path, kept: list[Path]) -> list[Path]:
     """The snapshots in memory after the newest kept one, oldest first. Those of an earlier run of this name are not."""
-    began = min(manifest.created_at for path in kept if (manifest := _readable(path)))
+    began = min((manifest.created_at for path in kept if (manifest := _readable(path))), default=math.inf)
     there = sorted(path for path in memory.glob("v????????-*") if path.name[:9] > kept[-1].name)
     return [path for path in there if (manifest := _readable(path)) and manifest.created_at > began]
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tba.common.errors import SnapshotError, WireError
-from tba.common.log import PerPeerWarning, get_logger
+from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.weights import delta, delta_store
 from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
@@ -29,7 +29,6 @@ from tba.common.wire.messages import Failure
 
 log = get_logger(__name__)
 
-_refusals = PerPeerWarning(log)
 _MAY_FETCH: tuple[KeyRole, ...] = ("searcher", "trainer")
 _POLL_SECONDS = 1.0
 _MESSAGES_PER_RECEIVE = 16
@@ -85,7 +84,7 @@ class SnapshotServer:
 
     def _answer(self, peer: Peer, frames: list[memoryview]) -> Frames:
         if self._keys is not None and (refusal := self._keys.refusal(peer.key, _MAY_FETCH)):
-            _refusals.warn(peer.address, "request refused", by=peer.address, reason=refusal)
+            log.warning("request refused", by=peer.address, reason=refusal)
             return encode_plain_reply(Failure(code="not_allowed", message=refusal), id=request_id_of(frames), run="")
         try:
             request = decode_request(frames, FILE_REQUESTS)

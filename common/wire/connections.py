@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from tba.common.log import PerPeerWarning, get_logger
+from tba.common.log import get_logger
 
 log = get_logger(__name__)
 
@@ -54,7 +54,6 @@ class Connections:
 
     def __init__(self, context: "zmq.Context[Socket]", socket: Socket, *, log_failures: bool) -> None:
         self._log_failures = log_failures
-        self._warning = PerPeerWarning(log)
         socket.monitor(_ADDRESS, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self.events = context.socket(zmq.PAIR)
         # With a limit ZeroMQ's thread would wait for this one.
@@ -83,7 +82,7 @@ class Connections:
             connection = self._open.pop(value, None)
             if self._failed and self._log_failures:
                 by = connection.address if connection else _UNKNOWN
-                self._warning.warn(by, "connection refused", by=by, reason="it did not prove a key")
+                log.warning("connection refused", by=by, reason="it did not prove a key")
             self._failed = False
         # Refusals of keys are logged with the key.
         elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -116,7 +115,7 @@ class Connections:
                 break
             total -= size
             by = self._open[descriptor].address
-            self._warning.warn(by, "connection closed", by=by, reason=f"a message has no end after {size >> 20} MiB")
+            log.warning("connection closed", by=by, reason=f"a message has no end after {size >> 20} MiB")
             _shut_down(descriptor)
 
 

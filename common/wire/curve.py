@@ -12,7 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from tba.common.errors import ConfigError
-from tba.common.log import PerPeerWarning, get_logger
+from tba.common.log import get_logger
 from tba.common.wire.keys import ClientKeys, KeyPair, ServerKeys
 
 log = get_logger(__name__)
@@ -68,7 +68,6 @@ class ZapHandler:
     def __init__(self, context: "zmq.Context[Socket]", server: Socket, keys: ServerKeys) -> None:
         check_curve()
         self._keys = keys
-        self._warning = PerPeerWarning(log)
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ZAP_ADDRESS)
         server.setsockopt(zmq.CURVE_SERVER, 1)
@@ -89,6 +88,6 @@ class ZapHandler:
         known = self._keys.admitted.find(public)
         if known is None:
             by = address.decode(errors="replace")
-            self._warning.warn(by, "connection refused", by=by, key=public, reason="the key is not authorised")
+            log.warning("connection refused", by=by, key=public, reason="the key is not authorised")
         status = (b"200", b"") if known else (b"400", b"not authorised")
         self.socket.send_multipart([version, request, *status, public.encode() if known else b"", b""])

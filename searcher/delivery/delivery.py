@@ -103,7 +103,7 @@ class Delivery:
         """Figures for the heartbeat."""
         return {
             "unacknowledged_groups": float(self.groups),
-            "spool_bytes": float(self._bytes),
+            "spool_bytes": float(self._spool_bytes),
             "spool_damaged": float(self._damaged + sum(spool.damaged for spool in self._dead)),
             "spool_undeleted": float(self.undeleted),
             "paused": float(bool(self.pause)),
@@ -160,8 +160,8 @@ class Delivery:
         self._spool.close()
 
     @property
-    def _bytes(self) -> int:
-        return sum(put.size for put in self._window)
+    def _spool_bytes(self) -> int:
+        return 0 if self._spool is None else self._spool.bytes
 
     def _append(self, spool: Spool, id_: int, frames: Frames) -> bool:
         """Write a put to disk. False if the disk refuses it: then the put waits in memory, and generation pauses."""
@@ -207,8 +207,9 @@ class Delivery:
         news = self.pause or ("the buffer is away: what is generated goes into the spool" if self.away else "")
         if news == self._logged:
             return
+        size = {"groups": self.groups, "mebibytes": self._spool_bytes / (1 << 20)}
         if news:
-            log.warning(news, groups=self.groups, mebibytes=self._bytes / (1 << 20))
+            log.warning(news, **size)
         else:
-            log.info("the buffer is back", groups=self.groups, mebibytes=self._bytes / (1 << 20))
+            log.info("delivery to the buffer goes on", **size)
         self._logged = news

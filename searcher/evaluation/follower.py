@@ -137,7 +137,7 @@ class Follower:
         newest = self._client.state.weights if self._client.state else None
         if newest is not None and not every:
             self._queue = {}
-        if newest is not None and (not every or self._is_kept(newest.step)):
+        if newest is not None and (not every or self._config.train.keeps_snapshot(newest.step)):
             self._add(newest)
         # This runs twice a second: manifests of a long run that are done with are not read again.
         done = {directory_name(version) for version in self._done}
@@ -148,12 +148,9 @@ class Follower:
             with contextlib.suppress(SnapshotError, OSError):
                 manifest = read(path).manifest
                 # As its path on disk stays, it replaces the announced one, whose file in memory does not.
-                if self._is_kept(manifest.step) and not manifest.only_base and manifest.run == self._config.run.name:
+                is_kept = self._config.train.keeps_snapshot(manifest.step) and not manifest.only_base
+                if is_kept and manifest.run == self._config.run.name:
                     self._add(ref_of(path))
-
-    def _is_kept(self, step: int) -> bool:
-        """Whether the trainer keeps the snapshot of a step, as `tba.common.weights.snapshot.collect` does."""
-        return step % self._config.train.keep_snapshot_every == 0 or step >= self._config.train.steps
 
     def _add(self, ref: messages.WeightsRef) -> None:
         if ref.version not in self._done:
@@ -185,7 +182,9 @@ class Follower:
         except EngineFaulty:
             raise
         except SnapshotError as error:
-            self._fail(ref, error)
+            # A fetch that is stopped fails, too.
+            if not stop():
+                self._fail(ref, error)
             return
         if row is None:
             return
@@ -225,7 +224,7 @@ class Follower:
             if isinstance(reply.message, messages.Failure):
                 log.warning("refused by the buffer", reason=reply.message.message)
         newest = self._client.state.weights if self._client.state else None
-        if newest is not None and self._config.train.keep_snapshot_every and self._is_kept(newest.step):
+        if newest is not None and self._config.train.keeps_snapshot(newest.step):
             self._add(newest)
 
     def _leave(self) -> None:

@@ -79,7 +79,7 @@ class ReferenceScorer:
         try:
             logprobs = iter(self._score(rows))
         except Exception:
-            self.errors += 1
+            self.errors += len(rows)
             log.exception("reference log-probabilities are left to the trainer", rows=len(rows))
             return
         for group in groups:

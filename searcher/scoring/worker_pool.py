@@ -170,16 +170,18 @@ class WorkerPool:
             return death
         if worker.malformed:
             return worker.sentence
-        silent = worker.process.silent_seconds
-        if worker.items and silent > self.settings.work_seconds:
-            self.timeouts += 1
+        if self._is_late(worker):
             return timed_out(self.settings.work_seconds)
-        if not worker.ready and silent > self.settings.load_seconds:
+        if not worker.ready and worker.process.silent_seconds > self.settings.load_seconds:
             limit = f"{self.settings.section}.load_seconds = {self.settings.load_seconds:g}"
             return f"the worker was not ready within {limit}"
         return None
 
+    def _is_late(self, worker: Worker) -> bool:
+        return bool(worker.items) and worker.process.silent_seconds > self.settings.work_seconds
+
     def _replace(self, worker: Worker, failure: str) -> None:
+        is_late = self._is_late(worker)
         # Results that it sent before its end count.
         self._receive(worker)
         self.trouble = worker.sentence or failure
@@ -191,7 +193,9 @@ class WorkerPool:
             return
         log.warning(f"{self.settings.name} replaced", reason=self.trouble, pid=worker.process.pid)
         # At least one item fails, so that a batch which kills every worker comes to an end.
-        for ticket in worker.running or list(worker.items)[:1]:
+        failed = worker.running or list(worker.items)[:1]
+        self.timeouts += is_late * len(failed)
+        for ticket in failed:
             self._results.append(Result(worker.items.pop(ticket), None, self.trouble))
         self._waiting.extendleft(reversed(worker.items.values()))
         if not self.ready:

@@ -99,6 +99,15 @@ def in_order(run_config) -> dict[str, list[int]]:
     return found
 
 
+def test_the_size_of_the_spool_is_what_its_limit_counts_blocks_of_the_disk(courier):
+    one = courier()
+    one.put(5)
+    files = [path for path in one.delivery._spool.directory.iterdir() if path.name[:16].isdecimal()]
+    assert len(files) == 5
+    blocks = sum(-(-path.stat().st_size // 4096) for path in files)
+    assert one.delivery.metrics["spool_bytes"] == blocks * 4096 == one.delivery._spool.bytes
+
+
 def test_an_acknowledged_put_is_stored_and_leaves_nothing_on_disk(courier, run_config, tmp_path):
     one = courier()
     one.put(5)

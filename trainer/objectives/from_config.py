@@ -151,8 +151,7 @@ def _truncation(
     advantage_R = responses.per_token(advantage_bK)
     weight_R = pg.ratio_weight(responses.log_ratio_R, advantage_R, chosen.bounds, clips=chosen.clips)
     total_N = row_totals(torch.where(responses.mask_R, weight_R, 0.0), responses.lengths)
-    counted_N = row_totals(responses.mask_R, responses.lengths)
-    return (total_N / counted_N.clamp(min=1)).view_as(advantage_bK)
+    return total_N.view_as(advantage_bK) / responses.tokens_bK.clamp(min=1)
 
 
 def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Terms:

@@ -89,7 +89,7 @@ class Responses:
     @property
     def tokens_bK(self) -> Tensor:
         """Counted tokens of each response: [b, K], float64."""
-        return self.per_row(torch.ones_like(self.logprob_R.detach()))
+        return row_totals(self.mask_R, self.lengths).view_as(self.reward_bK)
 
     def per_row(self, value_R: Tensor) -> Tensor:
         """Sum over the counted tokens of each response: [b, K] in float64."""

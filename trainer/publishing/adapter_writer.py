@@ -82,7 +82,7 @@ class AdapterWriter(SnapshotWriter):
     def _must_be_full(self, publication: Publication) -> bool:
         """Also if the base was deleted after this publication was queued: the next one brings a new base."""
         no_base = not (self._has_base() or self._base_first(publication))
-        return no_base or self._must_be_full_at(publication.step)
+        return no_base or self._config.train.keeps_snapshot(publication.step)
 
     def _write_base(self, version: int, *, only_base: bool = False) -> Written:
         weights = self._copied_base().wait()

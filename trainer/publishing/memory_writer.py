@@ -143,7 +143,7 @@ class MemoryWriter(SnapshotWriter):
         """Whether a snapshot is written to disk: the first of a run, the last, and every `keep_snapshot_every`-th."""
         if self._first is None:
             self._first = step
-        return step == self._first or self._must_be_full_at(step)
+        return step == self._first or self._config.train.keeps_snapshot(step)
 
     def _note(self, one: _Last) -> None:
         one.file.kept = True

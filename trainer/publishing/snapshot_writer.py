@@ -195,7 +195,7 @@ class SnapshotWriter(ABC):
 
     def is_kept_step(self, step: int) -> bool:
         """Whether the snapshot of a step must be published even if a newer one is there."""
-        return self._must_be_full_at(step)
+        return self._config.train.keeps_snapshot(step)
 
     @property
     def pending(self) -> bool:
@@ -228,11 +228,6 @@ class SnapshotWriter(ABC):
 
     def _bytes_needed(self, publication: Publication) -> int:
         return bytes_of(publication.copy)
-
-    def _must_be_full_at(self, step: int) -> bool:
-        """Whether the step's snapshot is a complete model directory for people: the last one, and those kept."""
-        every = self._config.train.keep_snapshot_every
-        return self._is_last(step) or bool(every and step % every == 0)
 
     def _is_last(self, step: int) -> bool:
         """Whether the snapshot of this step is the last of the run."""

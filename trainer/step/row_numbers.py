@@ -23,7 +23,7 @@ def quantities(rows: Sequence[Row], responses: Responses, terms: Terms, log_rati
     except for on-policy rows.
     """
     shape = responses.reward_bK.shape
-    tokens_bK = row_totals(responses.mask_R, responses.lengths).view(shape)
+    tokens_bK = responses.tokens_bK
     difference_bK = row_totals(log_ratio_R.abs(), responses.lengths).view(shape)
     on_policy_bK = torch.tensor([row.on_policy for row in rows]).view(shape)
     return torch.stack(

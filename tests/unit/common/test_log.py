@@ -31,17 +31,16 @@ def test_equal_warnings_are_counted_for_a_minute():
     assert "repeated" not in last.__dict__["fields"]
 
 
-def test_warnings_that_stand_for_others_are_counted_with_them():
+def test_warnings_that_a_peer_causes_are_equal_whatever_their_reasons():
     clock = ManualClock()
     warnings = DuplicateFilter(clock.monotonic)
-    kept = []
-    for seconds in (0, 10, 10, 50):
-        clock.advance(seconds)
-        # A sender of bad requests has a line in ten seconds, each for a thousand others.
-        line = record("request refused", peer="10.0.0.1", repeated=1000)
-        if warnings.keep(line):
-            kept.append(line.__dict__["fields"]["repeated"])
-    assert kept == [1000, 2 * 1001 + 1000]
+    many = [record("request refused", by="10.0.0.1", sender=f"s{n}", reason=f"unknown {n}") for n in range(1000)]
+    assert [warnings.keep(one) for one in many] == [True, *[False] * 999]
+    assert warnings.keep(record("request refused", by="10.0.0.2", sender="s0", reason="unknown 0"))
+    assert warnings.keep(record("connection closed", by="10.0.0.1"))
+    clock.advance(61)
+    assert warnings.keep(later := record("request refused", by="10.0.0.1"))
+    assert later.__dict__["fields"]["repeated"] == 999
 
 
 def test_a_line_break_in_a_field_begins_no_line_of_the_log_except_in_a_traceback():

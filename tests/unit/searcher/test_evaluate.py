@@ -130,7 +130,7 @@ def test_only_a_setting_that_changes_a_number_makes_another_evaluation(example_m
     assert settings(duplicate_distance=0.3, **embedder) != settings(**embedder)
 
 
-def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path):
+def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path, caplog):
     address = "tcp://127.0.0.1:1"
     fetching = Fetching()
     assembler = SnapshotAssembler(tmp_path / "node", "auto", SystemClock(), fetching)
@@ -138,6 +138,6 @@ def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped
         follower = Follower(Config(), cast("Any", None), assembler, fetching, client, SystemClock())
         ref = WeightsRef(version=1, step=1, path="/none/v00000001", manifest_sha256="0" * 64, address=address)
         asked = count()
-        follower._evaluate(ref, lambda: next(asked) == 2)
-        assert next(asked) == 3
+        follower._evaluate(ref, lambda: next(asked) >= 2)
+        assert "snapshot not evaluated" not in caplog.text
         assert client.is_pending(follower._heartbeat_request)

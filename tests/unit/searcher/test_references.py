@@ -101,7 +101,7 @@ def group_of(*rows):
     return Group(Visit(lease=1, epoch=0, prompt_key="p0"), prompt, np.zeros(0, np.int32), len(rows), list(rows))
 
 
-def test_when_the_reference_fails_rows_pass_without_one_and_the_error_is_counted(trajectory):
+def test_when_the_reference_fails_rows_pass_without_one_and_each_is_counted(trajectory):
     entered = threading.Event()
 
     def broken(rows):
@@ -109,11 +109,11 @@ def test_when_the_reference_fails_rows_pass_without_one_and_the_error_is_counted
         raise RuntimeError("out of memory")
 
     references = ReferenceScorer(broken)
-    references.submit(group_of(trajectory()))
+    references.submit(group_of(trajectory(), trajectory()))
     assert entered.wait(60)
     (group,) = references.close()
-    assert [row.reference_logprob for row in group.done] == [None]
-    assert (references.waiting, references.errors) == (0, 1)
+    assert [row.reference_logprob for row in group.done] == [None, None]
+    assert (references.waiting, references.errors) == (0, 2)
 
 
 def test_groups_that_wait_when_the_scorer_is_closed_pass_without_a_reference(trajectory):

@@ -31,7 +31,8 @@ from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.loop import Trainer, train
 from tba.trainer.metrics.stopwatch import PHASES
-from tba.trainer.publishing.memory_writer import MappedCopy, MemoryWriter
+from tba.trainer.model.host_buffers import HostCopy
+from tba.trainer.publishing.memory_writer import MemoryWriter
 from tba.trainer.step.learner import Learner, StepResult
 
 STEPS = 6
@@ -166,7 +167,7 @@ def test_the_last_checkpoint_is_saved_while_the_last_weights_wait_for_memory(mak
     run, attempts, has_room = make_run(), itertools.count(1), threading.Event()
     copy, shortage = MemoryWriter.copy, "2 GiB are free"
 
-    def copy_if_there_is_room(writer: MemoryWriter, before: Callable[[], None]) -> MappedCopy | None:
+    def copy_if_there_is_room(writer: MemoryWriter, before: Callable[[], None]) -> HostCopy | None:
         return copy(writer, before) if next(attempts) < 4 or has_room.is_set() else None
 
     monkeypatch.setattr(MemoryWriter, "copy", copy_if_there_is_room)

@@ -160,7 +160,7 @@ def test_the_publisher_of_a_replaced_trainer_is_refused_and_its_versions_are_fre
     cut_off.publish()
     assert cut_off._publisher.flush(60)
     # The first trainer counts as silent for long enough.
-    monkeypatch.setattr("tba.buffer.service.clients._TRAINER_SECONDS", 0.0)
+    monkeypatch.setattr("tba.buffer.service.clients.SILENT_SECONDS", 0.0)
     successor = make_trainer("b")
     cut_off.publish()
     with pytest.raises(Refused, match="took over run test"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_REQUEST_SECONDS = 2.0
+_REQUEST_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 
 
@@ -94,7 +94,7 @@ class _Server(WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    """Ends a request that takes too long: a client keeps others and `close` waiting for two seconds at most."""
+    """Ends a request that takes too long: a client keeps others and `close` waiting for half a second at most."""
 
     timeout = _REQUEST_SECONDS
 

@@ -124,7 +124,8 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     if not math.isfinite(high - low):
         return -_LARGEST, _LARGEST
-    return (low, high) if high > low else (low - 0.5, low + 0.5)
+    half = max(0.5, abs(low) / 1000)
+    return (low, high) if high > low else (low - half, low + half)
 
 
 def _axes(scale: _Scale, names: Sequence[float]) -> list[str]:

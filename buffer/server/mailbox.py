@@ -174,5 +174,5 @@ class Mailbox:
                 rows += len(arrival.message)
                 size += sum(arrival.message.payload_bytes)
             else:
-                rows += 1
+                rows += arrival.message.want if isinstance(arrival.message, messages.LeasePrompts) else 1
         return group

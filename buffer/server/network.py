@@ -35,7 +35,9 @@ _TEXTS = ("text", "error", "reward_parts", "metadata")
 # Rejections that may wait for the writer; further messages wait in the senders.
 _REJECTION_LIMIT = 1024
 # A larger reply, such as a batch, many leases or the status of many clients, is one of few on their way to a peer.
-_LARGE_BYTES = 1 << 16
+_LARGE_BYTES = 8 << 10
+# While the next large reply waits for the one before, which leaves the process within milliseconds if the peer reads.
+_AHEAD_POLL_SECONDS = 0.005
 
 
 def _decoded_bytes(message: Message | PutColumns) -> int:
@@ -79,7 +81,8 @@ class Network:
     def _run(self) -> None:
         while not self.thread.stopping.is_set():
             can_read = not self._mailbox.full and len(self.rejections) < _REJECTION_LIMIT
-            received = self._channel.receive(_POLL_SECONDS, _READ_LIMIT if can_read else 0)
+            wait = _AHEAD_POLL_SECONDS if self._ahead else _POLL_SECONDS
+            received = self._channel.receive(wait, _READ_LIMIT if can_read else 0)
             self._send_ahead()
             self._send_outbox()
             for peer, frames in received:

@@ -26,6 +26,8 @@ _SEQUENCES = (1 << 63) - 1
 # The metadata of a row on the wire, and of all rows of a put as JSON, which may be several times as long.
 MAX_METADATA_BYTES = 128 << 10
 _MAX_JSON_CHARACTERS = 1 << 20
+# Far below what Python's JSON reads and writes, which depends on the depth of the calls before it.
+_MAX_DEPTH = 100
 _EMPTY_MAP = msgspec.Raw(b"\x80")
 _decode_metadata = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
@@ -107,6 +109,13 @@ def _sampling_json(sampling: Sampling) -> str:
     return msgspec.json.encode(sampling).decode()
 
 
+def _depth(value: Any) -> int:
+    """Return how many maps and lists are inside each other. Raises RecursionError."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
+
+
 def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[bool]]:
     """Return the metadata of each row as JSON, and whether it names a version of another run.
 
@@ -125,6 +134,8 @@ def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[bool]]:
             raise Oversize(f"metadata of row {row} has {size} bytes, the limit is {MAX_METADATA_BYTES}")
         try:
             metadata = _decode_metadata(packed)
+            if _depth(metadata) > _MAX_DEPTH:
+                raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
             texts.append(json.dumps(metadata, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise WireError(f"metadata of row {row} cannot be written as JSON: {error}"[:300]) from error

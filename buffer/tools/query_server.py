@@ -25,6 +25,8 @@ _POLL_SECONDS = 0.5
 _MAY_QUERY: tuple[KeyRole, ...] = ("monitor",)
 # Added to the priority number of the process: queries yield to the buffer, searchers and trainer.
 _NICE = 10
+# Queries that are read at a time.
+_MOST_QUERIES = 1024
 # Replies that may wait for one client.
 _UNSENT = 2
 
@@ -44,7 +46,8 @@ def serve_queries(
         if keys is None and not is_private(channel.address):
             log.warning("every client that reaches the address may read the database: security.insecure is set")
         while not stop():
-            for peer, frames in channel.receive(_POLL_SECONDS, 1):
+            # Only the newest query of each client: one that it has given up must not keep others waiting.
+            for peer, frames in dict(channel.receive(_POLL_SECONDS, _MOST_QUERIES)).items():
                 if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
                     log.warning("query refused", by=peer.address, reason=refusal)
                     failure = Failure(code="not_allowed", message=refusal)

@@ -32,7 +32,7 @@ log = get_logger(__name__)
 _MAY_FETCH: tuple[KeyRole, ...] = ("searcher", "trainer")
 _POLL_SECONDS = 1.0
 _MESSAGES_PER_RECEIVE = 16
-# Chunks of up to 4 MiB that may wait for one searcher: twice what it requests at a time, so that none is dropped.
+# Chunks of up to 1 MiB that may wait for one searcher: twice what it requests at a time, so that none is dropped.
 _UNSENT_CHUNKS = 16
 # As long as a searcher waits for a chunk before it asks again, and then some.
 _HOLD_SECONDS = 20.0

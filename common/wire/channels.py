@@ -24,10 +24,11 @@ from tba.common.wire.keys import ClientKeys, ServerKeys
 from tba.common.wire.socket_files import free_socket_file, keep_private, own_socket_directory
 from tba.common.wire.trajectory import ARRAY_KINDS
 
-# Limits in messages, not bytes. Replies are small, and a client keeps its unanswered requests in memory anyway. The
-# server queues few requests per peer: requests that it does not read must wait in the senders.
+# Limits in messages, not bytes. A client keeps its unanswered requests in memory anyway. The server queues few requests
+# per peer: requests that it does not read must wait in the senders. It queues as many replies as it accepts requests.
 _HIGH_WATER_MARK = 1024
 _UNREAD_REQUESTS = 16
+_UNSENT_REPLIES = 192
 # The most frames that a valid multipart has.
 _MOST_FRAMES = 1 + len(ARRAY_KINDS)
 # One read of the socket stops after the multipart that exceeds this.
@@ -35,11 +36,13 @@ _READ_BYTES = 4 << 20
 # A frame over the codec's limit gets an error reply. A frame over this limit is not read: ZeroMQ disconnects the peer.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
 _HARD_REQUEST_LIMIT = 2 * MAX_REQUEST_FRAME_BYTES
-# A connection broken by the network is detected within 12 s: each side pings every 2 s and closes the connection if
-# nothing arrives for 10 s after a ping. A new connection is abandoned after 5 s and tried again. Otherwise the outage
-# would outlast the network's: TCP retries at growing intervals, and ZeroMQ waits 30 s for the greeting.
+# A connection broken by the network is detected within 12 s by the client, which connects again: each side pings every
+# 2 s, and the client closes the connection if nothing arrives for 10 s after a ping. A new connection is abandoned
+# after 5 s and tried again. Otherwise the outage would outlast the network's: TCP retries at growing intervals, and
+# ZeroMQ waits 30 s for the greeting. The server waits longer: it sees no answers while it does not read requests.
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
+_SERVER_TIMEOUT_MS = 60_000
 _CONNECT_TIMEOUT_MS = 5_000
 _LINGER_MS = 500
 # Between two attempts of a client that is refused.
@@ -82,7 +85,7 @@ class ServerChannel:
         address: str,
         *,
         setting: str = "buffer.address",
-        unsent: int = _HIGH_WATER_MARK,
+        unsent: int = _UNSENT_REPLIES,
         keys: ServerKeys | None = None,
     ) -> None:
         self.keys = keys
@@ -92,7 +95,8 @@ class ServerChannel:
         self._socket.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
         self._socket.setsockopt(zmq.SNDHWM, unsent)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A client that reconnects takes the place of its old connection, which may seem alive for another 12 s.
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SERVER_TIMEOUT_MS)
+        # A client that reconnects takes the place of its old connection, which may seem alive for another minute.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _HARD_REQUEST_LIMIT)
         self._connections = Connections(self._context, self._socket, log_failures=keys is not None)

@@ -11,7 +11,7 @@ from msgspec import Meta
 from tba.common.wire.fields import Id, Name
 from tba.common.wire.messages import Message
 
-MAX_CHUNK_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 1 << 20
 
 
 class FetchChunk(Message, frozen=True):

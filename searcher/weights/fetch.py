@@ -19,14 +19,14 @@ from tba.common.log import get_logger
 from tba.common.weights import delta
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import PlainReply, decode_plain_reply, encode_request
-from tba.common.wire.file_messages import Chunk, FetchChunk
+from tba.common.wire.file_messages import MAX_CHUNK_BYTES, Chunk, FetchChunk
 from tba.common.wire.keys import KeyPair, announced
 from tba.common.wire.messages import Failure
 from tba.searcher.weights.progress import Progress
 
 log = get_logger(__name__)
 
-_CHUNK_BYTES = 2 << 20
+_CHUNK_BYTES = MAX_CHUNK_BYTES
 # Chunks requested and not yet received.
 _WINDOW = 8
 _POLL_SECONDS = 0.2

@@ -282,6 +282,7 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (FULL | {"sampling": None}, "it has logprobs and no sampling"),
         (FULL | {"loss_mask": [1, 1]}, "a loss mask has 2 entries for 1 response token"),
         (GOOD | {"metadata": {"n": 2**70}}, "can't serialize ints"),
+        (GOOD | {"metadata": {"x": json.loads("[" * 100 + "]" * 100)}}, "nested more than 100 deep"),
         (GOOD | {"metadata": {"x": "y" * (200 << 10)}}, "metadata of row 0 has"),
         (GOOD | {"text": "x" * (17 << 20)}, "header of"),
         (GOOD | {"run": "r", "id": -1}, "id: Input should be greater"),

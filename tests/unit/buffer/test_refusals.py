@@ -171,6 +171,14 @@ def test_a_transaction_takes_some_of_each_queue_and_one_batch():
     assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
 
 
+def test_a_lease_counts_as_many_rows_of_a_transaction_as_it_wants_prompts():
+    mailbox = Mailbox(1 << 20)
+    for n, want in enumerate([200, 100, 4096, 1]):
+        lease = messages.LeasePrompts(want=want, held=[], weights_version=0, wait_seconds=0.0)
+        mailbox.add(arrival(lease, peer=bytes([n]), role="searcher"))
+    assert [len(mailbox.take(0)) for _ in range(3)] == [2, 1, 1]
+
+
 def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
     mailbox = Mailbox(1 << 20)
     for _ in range(100):

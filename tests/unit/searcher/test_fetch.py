@@ -22,7 +22,7 @@ from tba.searcher.weights.preparation import Preparation
 from tba.searcher.weights.progress import Progress
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
 
-# Five chunks of 2 MiB.
+# Ten chunks of 1 MiB.
 ELEMENTS = 5_000_000
 
 
@@ -219,7 +219,7 @@ def test_a_snapshot_is_held_from_the_first_chunk_of_a_file_to_the_last(trainer, 
     server._chunk = chunk
     fetcher.fetch(0, MANIFEST, tmp_path / "manifest")
     fetcher.fetch(0, WEIGHTS, tmp_path / "weights", size=len(trainer.truth[0]))
-    assert held == [False, True, True, True, True, False]
+    assert held == [False, *[True] * 9, False]
 
 
 def test_a_connection_holds_no_more_than_the_snapshot_that_it_reads_from(trainer, server, fetcher, tmp_path):

@@ -28,6 +28,7 @@ from tba.common.config.layers import is_database
 from tba.common.errors import BufferFault, StorageError, UsageError
 from tba.common.quantity import quantity
 from tba.common.system.durable import sha256_of
+from tba.common.weights.model_files import model_here, vocabulary_size
 from tba.common.wire import messages
 from tba.common.wire.trajectory import Trajectory, pack
 
@@ -60,7 +61,9 @@ def import_file(
     Raises UsageError for an invalid row before anything is imported; BufferFault or StorageError if the buffer fails,
     with the number of rows imported until then.
     """
-    parser = Parser(target.run, functools.cache(lambda: Tokenizer(config.model.path)))
+    model = model_here(config.model.path)
+    vocabulary = vocabulary_size(model) if model is not None else None
+    parser = Parser(target.run, functools.cache(lambda: Tokenizer(config.model.path)), vocabulary)
     rows = _check(read_rows(source, config, format_), parser, on_progress)
     counts = {"rows": rows, "new": 0, "there_already": 0}
 

@@ -77,17 +77,22 @@ class Line(BaseModel):
 
 
 class Parser:
-    """Parses the lines of a file for one run. `tokenizer` is called only if a line has text instead of token ids."""
+    """Parses the lines of a file for one run. `tokenizer` is called only if a line has text instead of token ids.
 
-    def __init__(self, run: str, tokenizer: Callable[[], Tokenizer]) -> None:
+    `vocabulary` is the number of token ids of the run's model, None if that is not known here.
+    """
+
+    def __init__(self, run: str, tokenizer: Callable[[], Tokenizer], vocabulary: int | None) -> None:
         self._run = run
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
 
     def parse(self, fields: Any, where: str) -> Trajectory:
         """Return a checked trajectory. Raises UsageError with the location `where` and the reason."""
         try:
             line = Line.model_validate(fields)
             trajectory = self._trajectory(line)
+            self._check_tokens(trajectory)
             _check(trajectory)
         except ValidationError as error:
             raise UsageError(f"{where}: {_sentence(error)}") from error
@@ -116,6 +121,13 @@ class Parser:
             loss_mask=np.asarray(line.loss_mask, np.uint8),
             **self._row_fields(line),
         )
+
+    def _check_tokens(self, trajectory: Trajectory) -> None:
+        """Raise ValueError for a token id that the model does not have: the trainer could not make a step with it."""
+        for name in ("prompt_ids", "response_ids"):
+            largest = int(getattr(trajectory, name).max(initial=0))
+            if self._vocabulary is not None and largest >= self._vocabulary:
+                raise ValueError(f"{name} has {largest}, and the run's model has token ids below {self._vocabulary}")
 
     def _row_fields(self, line: Line) -> dict[str, Any]:
         fields = {name: getattr(line, name) for name in ROW_FIELDS}

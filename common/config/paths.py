@@ -116,10 +116,15 @@ def check_data(task: TaskSection) -> None:
 
 
 def hub_data(task: TaskSection) -> list[str]:
-    """Return the data sets of a task that are on the hub."""
+    """Return the data sets of a task that are on the hub, and not files here."""
     named = [name for source in task.sources if source.reads_files for name in (source.train, source.test)]
-    remote = [name for name in named if name and not name.endswith((".json", ".jsonl")) and is_hub_name(name)]
+    remote = [name for name in named if _is_on_hub(name)]
     return list(dict.fromkeys(remote))
+
+
+def _is_on_hub(name: str) -> bool:
+    is_file = name.endswith((".json", ".jsonl")) or os.path.exists(name)
+    return bool(name) and not is_file and is_hub_name(name)
 
 
 def nearest_existing(path: Path) -> Path:

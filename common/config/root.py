@@ -182,7 +182,7 @@ def _check_ratios(config: Config) -> None:
 
 def _check_batches(config: Config) -> None:
     """Refuse settings under which no batch is possible, so that the trainer would wait forever."""
-    _check_group(config.search)
+    _check_group(config)
     buffer, group = config.buffer, config.train.samples_per_prompt if config.buffer.replacement == "never" else 1
     if group > buffer.prompt_cap:
         raise ValueError(f'buffer.replacement = "never" needs buffer.prompt_cap >= train.samples_per_prompt = {group}')
@@ -197,12 +197,18 @@ def _check_batches(config: Config) -> None:
         raise ValueError(f"buffer.max_trajectories = {most} is less than the {least} that a batch needs")
 
 
-def _check_group(search: SearchSection) -> None:
-    """Refuse groups that fit no put: a searcher would generate its first one and end."""
+def _check_group(config: Config) -> None:
+    """Refuse batches and groups that fit no message: trainer and searchers would end at their first one."""
     # Imports NumPy, which most commands do not need before their configuration is read.
     from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
-    from tba.common.wire.fields import MAX_PUT_ROWS
+    from tba.common.wire.fields import MAX_PUT_ROWS, MAX_ROWS
 
+    search, train = config.search, config.train
+    if train.prompts_per_step * train.samples_per_prompt > MAX_ROWS:
+        raise ValueError(
+            f"train.prompts_per_step = {train.prompts_per_step} prompts of train.samples_per_prompt = "
+            f"{train.samples_per_prompt} trajectories: a batch has at most {MAX_ROWS}"
+        )
     if search.samples_per_prompt > MAX_PUT_ROWS:
         raise ValueError(
             f"search.samples_per_prompt = {search.samples_per_prompt}: at most {MAX_PUT_ROWS} are possible"

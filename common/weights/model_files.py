@@ -78,7 +78,7 @@ def check_model(path: str, *, setting: str = "model.path") -> bool:
 
 
 def _check_files(directory: Path, path: str, setting: str) -> None:
-    _need_tokenizer(os.listdir(directory), path, setting)
+    need_tokenizer(os.listdir(directory), path, setting)
     try:
         missing = [file.name for file in weight_files(directory) if not file.is_file()]
     except ConfigError as error:
@@ -87,7 +87,8 @@ def _check_files(directory: Path, path: str, setting: str) -> None:
         raise ConfigError(f"{setting} {path} lacks {', '.join(missing)}, which its index names: copy the model again")
 
 
-def _need_tokenizer(names: Sequence[str], path: str, setting: str) -> None:
+def need_tokenizer(names: Sequence[str], path: str, setting: str) -> None:
+    """Raise ConfigError if none of the files of a model is a tokenizer's."""
     if not any(fnmatch.filter(names, pattern) for pattern in _TOKENIZER_FILES):
         raise ConfigError(f"{setting} {path} has no tokenizer: no file is called {', '.join(_TOKENIZER_FILES)}")
 
@@ -113,7 +114,7 @@ def check_hub(path: str, *, setting: str = "model.path") -> str:
         return str(hf_hub_download(path, "config.json"))
 
     names = [name for name in _from_hub(list_files, path, setting) if "/" not in name]
-    _need_tokenizer(names, path, setting)
+    need_tokenizer(names, path, setting)
     if not fnmatch.filter(names, "*.safetensors"):
         raise ConfigError(f"{setting} {path} has no safetensors files on the hub; other weight formats are not loaded")
     _from_hub(download_config, path, setting)
@@ -229,6 +230,13 @@ def eos_ids(directory: Path) -> list[int]:
         if value is not None:
             return list(value) if isinstance(value, list) else [int(value)]
     return []
+
+
+def vocabulary_size(directory: Path) -> int | None:
+    """The number of token ids of a model, None if its config does not say. Raises ValueError if that is not JSON."""
+    config = read_json(directory / "config.json")
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

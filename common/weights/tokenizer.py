@@ -1,9 +1,11 @@
 """Load a tokenizer with transformers. Without transformers, `tba.buffer.tools.tokenizer` reads tokenizer.json."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line
+from tba.common.weights.model_files import need_tokenizer
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -19,4 +21,6 @@ def load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory)
     # transformers raises many kinds of errors here; all mean that the files are not a tokenizer.
     except Exception as error:
+        if directory.is_dir():
+            need_tokenizer(os.listdir(directory), str(directory), "the model")
         raise ConfigError(f"{directory} has no tokenizer that loads: {first_line(error)}") from error

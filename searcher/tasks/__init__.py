@@ -40,7 +40,7 @@ def load_task(config: TaskSection) -> Task:
     if config.name != MIXTURE:
         return _load(config)
     parts = [(part.label or None, _load(part), part.weight) for part in config.mixture]
-    return _limited(make_mixture(parts), config)
+    return LimitedTask(make_mixture(parts), config.limit, config.held_out_limit)
 
 
 def declared_floor(config: TaskSection) -> float:
@@ -55,13 +55,7 @@ def _declared(source: TaskSource) -> float:
 
 
 def _load(source: TaskSource) -> Task:
-    return _limited(_task(source), source)
-
-
-def _limited(task: Task, source: TaskSource) -> Task:
-    if source.limit or source.held_out_limit:
-        return LimitedTask(task, source.limit, source.held_out_limit)
-    return task
+    return LimitedTask(_task(source), source.limit, source.held_out_limit)
 
 
 def _task(source: TaskSource) -> Task:

@@ -3,11 +3,13 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tba.common.errors import TaskError
+from tba.common.errors import TaskError, TbaError
 from tba.common.rendering import Message, PromptRenderer
 
 # The reward part that is averaged as accuracy: 1 for a right answer, 0 for a wrong one.
@@ -80,7 +82,10 @@ class Task(Protocol):
 
 
 class LimitedTask:
-    """The first `limit` training and `held_out_limit` held-out prompts of another task; 0 means all of them."""
+    """The first `limit` training and `held_out_limit` held-out prompts of another task; 0 means all of them.
+
+    Raises TaskError for any error of the other task's code, with the line that raised it.
+    """
 
     def __init__(self, task: Task, limit: int, held_out_limit: int) -> None:
         self.name = task.name
@@ -93,10 +98,25 @@ class LimitedTask:
         return getattr(self._task, name)
 
     def prompts(self) -> Sequence[Prompt]:
-        return self._task.prompts()[: self._limit]
+        return self._first(self._limit, self._task.prompts)
 
     def held_out(self) -> Sequence[Prompt]:
-        return self._task.held_out()[: self._held_out_limit]
+        return self._first(self._held_out_limit, self._task.held_out)
+
+    def _first(self, limit: int | None, method: Callable[[], Sequence[Prompt]]) -> Sequence[Prompt]:
+        try:
+            return method()[:limit]
+        except (MemoryError, TbaError):
+            raise
+        # User code may raise anything.
+        except Exception as error:
+            own = getattr(sys.modules.get(type(self._task).__module__), "__file__", None)
+            frames = traceback.extract_tb(error.__traceback__)[1:]
+            last = next((frame for frame in reversed(frames) if frame.filename == own), None)
+            place = f" at {last.filename}:{last.lineno}" if last else ""
+            raise TaskError(
+                f"task {self.name}: {method.__name__}() failed{place}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def least_reward(task: Task) -> float:

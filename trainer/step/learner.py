@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tba.common.clock import SystemClock
 from tba.common.config import ReferenceSection, TrainSection
-from tba.common.errors import MemoryShort, TbaError, first_line
+from tba.common.errors import ConfigError, MemoryShort, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
@@ -163,7 +163,7 @@ class Learner:
         """Make one update.
 
         If the loss, the gradient or a reference log-probability is not finite, the step is skipped: it counts, but
-        weights and optimiser do not change. Raises TbaError for token ids outside the vocabulary.
+        weights and optimiser do not change. Raises ConfigError for token ids outside the vocabulary.
         """
         self._check_tokens(batch)
         self._check_floor(batch)
@@ -347,9 +347,9 @@ class Learner:
         for row in batch.rows:
             for tokens in (row.prompt_ids, row.response_ids):
                 if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.scorer.vocabulary):
-                    raise TbaError(
+                    raise ConfigError(
                         f"trajectory {row.id} has token ids outside the model's vocabulary of "
-                        f"{self.scorer.vocabulary}: searchers and trainer must use the same model"
+                        f"{self.scorer.vocabulary}: searchers, imported rows and trainer must be of the same model"
                     )
 
     def _check_floor(self, batch: TrainBatch) -> None:

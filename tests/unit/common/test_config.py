@@ -173,6 +173,7 @@ def test_a_seed_outside_the_integers_of_the_database_is_refused(seed):
     ("assignments", "words"),
     [
         (["search.samples_per_prompt=4097"], "at most 4096"),
+        (["train.prompts_per_step=10000"], "of train.samples_per_prompt = 20 trajectories: a batch has at most 65536"),
         (["search.samples_per_prompt=1025", "search.max_tokens=8192"], "8396800 tokens, and a message has room for"),
     ],
 )

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.common.config import Config
+from tba.common.config import Config, TaskSection
+from tba.common.config.paths import hub_data
 from tba.common.errors import ConfigError
 from tba.common.system.devices import assumed_gpus
 from tba.common.weights.tensor_file import Tensor
@@ -329,3 +330,11 @@ def test_what_was_not_looked_at_is_unchecked(tmp_path, hub_offline):
     elsewhere = {row["check"]: row["result"] for row in examine(config, UNKNOWN, assumed_gpus("8x80"))}
     assert (elsewhere["model"], elsewhere["task"]) == ("unchecked", "unchecked")
     assert findings["task"]["detail"] == "openai/gsm8k: data of the hub, downloaded at the start"
+
+
+def test_a_file_without_the_ending_of_json_is_no_data_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    section = TaskSection(name="gsm8k", train="g.csv", test="openai/gsm8k")
+    assert hub_data(section) == ["g.csv", "openai/gsm8k"]
+    Path("g.csv").touch()
+    assert hub_data(section) == ["openai/gsm8k"]

@@ -98,6 +98,17 @@ def test_the_error_names_an_option_that_does_not_exist_or_fails(file, options, s
         load_task(TaskSection(name=str(file), options=options))
 
 
+@pytest.mark.parametrize("method", ["prompts", "held_out"])
+def test_an_error_of_the_code_that_makes_prompts_names_the_line(file, method):
+    lines = FILE.splitlines()
+    number = lines.index(f"    def {method}(self):") + 1
+    lines.insert(number, "        {}['split']")
+    file.write_text("\n".join(lines))
+    sentence = rf"task spell: {method}\(\) failed at {file}:{number + 1}: KeyError: 'split'"
+    with pytest.raises(TaskError, match=sentence):
+        getattr(load_task(TaskSection(name=str(file))), method)()
+
+
 def test_a_file_with_two_tasks_needs_a_name(file):
     file.write_text(f"{FILE}\nclass Second(Spell):\n    pass\n")
     with pytest.raises(TaskError, match=r"has several tasks, Spell, Second: name one, as .*spell.py:Second$"):

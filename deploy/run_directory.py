@@ -50,6 +50,11 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
             f'set run.name = "{names[0]}" to continue that run, or choose another run.dir'
         )
     own = next((result for result in results if result["run"] == name), None)
+    if own is not None and own.get("source"):
+        raise UsageError(
+            f"{directory} holds run {name}, which was trained offline from {own['source']}: `tba train --offline` "
+            "continues it; choose another run.dir"
+        )
     if own is not None and own["finished"] and (config.train.steps <= own["steps"] or not resume):
         steps = f"{own['steps']} of {own['planned'] or own['steps']} steps"
         raise UsageError(

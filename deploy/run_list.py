@@ -68,9 +68,18 @@ def ended_run(config: Config, read_results: ReadResults) -> dict[str, Any] | Non
     state, end = _ENDED[row["state"]]
     why = f" ({row['why']})" if row["state"] == "crashed" else ""
     sentence = f"run {row['run']} in {row['directory']} {state}{why}, and nothing serves it any more: {result}"
-    launch = last_launch(config.run.dir)
+    return row | {"explanation": f"{sentence}; {_how_to_go_on(config.run.dir, row['source'], end)}"}
+
+
+def _how_to_go_on(directory: Path, source: str | None, end: str) -> str:
+    """Return the command that continues a run. `source` is the buffer that an offline run trains from."""
+    if source is not None:
+        return f"`tba train --offline --buffer {source} --resume` {end}"
+    if is_locked(directory / run_files.TRAINER_LOCK):
+        return "its trainer waits for the buffer: `tba buffer serve` with the same configuration continues it"
+    launch = last_launch(directory)
     command = launch.command if launch is not None and launch.command else "tba run FILE"
-    return row | {"explanation": f"{sentence}; `{command} --resume` {end}"}
+    return f"`{command} --resume` {end}"
 
 
 def _folders(directory: Path, depth: int) -> Iterator[Path]:
@@ -116,6 +125,7 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
         "reward": result.get("reward"),
         "accuracy": evaluations[-1].get("accuracy") if evaluations else None,
         "changed": _utc(result["changed_at"]),
+        "source": result.get("source"),
         "directory": str(folder),
         "why": why,
     }

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -100,6 +100,7 @@ def resolve(
         file = default_file
     if file is not None:
         values = _file_layer(file) | values
+    values = _with_tables(values)
     return Resolved(_validate(values), {key: item.origin for key, item in values.items()}, file)
 
 
@@ -200,6 +201,20 @@ def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:
     return values
 
 
+def _with_tables(values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Move the value of a key inside a table, such as `task.options.path`, into the value of the table."""
+    tables = {key for key, field in fields() if get_origin(field.annotation) is dict}
+    found = {key: value for key, value in values.items() if ".".join(key.split(".")[:2]) not in tables - {key}}
+    for key in [key for key in values if key not in found]:
+        section, table, name = key.split(".", 2)
+        whole = f"{section}.{table}"
+        content = found[whole].value if whole in found else {}
+        # Anything else than a table is an error of its own.
+        if isinstance(content, dict):
+            found[whole] = _Value({**content, name: values[key].value}, values[key].origin)
+    return found
+
+
 def _parse(key: str, text: str) -> Any:
     """Return a value parsed as TOML, or the text itself if it is not TOML: `3`, `true`, `[1, 2]`, `cpu`.
 
@@ -218,10 +233,6 @@ def _parse(key: str, text: str) -> Any:
 
 def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
     """Return a sentence on a key that does not exist."""
-    section, _, rest = key.partition(".")
-    table, _, name = rest.partition(".")
-    if name and f"{section}.{table}" == "search.vllm":
-        return f"unknown key {key} ({origin}): write the table, search.vllm={{ {name} = VALUE }}"
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"

@@ -195,9 +195,9 @@ def _scoring(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Sta
         timeouts = quantity(round(total(searchers, "reward_timeouts")), "timeout")
         return Stall(
             "rewards",
-            f"{are(searchers, status)} waiting for {quantity(waiting, 'reward')}, which take {lasting(slowest)} each, "
-            f"with {timeouts}: the reward function is slow or hangs; raise task.reward_workers or lower "
-            "task.reward_seconds",
+            f"{are(searchers, status)} waiting for {quantity(waiting, 'reward')}; the last one came after "
+            f"{lasting(slowest)}, queue included, with {timeouts}: the reward function is slow or hangs; raise "
+            "task.reward_workers or lower task.reward_seconds",
         )
     if waiting := round(total(searchers, "references_waiting")):
         return Stall(

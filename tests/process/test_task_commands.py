@@ -57,6 +57,15 @@ def test_a_new_task_passes_its_check_and_scores(tba, checked, tmp_path):
     assert "exists: choose another name" in again.stderr
 
 
+def test_a_check_warns_of_an_accuracy_that_is_neither_0_nor_1(tba, checked, tmp_path):
+    assert tba("task", "new", "doubling", "--dir", str(tmp_path)).returncode == 0
+    file = tmp_path / "doubling.py"
+    file.write_text(file.read_text().replace("{CORRECT: correct,", "{CORRECT: correct / 4,"))
+    code, findings, _ = checked(file)
+    assert (code, findings["rewards"]["result"]) == (0, "warn")
+    assert findings["rewards"]["detail"].endswith("; the part 'correct' is 0.25, and accuracy needs 1 or 0")
+
+
 def test_a_check_names_what_is_wrong_with_a_task(checked, tmp_path):
     file = tmp_path / "unsteady.py"
     file.write_text(UNSTEADY)

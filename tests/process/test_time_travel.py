@@ -112,3 +112,7 @@ def test_an_offline_run_can_be_evaluated_and_plotted(recorded, tba, tmp_path):
     assert "is evaluated, in" in result.stderr, "without a terminal there is a line for each snapshot"
     assert tba("plot", *where).returncode == 0
     assert (directory / "run.png").stat().st_size > 10_000
+    status = tba("status", *where).stdout
+    assert f"`tba train --offline --buffer {recorded.database} --resume` with more train.steps extends it" in status
+    refused = tba("run", *where, "--resume")
+    assert (refused.returncode, "`tba train --offline` continues it" in refused.stderr) == (2, True), refused.stderr

@@ -224,10 +224,16 @@ def test_the_run_by_hand_is_the_demo_in_another_directory():
     assert by_hand.config.run.dir != demo.config.run.dir
 
 
-def test_an_engine_argument_with_dots_is_told_the_form_of_the_table():
-    assert "unknown key search.vllm.x (--set): write the table, search.vllm={ x = VALUE }" in refusal(
-        assignments=["search.vllm.x=1"]
-    )
+def test_a_key_inside_a_table_changes_that_key_alone(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[task]\nname = "own.py"\noptions = { path = "a", size = 3 }\n')
+    assignments = ["task.options.path=b", "search.vllm.max_logprobs=7", "task.options.deep={ x = 1 }"]
+    resolved = resolve(file, environment={}, assignments=assignments)
+    assert resolved.config.task.options == {"path": "b", "size": 3, "deep": {"x": 1}}
+    assert resolved.config.search.vllm == {"max_logprobs": 7}
+    assert (resolved.origin("task.options"), resolved.origin("task.name")) == ("--set", str(file))
+    file.write_text('[task]\nname = "own.py"\noptions = "a"\n')
+    assert "task.options" in refusal(file=file, assignments=["task.options.path=b"])
 
 
 def test_a_key_that_also_takes_a_word_names_it():

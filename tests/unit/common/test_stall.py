@@ -272,7 +272,7 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
     "rewards hang": (
         starved(waiting(metrics={"rewards_waiting": 96.0, "reward_seconds": 10.0, "reward_timeouts": 3.0})),
         "rewards",
-        ("96 rewards", "10 s each", "3 timeouts", "task.reward_seconds"),
+        ("96 rewards", "the last one came after 10 s", "3 timeouts", "task.reward_seconds"),
     ),
     "references are slow": (
         starved(waiting(metrics={"references_waiting": 24.0})),

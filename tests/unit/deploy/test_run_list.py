@@ -18,6 +18,7 @@ from tba.common.errors import StorageError
 from tba.common.evaluations import read_evaluations, record_evaluations
 from tba.common.system.durable import exclusive_lock
 from tba.deploy.run_list import ended_run, list_runs
+from tba.tests.helpers.checks import not_none
 
 
 @pytest.fixture
@@ -161,6 +162,23 @@ def test_a_finished_run_that_nothing_serves_is_described_with_its_result(make_ru
     with exclusive_lock(folder / "buffer.sqlite.lock", ""):
         assert ended_run(config, read) is None
         assert ended_run(config, partial(read, finished=False)) is None
+
+
+def test_the_status_says_how_an_offline_run_and_one_whose_trainer_waits_go_on(make_run):
+    folder = make_run("other", log=b"x")
+    config = Config.model_validate({"run": {"dir": str(folder), "name": "r"}})
+
+    def read(_: Path, **changes: Any) -> list[dict[str, Any]]:
+        done = {"run": "r", "steps": 8, "planned": 9, "reward": 0.7, "changed_at": 1e9, "finished": False}
+        return [done | changes]
+
+    found = not_none(ended_run(config, partial(read, source="runs/a/buffer.sqlite")))
+    assert "`tba train --offline --buffer runs/a/buffer.sqlite --resume` continues it" in found["explanation"]
+    assert "`tba run FILE --resume` continues it" in not_none(ended_run(config, read))["explanation"]
+    with exclusive_lock(folder / "trainer.lock", ""):
+        assert (
+            "its trainer waits for the buffer: `tba buffer serve`" in not_none(ended_run(config, read))["explanation"]
+        )
 
 
 @pytest.mark.slow

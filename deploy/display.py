@@ -3,6 +3,7 @@
 import contextlib
 import math
 import socket
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from rich.console import Console, Group
@@ -222,7 +223,11 @@ def status_view(status: Status, address: str) -> Group:
 
 
 def clients_table(status: Status) -> Table:
-    """Return a table with one row per evaluator, searcher and trainer."""
+    """Return a table with one row per evaluator, searcher and trainer.
+
+    Processes of the same name, such as two searchers on the CPU of one machine, are shown with the number of the start.
+    """
+    names = Counter(map(name_of, status.clients))
     trainer = last_trainer(status)
     trains = trainer is not None and trainer.activity == "training" and not status.trainer_waits_for
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -242,7 +247,7 @@ def clients_table(status: Status) -> Table:
             rate = client.metrics.get("tokens_per_second")
             table.add_row(
                 client.role,
-                Text(printable(name_of(client))),
+                Text(printable(name_of(client) if names[name_of(client)] == 1 else client.sender)),
                 Text(printable(activity), style="yellow" if waiting and not idle else ""),
                 _version(client),
                 f"{rate:,.0f}" if rate is not None and client.activity != "gone" else "",

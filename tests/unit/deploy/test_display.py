@@ -70,6 +70,12 @@ def shown(status) -> str:
     return text.getvalue()
 
 
+def test_two_searchers_of_one_name_are_told_apart():
+    senders = ["vm-cpu0.1a2b", "vm-cpu0.3c4d", "vm-cpu1.5e6f"]
+    lines = shown(make_status(5, clients=[make_client("searcher", sender=sender) for sender in senders])).splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["vm-cpu0.1a2b", "vm-cpu0.3c4d", "vm-cpu1"]
+
+
 def test_a_batch_without_recent_data_is_named():
     lagging = make_status(5, clients=[make_client("trainer")], no_recent_data="the last batch found no data")
     assert explain(Facts(lagging)) == "the trainer is training; the last batch found no data"

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import resource
 import sys
 from collections.abc import Callable, Mapping
 
@@ -34,8 +33,6 @@ _SWITCH_SECONDS = 1e-3
 # Queued requests are not garbage, but a collection every 700 objects would scan all of them again and again: it took
 # half of the time of decoding.
 _COLLECT_EVERY = 50_000
-# As in the systemd unit.
-_OPEN_FILES = 65_536
 
 
 def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] | None = None) -> None:
@@ -64,7 +61,6 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         notify_systemd("READY=1")
         keep_freed_memory()
         sys.setswitchinterval(_SWITCH_SECONDS)
-        _open_many_files()
         gc.set_threshold(_COLLECT_EVERY, 20, 100)
         alarm = resources.enter_context(contextlib.closing(Alarm(config.alarm, run.name)))
         stalls = StallWatch(service.state.clock, alarm.send, config.alarm.after_seconds)
@@ -74,14 +70,6 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         with objects_frozen():
             BufferServer(channel, service, queue_bytes=queue_bytes, stalls=stalls, endpoint=endpoint).run(stop)
     log.info("stopped")
-
-
-def _open_many_files() -> None:
-    """Allow as many open files as clients may need: each connection needs one, and most shells allow 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bind(config: Config) -> ServerChannel:

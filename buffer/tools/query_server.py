@@ -13,7 +13,7 @@ from tba.buffer.tools.limited_query import limit_memory, query_limited
 from tba.common.errors import StorageError, UsageError, WireError
 from tba.common.log import get_logger
 from tba.common.wire.addresses import is_private
-from tba.common.wire.channels import ServerChannel
+from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import QUERY_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
 from tba.common.wire.keys import KeyRole, ServerKeys
 from tba.common.wire.messages import Failure
@@ -25,8 +25,8 @@ _POLL_SECONDS = 0.5
 _MAY_QUERY: tuple[KeyRole, ...] = ("monitor",)
 # Added to the priority number of the process: queries yield to the buffer, searchers and trainer.
 _NICE = 10
-# Queries that are read at a time.
-_MOST_QUERIES = 1024
+# Connections whose queries are read before they are answered.
+_MOST_WAITING = 1024
 # Replies that may wait for one client.
 _UNSENT = 2
 
@@ -45,9 +45,12 @@ def serve_queries(
         log.info("answering queries", address=channel.address, database=str(path))
         if keys is None and not is_private(channel.address):
             log.warning("every client that reaches the address may read the database: security.insecure is set")
+        # The newest query of each connection: it may have given up the ones before.
+        waiting: dict[Peer, list[memoryview]] = {}
         while not stop():
-            # Only the newest query of each client: one that it has given up must not keep others waiting.
-            for peer, frames in dict(channel.receive(_POLL_SECONDS, _MOST_QUERIES)).items():
+            waiting.update(channel.receive(0.0 if waiting else _POLL_SECONDS, _MOST_WAITING - len(waiting)))
+            for peer in [*waiting][:1]:
+                frames = waiting.pop(peer)
                 if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
                     log.warning("query refused", by=peer.address, reason=refusal)
                     failure = Failure(code="not_allowed", message=refusal)

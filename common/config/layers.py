@@ -37,11 +37,15 @@ _SQLITE = b"SQLite format 3\0"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration with the origin of each dotted key that was set, and the file that was read, if any."""
+    """A configuration with the origin of each dotted key that was set, and the file that was read, if any.
+
+    Of the tables in `partial` only single keys were set.
+    """
 
     config: Config
     origins: dict[str, str]
     file: Path | None
+    partial: Collection[str] = ()
 
     def origin(self, key: str) -> str:
         """Return what set a key: a file, an environment variable, a flag, or the default."""
@@ -67,7 +71,9 @@ class Resolved:
                 "configuration with --config FILE"
             )
         values = {key: _Value(value, origin) for key, value in base.items() if key in known}
-        values |= {key: _Value(value_of(self.config, key), origin) for key, origin in self.origins.items()}
+        for key, set_by in self.origins.items():
+            value = value_of(self.config, key)
+            values[key] = _Value(_merged(base.get(key), value) if key in self.partial else value, set_by)
         return _validate(values)
 
 
@@ -100,8 +106,8 @@ def resolve(
         file = default_file
     if file is not None:
         values = _file_layer(file) | values
-    values = _with_tables(values)
-    return Resolved(_validate(values), {key: item.origin for key, item in values.items()}, file)
+    values, partial = _with_tables(values)
+    return Resolved(_validate(values), {key: item.origin for key, item in values.items()}, file, partial)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -197,22 +203,39 @@ def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"--set {assignment}: write it as section.key=value")
-        values[key.strip()] = _Value(_parse(key.strip(), text.strip()), "--set")
+        key = key.strip()
+        # The last one holds, also over keys inside a table.
+        values = {other: value for other, value in values.items() if not other.startswith(f"{key}.")}
+        values[key] = _Value(_parse(key, text.strip()), "--set")
     return values
 
 
-def _with_tables(values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Move the value of a key inside a table, such as `task.options.path`, into the value of the table."""
+def _with_tables(values: Mapping[str, _Value]) -> tuple[dict[str, _Value], set[str]]:
+    """Move the value of a key inside a table, such as `task.options.path`, into the value of the table.
+
+    Also returns the tables of which only keys were given.
+    """
     tables = {key for key, field in fields() if get_origin(field.annotation) is dict}
-    found = {key: value for key, value in values.items() if ".".join(key.split(".")[:2]) not in tables - {key}}
-    for key in [key for key in values if key not in found]:
-        section, table, name = key.split(".", 2)
-        whole = f"{section}.{table}"
-        content = found[whole].value if whole in found else {}
+    inside = {key: ".".join(key.split(".")[:2]) for key in values if key not in tables}
+    inside = {key: table for key, table in inside.items() if table in tables and all(key.split("."))}
+    found = {key: value for key, value in values.items() if key not in inside}
+    partial = set(inside.values()) - found.keys()
+    for key, table in inside.items():
+        content = found[table].value if table in found else {}
         # Anything else than a table is an error of its own.
         if isinstance(content, dict):
-            found[whole] = _Value({**content, name: values[key].value}, values[key].origin)
-    return found
+            value: Any = values[key].value
+            for name in reversed(key.split(".")[2:]):
+                value = {name: value}
+            found[table] = _Value(_merged(content, value), values[key].origin)
+    return found, partial
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    """Return a table with the keys of another one on top, and so for the tables in both."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return {**base, **{key: _merged(base.get(key), value) for key, value in changes.items()}}
 
 
 def _parse(key: str, text: str) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 # Parameters of glibc's mallopt(3), each with its value in bytes. glibc allows no larger mmap threshold than 32 MiB.
 _M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 256 << 20
 _M_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK = -3, 32 << 20
+# As in the systemd units.
+_OPEN_FILES = 65_536
 _SAME_REQUEST_SECONDS = 1.0
 _SHORT = 80
 PARENT_VARIABLE = "TBA_PARENT_PID"
@@ -111,6 +114,14 @@ class StopSignal:
         notify_systemd(f"STOPPING=1{more}")
         if self._exits_immediately:
             self._exit()
+
+
+def allow_many_files() -> None:
+    """Allow as many open files as clients may need: each connection needs one, and most shells allow 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def die_with_parent() -> None:

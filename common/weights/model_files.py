@@ -1,5 +1,6 @@
 """The files of a model, from a local directory or the Hugging Face hub: safetensors and JSON, never pickles."""
 
+import contextlib
 import fnmatch
 import hashlib
 import json
@@ -233,10 +234,13 @@ def eos_ids(directory: Path) -> list[int]:
 
 
 def vocabulary_size(directory: Path) -> int | None:
-    """The number of token ids of a model, None if its config does not say. Raises ValueError if that is not JSON."""
-    config = read_json(directory / "config.json")
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return size if isinstance(size, int) else None
+    """The number of token ids of a model, None if its config does not say."""
+    with contextlib.suppress(ValueError):
+        config: Any = read_json(directory / "config.json")
+        for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+            if isinstance(part, dict) and isinstance(size := part.get("vocab_size"), int):
+                return size
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

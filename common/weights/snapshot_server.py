@@ -57,9 +57,10 @@ class SnapshotServer:
         self._keys = keys
         self.address = with_key(address_of(self._channel.address), keys)
         self._directories = directories
-        # The directory that each connection is reading from, and the monotonic time of its last read. It is held, so
-        # that a file is not written again between two chunks of it.
-        self._held: dict[bytes, tuple[PinnedSnapshot, float]] = {}
+        # The directory that each connection reads from, and the monotonic time of its last read. It is held until the
+        # connection asks for another one, so that no file is written again before the last one is sent.
+        self._reading: dict[bytes, tuple[Path, float]] = {}
+        self._held: dict[Path, PinnedSnapshot] = {}
         self._thread = Background("snapshot server", self._serve, wake=self._channel.wake)
         self._thread.start()
         log.info("serving snapshots", address=self.address)
@@ -106,12 +107,9 @@ class SnapshotServer:
         # A name in the manifest has no separator; O_NOFOLLOW excludes symbolic links.
         descriptor = os.open(directory / request.file, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            size, data = os.fstat(descriptor).st_size, os.pread(descriptor, request.length, request.offset)
+            return os.fstat(descriptor).st_size, os.pread(descriptor, request.length, request.offset)
         finally:
             os.close(descriptor)
-        if request.offset + len(data) >= size:
-            self._let_go(reader)
-        return size, data
 
     def _find(self, reader: bytes, request: FetchChunk) -> Path:
         """Hold and return the directory that has a file of a version. Raises SnapshotError if there is none."""
@@ -128,23 +126,22 @@ class SnapshotServer:
 
     def _hold(self, reader: bytes, directory: Path) -> bool:
         """Keep a directory as it is while a connection reads from it, for some time. False if it is not there."""
-        held = self._held.get(reader)
-        if held is not None and held[0].path == directory:
-            pinned: PinnedSnapshot | None = held[0]
-        else:
+        if self._reading.get(reader, (None,))[0] != directory:
             self._let_go(reader)
-            pinned = pin_path(directory)
-        if pinned is not None:
-            self._held[reader] = pinned, time.monotonic()
-        return pinned is not None
+        if directory not in self._held and (pinned := pin_path(directory)) is not None:
+            self._held[directory] = pinned
+        if directory in self._held:
+            self._reading[reader] = directory, time.monotonic()
+        return directory in self._held
 
     def _let_go(self, reader: bytes) -> None:
-        if reader in self._held:
-            self._held.pop(reader)[0].release()
+        directory, _ = self._reading.pop(reader, (None, 0.0))
+        if directory is not None and all(other != directory for other, _ in self._reading.values()):
+            self._held.pop(directory).release()
 
     def _release(self, *, before: float) -> None:
         """Let go of what was last read before a monotonic time: the reader may be gone."""
-        for reader, (_, used_at) in [*self._held.items()]:
+        for reader, (_, used_at) in [*self._reading.items()]:
             if used_at < before:
                 self._let_go(reader)
 

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tba.common.errors import AddressInUse, ConfigError, TbaError
+from tba.common.system.process import allow_many_files
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.connections import HANDSHAKE_FAILURES, Connections
 from tba.common.wire.curve import ZapHandler, encrypt_client, explain_failure
@@ -88,6 +89,7 @@ class ServerChannel:
         unsent: int = _UNSENT_REPLIES,
         keys: ServerKeys | None = None,
     ) -> None:
+        allow_many_files()
         self.keys = keys
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -5,7 +5,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,17 +95,21 @@ class LimitedTask:
         self._held_out_limit = held_out_limit or None
 
     def __getattr__(self, name: str) -> Any:
+        # An object that is copied or unpickled has no attributes yet.
+        if name == "_task":
+            raise AttributeError(name)
         return getattr(self._task, name)
 
     def prompts(self) -> Sequence[Prompt]:
-        return self._first(self._limit, self._task.prompts)
+        return self._first("prompts", self._limit)
 
     def held_out(self) -> Sequence[Prompt]:
-        return self._first(self._held_out_limit, self._task.held_out)
+        return self._first("held_out", self._held_out_limit)
 
-    def _first(self, limit: int | None, method: Callable[[], Sequence[Prompt]]) -> Sequence[Prompt]:
+    def _first(self, what: str, limit: int | None) -> Sequence[Prompt]:
         try:
-            return method()[:limit]
+            prompts: Sequence[Prompt] = getattr(self._task, what)()
+            return prompts if limit is None else prompts[:limit]
         except (MemoryError, TbaError):
             raise
         # User code may raise anything.
@@ -114,9 +118,7 @@ class LimitedTask:
             frames = traceback.extract_tb(error.__traceback__)[1:]
             last = next((frame for frame in reversed(frames) if frame.filename == own), None)
             place = f" at {last.filename}:{last.lineno}" if last else ""
-            raise TaskError(
-                f"task {self.name}: {method.__name__}() failed{place}: {type(error).__name__}: {error}"
-            ) from error
+            raise TaskError(f"task {self.name}: {what}() failed{place}: {type(error).__name__}: {error}") from error
 
 
 def least_reward(task: Task) -> float:

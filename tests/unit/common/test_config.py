@@ -232,6 +232,19 @@ def test_a_key_inside_a_table_changes_that_key_alone(tmp_path):
     assert resolved.config.task.options == {"path": "b", "size": 3, "deep": {"x": 1}}
     assert resolved.config.search.vllm == {"max_logprobs": 7}
     assert (resolved.origin("task.options"), resolved.origin("task.name")) == ("--set", str(file))
+    assert not resolved.partial & {"task.options"}
+    nested = ["task.options.deep.x=2", "task.options.deep.y=3", "task.options.path=c"]
+    without_file = resolve(None, environment={}, assignments=nested)
+    assert without_file.config.task.options == {"deep": {"x": 2, "y": 3}, "path": "c"}
+    recorded = {"task.options": {"deep": {"x": 1, "z": 4}, "size": 3}}
+    assert without_file.over(recorded, "recorded", needs="run").task.options == {
+        "deep": {"x": 2, "y": 3, "z": 4},
+        "size": 3,
+        "path": "c",
+    }
+    later = resolve(None, environment={}, assignments=["task.options.a=1", "task.options={ a = 2 }"])
+    assert later.config.task.options == {"a": 2}
+    assert "unknown key task.options. (--set)" in refusal(assignments=["task.options.=1"])
     file.write_text('[task]\nname = "own.py"\noptions = "a"\n')
     assert "task.options" in refusal(file=file, assignments=["task.options.path=b"])
 

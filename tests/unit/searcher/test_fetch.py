@@ -20,6 +20,7 @@ from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Fetcher
 from tba.searcher.weights.preparation import Preparation
 from tba.searcher.weights.progress import Progress
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
 
 # Ten chunks of 1 MiB.
@@ -205,30 +206,34 @@ def test_a_fetch_ends_if_each_reply_comes_after_its_request_was_repeated(
     assert (tmp_path / "weights").read_bytes() == trainer.truth[0]
 
 
-def test_a_snapshot_is_held_from_the_first_chunk_of_a_file_to_the_last(trainer, server, fetcher, tmp_path):
+def test_a_snapshot_is_held_until_its_last_reader_asks_for_another_one(trainer, server, fetcher, tmp_path):
+    paths = [Path(trainer.full().path) for _ in range(2)]
+
+    def held() -> list[bool]:
+        found = []
+        for path in paths:
+            with open_directory(path) as descriptor:
+                found.append(not try_lock(descriptor))
+        return found
+
+    second = Fetcher(server.address, SystemClock(), Progress())
+    fetcher.fetch(0, MANIFEST, tmp_path / "0")
+    # Between two files it must not be written again.
+    assert held() == [True, False]
+    second.fetch(0, "config.json", tmp_path / "config")
+    fetcher.fetch(1, MANIFEST, tmp_path / "1")
+    assert held() == [True, True]
+    second.fetch(1, "config.json", tmp_path / "config1")
+    assert held() == [False, True]
+    second.close()
+
+
+def test_a_snapshot_whose_readers_are_gone_is_let_go(trainer, server, fetcher, tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.common.weights.snapshot_server._HOLD_SECONDS", 0.5)
     path = Path(trainer.full().path)
-    held = []
-    original = server._chunk
-
-    def chunk(reader, asked):
-        answer = original(reader, asked)
-        with open_directory(path) as descriptor:
-            held.append(not try_lock(descriptor))
-        return answer
-
-    server._chunk = chunk
-    fetcher.fetch(0, MANIFEST, tmp_path / "manifest")
-    fetcher.fetch(0, WEIGHTS, tmp_path / "weights", size=len(trainer.truth[0]))
-    assert held == [False, *[True] * 9, False]
-
-
-def test_a_connection_holds_no_more_than_the_snapshot_that_it_reads_from(trainer, server, fetcher, tmp_path):
-    for version in range(3):
-        trainer.full()
-        # The first chunk of the file is the only one.
-        with pytest.raises(SnapshotError, match="has 10"):
-            fetcher.fetch(version, WEIGHTS, tmp_path / f"{version}", size=1)
-    assert len(server._held) == 1
+    fetcher.fetch(0, MANIFEST, tmp_path / "0")
+    with open_directory(path) as descriptor:
+        wait_until(lambda: try_lock(descriptor))
 
 
 def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, preparation):

@@ -198,7 +198,7 @@ def is_database(file: Path) -> bool:
 
 
 def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:
-    values = {}
+    values: dict[str, _Value] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:

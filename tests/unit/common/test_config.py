@@ -232,7 +232,7 @@ def test_a_key_inside_a_table_changes_that_key_alone(tmp_path):
     assert resolved.config.task.options == {"path": "b", "size": 3, "deep": {"x": 1}}
     assert resolved.config.search.vllm == {"max_logprobs": 7}
     assert (resolved.origin("task.options"), resolved.origin("task.name")) == ("--set", str(file))
-    assert not resolved.partial & {"task.options"}
+    assert "task.options" not in resolved.partial
     nested = ["task.options.deep.x=2", "task.options.deep.y=3", "task.options.path=c"]
     without_file = resolve(None, environment={}, assignments=nested)
     assert without_file.config.task.options == {"deep": {"x": 2, "y": 3}, "path": "c"}

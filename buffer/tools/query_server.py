@@ -49,14 +49,16 @@ def serve_queries(
         waiting: dict[Peer, list[memoryview]] = {}
         while not stop():
             waiting.update(channel.receive(0.0 if waiting else _POLL_SECONDS, _MOST_WAITING - len(waiting)))
-            for peer in [*waiting][:1]:
-                frames = waiting.pop(peer)
-                if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
-                    log.warning("query refused", by=peer.address, reason=refusal)
-                    failure = Failure(code="not_allowed", message=refusal)
-                    channel.send(peer, encode_plain_reply(failure, id=request_id_of(frames), run=""))
-                else:
-                    channel.send(peer, answer(path, frames, seconds=seconds))
+            if not waiting:
+                continue
+            peer = next(iter(waiting))
+            frames = waiting.pop(peer)
+            if refusal := keys.refusal(peer.key, _MAY_QUERY) if keys else "":
+                log.warning("query refused", by=peer.address, reason=refusal)
+                failure = Failure(code="not_allowed", message=refusal)
+                channel.send(peer, encode_plain_reply(failure, id=request_id_of(frames), run=""))
+            else:
+                channel.send(peer, answer(path, frames, seconds=seconds))
 
 
 def answer(path: Path, frames: list[memoryview], *, seconds: float) -> Frames:

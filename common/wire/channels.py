@@ -26,10 +26,11 @@ from tba.common.wire.socket_files import free_socket_file, keep_private, own_soc
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 # Limits in messages, not bytes. A client keeps its unanswered requests in memory anyway. The server queues few requests
-# per peer: requests that it does not read must wait in the senders. It queues as many replies as it accepts requests.
+# per peer: requests that it does not read must wait in the senders. It accepts 192 requests of a peer, and queues twice
+# as many replies: ZeroMQ gives back the room of a full queue half by half.
 _HIGH_WATER_MARK = 1024
 _UNREAD_REQUESTS = 16
-_UNSENT_REPLIES = 192
+_UNSENT_REPLIES = 384
 # The most frames that a valid multipart has.
 _MOST_FRAMES = 1 + len(ARRAY_KINDS)
 # One read of the socket stops after the multipart that exceeds this.

@@ -120,10 +120,14 @@ def test_a_bad_message_gets_an_error_reply_and_the_server_continues(server, conf
 
 def test_thousands_of_mutated_messages_over_a_socket_do_not_harm_the_server(server, config, raw):
     prepare_all(config)
-    mutator, answered = Mutator(9), 0
-    for _ in range(MESSAGES):
+    mutator, answered, parked = Mutator(9), 0, 0
+    for sent in range(1, MESSAGES + 1):
         raw.send_multipart(mutator.message())
         answered += len(replies(raw, 0))
+        # A peer with more unread replies than a client has requests under way loses some.
+        if sent - answered - parked > 64:
+            answered += len(replies(raw, 200))
+            parked = sent - answered
     wait_until(lambda: status_of(config).queued_bytes == 0, what="the queue is empty")
     answered += len(replies(raw, 1000))
     assert answered > 0.95 * MESSAGES, "a few may be parked, and none is ignored"

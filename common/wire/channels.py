@@ -186,8 +186,13 @@ class ServerChannel:
 
     def send_large(self, peer: Peer, frames: Sequence[bytes]) -> Callable[[], bool] | None:
         """Send a reply like `send`. Returns a function that says whether it has left the process, None for False."""
+        # pyzmq copies a frame below 64 KiB and calls it done at once. The last frame leaves last, so it stands for all.
+        *first, last = frames
+        tracked = zmq.Frame(last, track=True, copy=False)
+        # A frame that is kept would itself hold what is sent.
+        tracker = tracked.tracker
         try:
-            tracker = self._socket.send_multipart([peer.routing_id, *frames], zmq.NOBLOCK, copy=False, track=True)
+            self._socket.send_multipart([peer.routing_id, *first, tracked], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:
             return None
         return lambda: tracker is None or bool(tracker.done)

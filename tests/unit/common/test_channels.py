@@ -15,10 +15,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 
 from tba.common.errors import AddressInUse, ConfigError
 from tba.common.wire.channels import ClientChannel, Peer, ServerChannel
 from tba.common.wire.socket_files import make_socket_directory, socket_of
+from tba.tests.helpers.checks import not_none, wait_until
 
 
 def outcome(address: str, all_ready: threading.Barrier, all_tried: threading.Barrier) -> str:
@@ -243,3 +245,20 @@ def test_a_file_with_the_number_of_a_closed_connection_keeps_its_locks(tmp_path)
         blocked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         other = subprocess.run([sys.executable, "-c", blocked, path], capture_output=True, text=True, check=False)
         assert "BlockingIOError" in other.stderr
+
+
+def test_a_large_reply_has_left_when_its_peer_reads_and_not_before(tmp_path):
+    address = f"ipc://{tmp_path}/socket"
+    with closing(ServerChannel(address)) as server, zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.RCVHWM, 1)
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(address)
+        client.send(b"request")
+        ((peer, _),) = server.receive(10.0, 1)
+        # More than the buffers of the two sockets hold. Each is smaller than what pyzmq sends without a copy.
+        sent = [not_none(server.send_large(peer, [b"header", bytes(16 << 10)])) for _ in range(300)]
+        time.sleep(0.2)
+        assert not sent[-1]()
+        for _ in sent:
+            client.recv_multipart()
+        wait_until(lambda: all(has_left() for has_left in sent))

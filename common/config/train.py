@@ -258,7 +258,8 @@ class LoraSection(Section):
     alpha: PositiveFloat = 32.0
     """Scale: an adapter adds alpha / rank x B A to its weight."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
-    """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head."""
+    """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head.
+    The experts and routers of a mixture are no linear layers: they stay frozen."""
     publish: Literal["merged", "adapter"] = "merged"
     """merged: weights with the adapters merged in. adapter: the base once, then only the adapters, which vLLM applies
     (docs/scaling.md). The last snapshot and those of `train.keep_snapshot_every` are then still full."""

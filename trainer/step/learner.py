@@ -98,7 +98,7 @@ class Learner:
         fits_gathered: bool = True,
         packed: bool = False,
         adapter: dict[str, Any] | None = None,
-        end_ids: frozenset[int] = frozenset(),
+        end_ids: frozenset[int] | None = None,
         states_fill: bool = False,
     ) -> None:
         assert reference is not None or has_adapters(policy) or not objective.needs_reference

@@ -27,8 +27,11 @@ def only_finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def batch_metrics(batch: TrainBatch, end_ids: Collection[int]) -> dict[str, float]:
-    """Return metrics of the batch itself: rewards, staleness, tokens. Any of `end_ids` ends a response."""
+def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
+    """Return metrics of the batch itself: rewards, staleness, tokens.
+
+    Any of `end_ids` ends a response; None: strings may end one, too.
+    """
     lengths = [len(row.response_ids) for row in batch.rows]
     return {
         "reward_mean": float(batch.reward_BK.mean()),
@@ -39,7 +42,7 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int]) -> dict[str, floa
         "recency_missed": batch.recency_missed,
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
-        **({"truncated_share": truncated_share(batch.rows, end_ids)} if end_ids else {}),
+        **({} if end_ids is None else {"truncated_share": truncated_share(batch.rows, end_ids)}),
     }
 
 

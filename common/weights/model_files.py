@@ -247,17 +247,17 @@ def eos_ids(directory: Path, tokenizer_eos: int | None = None) -> list[int]:
 
 def _tokenizer_eos(directory: Path) -> int | None:
     """Return the id of the end token that tokenizer_config.json names, None if it names none that is known."""
-    settings = read_json(directory / "tokenizer_config.json")
-    eos = settings.get("eos_token")
+    eos = read_json(directory / "tokenizer_config.json").get("eos_token")
     content = eos.get("content") if isinstance(eos, dict) else eos
-    if not isinstance(content, str):
-        return None
-    added = settings.get("added_tokens_decoder") or {}
-    named = {token.get("content"): int(id_) for id_, token in added.items()}
-    if content not in named:
-        tokens = read_json(directory / "tokenizer.json").get("added_tokens") or []
-        named = {token.get("content"): int(token["id"]) for token in tokens}
-    return named.get(content)
+    return added_tokens(directory).get(content) if isinstance(content, str) else None
+
+
+def added_tokens(directory: Path) -> dict[str, int]:
+    """Return the ids of the tokens that were added to a tokenizer, such as special ones, by their text."""
+    tokens = read_json(directory / "tokenizer.json").get("added_tokens") or []
+    decoder = read_json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    named = {token["content"]: int(token["id"]) for token in tokens}
+    return named | {token["content"]: int(id_) for id_, token in decoder.items()}
 
 
 def vocabulary_size(directory: Path) -> int | None:

@@ -7,7 +7,6 @@ A published directory that is not the newest, and that no searcher holds, become
 its content does. A file that is written again causes no page faults, and stays registered as pinned memory.
 """
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -36,6 +35,7 @@ from tba.common.weights.node_store import (
 from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
 from tba.common.weights.tensor_file import Layout, Tensor
 from tba.trainer.model.host_buffers import Tensors
+from tba.trainer.model.transfers import register, unregister
 from tba.trainer.publishing.snapshot_writer import DTYPES, WEIGHTS
 
 log = get_logger(__name__)
@@ -62,7 +62,7 @@ class WeightsFile:
             self.delete()
             raise
         # Copies from a GPU are asynchronous only into registered memory.
-        self._pinned = pinned and _cuda("cudaHostRegister", self.content.ctypes.data, self.content.nbytes, 0)
+        self._pinned = pinned and register(self.content.ctypes.data, self.content.nbytes)
         self.bits: dict[str, Tensor] = layout.view(self.content)
         flat = torch.from_numpy(self.content)
         self.tensors: Tensors = {
@@ -107,9 +107,7 @@ class WeightsFile:
     def close(self) -> None:
         """Release the directory and the memory. The files stay."""
         if getattr(self, "_pinned", False):
-            # A copy that no thread waits for may be in progress.
-            torch.cuda.synchronize()
-            _cuda("cudaHostUnregister", self.content.ctypes.data)
+            unregister(self.content.ctypes.data)
         self.tensors, self.bits = {}, {}
         os.close(self._directory)
 
@@ -250,17 +248,6 @@ def _map(path: Path, layout: Layout) -> tuple["np.ndarray[tuple[int], np.dtype[n
         file.flush()
         mapped = mmap.mmap(file.fileno(), layout.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return np.frombuffer(mapped, np.uint8), os.fstat(file.fileno()).st_ino
-
-
-def _cuda(function: str, *arguments: int) -> bool:
-    """Call a function of the CUDA runtime. False if it failed: copies are correct all the same, and slower."""
-    status = int(getattr(torch.cuda.cudart(), function)(*arguments))  # type: ignore[no-untyped-call]
-    if status:
-        # Take CUDA's error: else the next kernel that this thread launches would report it.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")
-        log.warning("snapshot file is not pinned memory", function=function, status=status)
-    return not status
 
 
 def same_layout(weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> bool:

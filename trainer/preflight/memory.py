@@ -144,6 +144,18 @@ def _logits(shape: ModelShape, setup: Setup) -> int:
     return chunk + (0 if setup.lora_rank else (4 + narrow) * shape.head)
 
 
+def transformers_engine_bytes(shape: ModelShape, *, narrow: int, rows: int, tokens: int) -> int:
+    """Return the bytes on a GPU of a Transformers engine with weights of `narrow` bytes per parameter.
+
+    It generates `rows` responses at a time, each with its prompt at most `tokens` long. Its KV cache has half as many
+    columns again as it uses (tba.searcher.engines.kv_cache). A step has logits in the dtype of the weights, and four
+    float32 tensors of their size: widened, scaled, exponentials, and these padded.
+    """
+    cache = rows * (tokens + tokens // 2) * 2 * shape.layers * shape.key_value * narrow
+    logits = rows * shape.vocabulary * (narrow + 4 * 4)
+    return narrow * shape.parameters + cache + logits
+
+
 def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """Return the bytes in the memory of the host, for all ranks of this machine together.
 

@@ -419,6 +419,29 @@ def test_a_trainer_has_what_the_engines_on_its_gpu_leave(tmp_path):
     assert total({"gpus": "0", "gpu_memory_utilization": 0.9}) == whole, "that GPU 0 is of another node"
 
 
+def test_an_engine_of_transformers_on_the_trainers_gpu_is_counted_by_hand(tmp_path):
+    """Qwen2.5-7B in bfloat16: weights, keys and values of 28 layers with 4 heads of 128, logits of one step."""
+    CONFIGS["Qwen2.5-7B"].save_pretrained(tmp_path)
+    sections = {"model": {"path": str(tmp_path), "dtype": "bfloat16"}, "task": {"train": "t"}, "train": {"gpu": "0"}}
+    search = {"engine": "transformers", "gpus": "0", "max_tokens": 976, "max_in_flight": 16}
+    cache = 16 * 3000 * 2 * 28 * 512 * 2
+    engine = 2 * PARAMETERS["Qwen2.5-7B"] + cache + 16 * 152064 * (2 + 4 * 4) + 2 * GIB
+
+    def counted(search: dict[str, Any], **other: Any) -> int:
+        found = trainer_memory(Config.model_validate(sections | {"search": search} | other), assumed_gpus("2x80"))
+        assert isinstance(found, Report)
+        assert not_none(found.gpu_total) == (assumed_gpus("1x80")[0].total_mib << 20) - found.engines
+        assert ("beside engines of" in found.sentence()) == bool(found.engines)
+        return found.engines
+
+    assert counted(search) == engine
+    assert counted(search, eval={"gpu": "0"}) == 2 * engine
+    assert counted(search | {"gpus": "1"}) == 0
+    elsewhere = {"address": "tcp://node0:5757"}
+    assert counted(search, buffer=elsewhere) == 0, "which GPU 0 it is, is not known"
+    assert counted(search | {"max_in_flight": "auto"}) > engine + 15 * cache
+
+
 def test_supervised_training_is_not_told_to_train_adapters():
     config = Config.model_validate({"model": {"path": "m"}, "task": {"train": "t"}})
     found = examine(config, shape("Qwen2.5-7B"), ranks=1, gpu_total=H100, host_total=2048 * GIB, supervised=True)

@@ -163,8 +163,8 @@ def refused_without_memory(version: int) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise SnapshotError(
-            f"out of memory while v{version} was loaded ({first_line(error)}): end other processes that use its memory, "
-            "or lower search.max_in_flight"
+            f"out of memory while v{version} was loaded ({first_line(error)}): end other processes that use its "
+            "memory, or lower search.max_in_flight"
         ) from error
 
 

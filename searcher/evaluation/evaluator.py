@@ -176,7 +176,7 @@ class Evaluator:
         return None if measured is None else self._row(manifest, measured, time.monotonic() - started)
 
     def _serve(self, snapshot: Snapshot, pinned: PinnedSnapshot) -> None:
-        """Load a snapshot. The one before stays pinned until it is replaced: the engine reads it again after an error."""
+        """Load a snapshot. Until it serves, the one before stays pinned: the engine reads it again after an error."""
         try:
             self._engine.load_weights(snapshot)
         except BaseException:

@@ -1,7 +1,7 @@
 """Copies of a model's tensors on the host, in buffers that are reused.
 
-Copies of tensors on a GPU are queued on a stream of their own and go into pinned memory, so the training thread does not
-wait for them; the next update does, on the device. A copy of a tensor on the host, such as a master of
+Copies of tensors on a GPU are queued on a stream of their own and go into pinned memory, so the training thread does
+not wait for them; the next update does, on the device. A copy of a tensor on the host, such as a master of
 `train.offload`, is one pass over memory that is not pinned: a reused buffer causes no page faults, which are more than
 half of the cost of a first copy.
 """
@@ -33,8 +33,9 @@ class HostCopy:
 
 
 class HostBuffers:
-    """Copies tensors of one device, or of the host, to the host. There are as many sets of buffers as copies in use at the same time.
+    """Copies tensors of one device, or of the host, to the host.
 
+    There are as many sets of buffers as copies in use at the same time.
     `gathered` means that the source tensors are temporary, gathered from all ranks or merged with adapters.
     """
 

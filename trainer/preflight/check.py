@@ -32,8 +32,8 @@ class Report:
 
     `device` and `host` are bytes by component, of one GPU and of all ranks together; without a GPU, `gpu_total` is None
     and the components of the device are in `host`. `host_total` is None for a host that is not this one. `node` is how
-    many GPUs the node has, 0 if that is not known. `instead` are settings that would fit, as text. `engines` are bytes of
-    each GPU that engines take, which are not in `gpu_total`.
+    many GPUs the node has, 0 if that is not known. `instead` are settings that would fit, as text. `engines` are bytes
+    of each GPU that engines take, which are not in `gpu_total`.
     """
 
     setup: Setup

@@ -1,6 +1,7 @@
 """Pinned memory takes what its tensors take, and only tensors of a GPU are copied into it."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tba.trainer.model import transfers
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.transfers import host_tensor
 
+MAPS = Path("/proc/self/maps")
 # Elements of a tensor that is far from a power of two.
 ODD = 9_000_001
 
@@ -30,14 +32,14 @@ class Cudart:
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:
-        with open("/proc/self/maps") as maps:
-            self.mapped.append(any(int(line.split("-")[0], 16) <= address < _end(line) for line in maps))
+        self.mapped.append(any(address in _addresses(line) for line in MAPS.read_text().splitlines()))
         del self.registered[address]
         return 0
 
 
-def _end(line: str) -> int:
-    return int(line.split()[0].split("-")[1], 16)
+def _addresses(line: str) -> range:
+    first, end = line.partition(" ")[0].split("-")
+    return range(int(first, 16), int(end, 16))
 
 
 @pytest.fixture

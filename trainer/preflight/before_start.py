@@ -38,7 +38,7 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         return "the model's config.json is not on this machine"
     if find_spec("torch") is None:
         return "torch is not installed here"
-    ranks, gpu_total, beside = 1, None, 0
+    ranks, gpu_total, sharing = 1, None, 0
     if config.train.gpu != CPU:
         present = list_gpus() if assumed is None else assumed
         chosen = choose_gpus(config.train.gpu, present, "train.gpu")
@@ -47,17 +47,17 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         if not total:
             return f"nvidia-smi does not tell the memory of GPU {config.train.gpu}"
         ranks, gpu_total = len(chosen), total << 20
-        beside = _engines_beside(config, present)
+        sharing = _count_engines(config, present)
     from tba.trainer.preflight.check import engine_bytes, examine
     from tba.trainer.preflight.shape import meta_model, shape_of
 
     node = None if assumed is None else len(assumed)
     shape = shape_of(meta_model(directory), config.lora.targets)
-    engines = beside * engine_bytes(config, shape, gpu_total) if gpu_total is not None else 0
+    engines = sharing * engine_bytes(config, shape, gpu_total) if gpu_total is not None else 0
     return examine(config, shape, ranks=ranks, gpu_total=gpu_total, assumed=node, engines=engines)
 
 
-def _engines_beside(config: Config, present: Sequence[Gpu]) -> int:
+def _count_engines(config: Config, present: Sequence[Gpu]) -> int:
     """Return the number of engines, of searcher and evaluator, on the trainer's GPU.
 
     Those of vLLM with a share of more than a half are on another node, or the run is refused (`check_gpus_apart`).

@@ -92,9 +92,9 @@ class Report:
     def _device(self) -> str:
         ranks = self.setup.ranks
         where = "of the GPU" if ranks == 1 else f"on each of {quantity(ranks, 'GPU')}"
-        beside = f" beside engines of {_gb(self.engines)}" if self.engines else ""
+        besides = f" besides engines of {_gb(self.engines)}" if self.engines else ""
         total, available = sum(self.device.values()), usable(self.gpu_total or 0)
-        return f"{_gb(total)} of the {_gb(available)} usable {where}{beside} ({_parts(self.device)})"
+        return f"{_gb(total)} of the {_gb(available)} usable {where}{besides} ({_parts(self.device)})"
 
 
 def usable(total: int) -> int:

@@ -128,7 +128,7 @@ def _weights_by_layer(modules: PreTrainedModel, weights: dict[str, Tensor], devi
                 module.forward = partial(_embedding, own["weight"])  # type: ignore[method-assign]
             elif _holds_experts(module, own):
                 undo.callback(module.__dict__.pop, "forward")
-                module.forward = partial(_experts, module, own)  # type: ignore[method-assign]
+                module.forward = partial(_experts, module, own)
             elif own:
                 empty = dict(module.named_parameters(recurse=False))
                 undo.callback(module.register_forward_pre_hook(partial(_fill, own, device)).remove)
@@ -165,7 +165,7 @@ def _experts(module: Any, own: dict[str, Tensor], input_RH: Tensor, chosen_RK: T
     The results are those of `grouped_mm_experts_forward` of transformers, added in the same order.
     """
     output_RKH = input_RH.new_zeros(*chosen_RK.shape, input_RH.shape[-1])
-    for expert in chosen_RK.unique().tolist():
+    for expert in sorted(set(chosen_RK.flatten().tolist())):
         rows, places = torch.where(chosen_RK == expert)
         inner = module._apply_gate(_linear(own["gate_up_proj"][expert], None, input_RH[rows]))
         output_RKH[rows, places] = _linear(own["down_proj"][expert], None, inner)

@@ -431,7 +431,7 @@ def test_an_engine_of_transformers_on_the_trainers_gpu_is_counted_by_hand(tmp_pa
         found = trainer_memory(Config.model_validate(sections | {"search": search} | other), assumed_gpus("2x80"))
         assert isinstance(found, Report)
         assert not_none(found.gpu_total) == (assumed_gpus("1x80")[0].total_mib << 20) - found.engines
-        assert ("beside engines of" in found.sentence()) == bool(found.engines)
+        assert ("besides engines of" in found.sentence()) == bool(found.engines)
         return found.engines
 
     assert counted(search) == engine

@@ -1,8 +1,8 @@
 """Asynchronous copies between a GPU and the host: a stream of their own, and pinned memory on the host.
 
 torch rounds the bytes of each tensor in its own pinned memory up to a power of two, and keeps them until the process
-ends (torch 2.11, CachingHostAllocator.h): 174 GB for 91 GB of weights and moments of Qwen2.5-7B. Memory that is mapped first and
-then registered with CUDA takes the bytes of its tensor, up to a page.
+ends (torch 2.11, CachingHostAllocator.h): 174 GB for 91 GB of weights and moments of Qwen2.5-7B. Memory that is mapped
+first and then registered with CUDA takes the bytes of its tensor, up to a page.
 """
 
 import contextlib

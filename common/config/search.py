@@ -9,6 +9,8 @@ from pydantic import Field, field_validator
 from tba.common.config.engine_arguments import own_argument
 from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
+# What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
+TRANSFORMERS_IN_FLIGHT = 256
 # One value, several to draw from, or the two ends of a range.
 Explored = float | tuple[float, ...] | dict[Literal["min", "max"], float]
 

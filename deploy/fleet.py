@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from tba.common.config import Config
 from tba.common.log import get_logger
@@ -103,21 +104,22 @@ def searcher_children(
     as in `searcher_groups`.
     """
     restart = RestartPolicy.ALWAYS if with_trainer else RestartPolicy.ON_FAILURE
-    engines: list[tuple[str, list[str], list[int] | None]]
+    engines: list[tuple[str, list[str], list[int] | None, str]]
     if config.search.gpus != CPU:
         environment = one_thread_each(config)
         engines = [
-            (label(group), ["--gpus", ",".join(group), "--tp", str(len(group))], None)
+            (label(group), ["--gpus", ",".join(group), "--tp", str(len(group))], None, ",".join(group))
             for group in searcher_groups(config, with_trainer=with_trainer, present=present)
         ]
     else:
         count = config.search.cpu_searchers
         parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))
         environment = one_thread_each(config, openmp_threads(parts))
-        engines = [(f"cpu{n}", ["--cpu", "1", "--index", str(n)], cores) for n, cores in enumerate(parts[:count])]
+        engines = [(f"cpu{n}", ["--cpu", "1", "--index", str(n)], cores, CPU) for n, cores in enumerate(parts[:count])]
+    shared: dict[str, Any] = {"kind": "search", "log_file": None, "restart": restart, "environment": environment}
     return [
-        Child(name, "search", ["search", *arguments, *flags], None, restart, environment=environment, cores=cores)
-        for name, flags, cores in engines
+        Child(name, arguments=["search", *arguments, *flags], cores=cores, gpus=gpus, **shared)
+        for name, flags, cores, gpus in engines
     ]
 
 
@@ -126,7 +128,8 @@ def evaluator_child(config: Config, arguments: Sequence[str], log_file: Path) ->
     on_gpu = ["--gpus", config.eval.gpu, "--tp", str(config.search.tensor_parallel)]
     flags = ["--eval", *(["--cpu", "1"] if config.eval.gpu == CPU else on_gpu)]
     command, environment = ["search", *arguments, *flags], one_thread_each(config)
-    return Child("evaluator", "evaluator", command, log_file, environment=environment, is_essential=False)
+    gpus = config.eval.gpu
+    return Child("evaluator", "evaluator", command, log_file, environment=environment, is_essential=False, gpus=gpus)
 
 
 def one_thread_each(config: Config, threads: int = 1) -> dict[str, str]:

@@ -82,7 +82,7 @@ class VllmEngine:
             self._running.close()
             leave_process_groups()
             raise
-        # Its supervisor gives the next start the same cache: then vLLM does not measure beside a trainer that allocates.
+        # Its supervisor gives the next start the same cache, so that vLLM does not measure while a trainer allocates.
         notify_systemd(f"{KV_CACHE_NOTICE}{scheduler.kv_cache_gib!r}")
 
     @property

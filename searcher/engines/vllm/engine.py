@@ -83,7 +83,8 @@ class VllmEngine:
             leave_process_groups()
             raise
         # Its supervisor gives the next start the same cache, so that vLLM does not measure while a trainer allocates.
-        notify_systemd(f"{KV_CACHE_NOTICE}{scheduler.kv_cache_gib!r}")
+        if scheduler.kv_cache_gib:
+            notify_systemd(f"{KV_CACHE_NOTICE}{scheduler.kv_cache_gib!r}")
 
     @property
     def weights_version(self) -> int:

@@ -42,7 +42,10 @@ class VllmScheduler:
 
     @property
     def kv_cache_gib(self) -> float:
-        """The size of the KV cache on each GPU in GiB: as `search.kv_cache_gib` it gives the same cache again."""
+        """The size of the KV cache on each GPU in GiB, 0 for a model without one.
+
+        As `search.kv_cache_gib` it gives the same cache again.
+        """
         cache = self._core.scheduler.kv_cache_config
         return float(sum(tensor.size for tensor in cache.kv_cache_tensors) / 2**30)
 
@@ -58,6 +61,10 @@ class VllmScheduler:
         chosen = min(max(self.kv_cache_tokens // each, 1), most) if automatic else most
         size = round(self.kv_cache_gib, 2)
         log.info("KV cache", gib=size, tokens=self.kv_cache_tokens, max_in_flight=chosen, tokens_each=each)
+        if automatic and chosen < search.samples_per_prompt:
+            advice = "raise search.gpu_memory_utilization, or search.kv_cache_gib if it is set; another process that "
+            advice += "allocates on the GPU while vLLM starts makes the cache smaller"
+            log.warning("the KV cache holds less than one visit", visit=search.samples_per_prompt, advice=advice)
         return chosen
 
     def drain(self, step: Callable[[], object]) -> None:

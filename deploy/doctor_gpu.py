@@ -151,7 +151,7 @@ def parse_links(text: str) -> dict[tuple[str, str], str]:
 def numa_nodes() -> dict[str, str]:
     """Return the NUMA node of each GPU whose node the kernel tells, by index. Raises UsageError if nvidia-smi fails."""
     output = ask_nvidia_smi("--query-gpu=index,pci.bus_id", "--format=csv,noheader") or ""
-    found = {}
+    found: dict[str, str] = {}
     for line in output.splitlines():
         index, _, bus = (part.strip() for part in line.partition(","))
         # nvidia-smi writes eight digits of the domain, in capitals, and the kernel at least four.

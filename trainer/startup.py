@@ -22,7 +22,7 @@ log = get_logger(__name__)
 def prepare(config: Config, device: str) -> None:
     """Set seed, threads and GPU of this process, and on a CPU deterministic operations. Raises ConfigError."""
     exact = config.model.head_dtype == "float32" and in_half(torch.device(device), config.model.dtype)
-    if exact and "dtype" not in torch.ops.aten.mm.overloads():
+    if exact and "dtype" not in torch.ops.aten.mm.overloads():  # type: ignore[no-untyped-call]
         raise ConfigError(
             'model.head_dtype = "float32" needs torch 2.8 or newer on a GPU, and torch '
             f"{torch.__version__} is installed (its torch.mm has no out_dtype): install a newer one, or set it to "

@@ -97,10 +97,10 @@ class Child:
         """Whether it has ended and will not be started again."""
         return self.exit_code is not None
 
-    def next_arguments(self) -> list[str]:
-        """Return the arguments of its next start. A size of the KV cache is used up: each start reports it again.
+    def take_arguments(self) -> list[str]:
+        """Return the arguments of its next start, which takes the reported size of the KV cache.
 
-        A start that fails with this size reports none, so that the one after it measures.
+        Each start reports it again. One that fails reports none, so that the start after it measures.
         """
         size = [f"--set=search.kv_cache_gib={self.kv_cache_gib}"] if self.kv_cache_gib else []
         self.kv_cache_gib = ""

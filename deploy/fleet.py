@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from tba.common.config import Config
 from tba.common.log import get_logger
@@ -104,22 +103,23 @@ def searcher_children(
     as in `searcher_groups`.
     """
     restart = RestartPolicy.ALWAYS if with_trainer else RestartPolicy.ON_FAILURE
-    engines: list[tuple[str, list[str], list[int] | None, str]]
+
+    def child(name: str, *flags: str, gpus: str = CPU, cores: Sequence[int] | None = None, threads: int = 1) -> Child:
+        command, environment = ["search", *arguments, *flags], one_thread_each(config, threads)
+        return Child(name, "search", command, None, restart, environment=environment, gpus=gpus, cores=cores)
+
     if config.search.gpus != CPU:
-        environment = one_thread_each(config)
-        engines = [
-            (label(group), ["--gpus", ",".join(group), "--tp", str(len(group))], None, ",".join(group))
-            for group in searcher_groups(config, with_trainer=with_trainer, present=present)
+        groups = searcher_groups(config, with_trainer=with_trainer, present=present)
+        return [
+            child(label(group), "--gpus", ",".join(group), "--tp", str(len(group)), gpus=",".join(group))
+            for group in groups
         ]
-    else:
-        count = config.search.cpu_searchers
-        parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))
-        environment = one_thread_each(config, openmp_threads(parts))
-        engines = [(f"cpu{n}", ["--cpu", "1", "--index", str(n)], cores, CPU) for n, cores in enumerate(parts[:count])]
-    shared: dict[str, Any] = {"kind": "search", "log_file": None, "restart": restart, "environment": environment}
+    count = config.search.cpu_searchers
+    parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))
+    threads = openmp_threads(parts)
     return [
-        Child(name, arguments=["search", *arguments, *flags], cores=cores, gpus=gpus, **shared)
-        for name, flags, cores, gpus in engines
+        child(f"cpu{n}", "--cpu", "1", "--index", str(n), cores=cores, threads=threads)
+        for n, cores in enumerate(parts[:count])
     ]
 
 

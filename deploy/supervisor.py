@@ -74,11 +74,7 @@ class Supervisor:
         self._reap_orphans()
         for child in self.children:
             if child.process is not None:
-                child.notices = self._notices[child.name].receive()
-                child.ready |= "READY=1" in child.notices
-                for notice in child.notices:
-                    if notice.startswith(KV_CACHE_NOTICE):
-                        child.kv_cache_gib = notice.removeprefix(KV_CACHE_NOTICE)
+                self._receive_notices(child)
                 self._check_running(child)
             elif child.due and not any(self._may_measure(engine) for engine in child.behind):
                 self._start(child)
@@ -143,7 +139,7 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         notices = self._notices[child.name]
-        command = [sys.executable, "-m", "tba", *child.next_arguments()]
+        command = [sys.executable, "-m", "tba", *child.take_arguments()]
         environment = {**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())}
         # Only the supervisor reports to systemd.
         environment["NOTIFY_SOCKET"] = notices.address
@@ -166,6 +162,13 @@ class Supervisor:
         child.started_at = time.monotonic()
         log.info("child started", child=child.name, pid=child.process.pid, start=child.starts)
 
+    def _receive_notices(self, child: Child) -> None:
+        child.notices = self._notices[child.name].receive()
+        child.ready |= "READY=1" in child.notices
+        for notice in child.notices:
+            if notice.startswith(KV_CACHE_NOTICE):
+                child.kv_cache_gib = notice.removeprefix(KV_CACHE_NOTICE)
+
     def _check_running(self, child: Child) -> None:
         """Process the end of a child's process, if it has ended."""
         assert child.process is not None
@@ -173,6 +176,8 @@ class Supervisor:
             child.failures = 0
         if child.running:
             return
+        # Those that it sent just before it ended.
+        self._receive_notices(child)
         code = child.last_code = self._collect(child)
         child.failures += code != 0
         child.last_words = child.quoted_error() if code else ""

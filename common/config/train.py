@@ -46,7 +46,8 @@ class TrainSection(Section):
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: a micro-batch is one row of all its sequences without padding, with attention within each; the samples of
     a prompt share its tokens. padded: rows of similar length, padded, each with its prompt. auto packs on a CPU, and on
-    a GPU in bfloat16, if the model supports it."""
+    a GPU in bfloat16, if the model supports it. packed on a GPU that lacks the kernel for it (before Ampere, torch
+    before 2.12, float32) pads within the attention, and logs a warning."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"

@@ -35,7 +35,7 @@ from tba.searcher.engines.acceptance import (
     tensor_shapes,
 )
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, fit_request
-from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache
+from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache, cache_argument
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.token_sampling import sample
 
@@ -80,6 +80,7 @@ class TransformersEngine:
             )
             self._model.to(device).eval().requires_grad_(False)
         _use_grouped_attention(self._model, directory)
+        self._cache_argument = cache_argument(self._model)
         self._device = device
         self.max_in_flight = max_in_flight
         # It has no state that people need to watch.
@@ -239,9 +240,9 @@ class TransformersEngine:
             input_ids=ids_BT.to(self._device),
             attention_mask=mask_BT.to(self._device),
             position_ids=positions_BT.to(self._device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: cache},
         )
         logits_BV: torch.Tensor = output.logits[:, -1].float()
         return logits_BV

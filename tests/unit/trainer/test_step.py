@@ -168,7 +168,9 @@ def test_gradient_checkpointing_changes_no_gradient():
     batch = random_batch(2)
     normal, checkpointing = make_learner(double=True), make_learner(double=True, gradient_checkpointing=True)
     assert checkpointing.policy.training
-    assert checkpointing.policy.is_gradient_checkpointing
+    policy = checkpointing.policy
+    # transformers 5.24 warns of the old name.
+    assert getattr(policy, "is_activation_checkpointing", False) or policy.is_gradient_checkpointing
     expected, found = gradients_of_step(normal, batch), gradients_of_step(checkpointing, batch)
     assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
 

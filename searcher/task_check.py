@@ -51,7 +51,8 @@ _AGAIN_SECONDS = 10.0
 def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     """Yield findings: {"check", "result": ok, warn, fail or unchecked, "detail"}."""
     training, held_out = task.prompts(), task.held_out()
-    yield _found("load", "ok", f"task {task.name}, in {load_seconds:.1f} s")
+    notes = getattr(task, "notes", [])
+    yield _found("load", "warn" if notes else "ok", "; ".join([f"task {task.name}, in {load_seconds:.1f} s", *notes]))
     prompts = _prompts(task, training, held_out)
     yield prompts
     # What is not a prompt can neither be scored nor rendered.
@@ -204,9 +205,11 @@ def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding
         check_rendering(task, prompts, renderer, context_of(config))
         tokens = [len(renderer.ids(prompt)) for prompt in prompts]
         text = renderer.text(prompts[0])
+        dated = renderer.warn_of_date(prompts[0])
     except (TbaError, ValueError) as error:
         return _found("rendering", "fail", str(error))
-    return _found("rendering", "ok", f"{min(tokens)} to {max(tokens)} tokens; the first prompt is {text!r:.500}")
+    detail = f"{min(tokens)} to {max(tokens)} tokens; the first prompt is {text!r:.500}"
+    return _found("rendering", "warn" if dated else "ok", f"{dated}; {detail}" if dated else detail)
 
 
 def _main() -> None:

@@ -4,7 +4,6 @@ The answer of a response is its last `\\boxed{...}`; of a response without one, 
 finds. It is right if it is the gold answer after normalisation, or if math-verify says that both are equal.
 """
 
-import hashlib
 import re
 import threading
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
 from tba.searcher.tasks.answers import last_boxed, normalised
-from tba.searcher.tasks.rows import is_file, read_rows, without_repeated
+from tba.searcher.tasks.rows import column_of, is_file, key_of, load_prompts, read_rows, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 log = get_logger(__name__)
@@ -57,11 +56,19 @@ class MathTask:
         if "{problem}" not in prompt:
             raise TaskError(f"task math: task.options.prompt = {prompt!r} has no {{problem}}: write where it stands")
         self._template = prompt
-        columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
+        self.notes: list[str] = []
 
         def load(source: str, split: str) -> list[Prompt]:
-            rows = enumerate(read_rows(self.name, source, split, subset or None), 1)
-            return without_repeated(self._prompt(row, columns, f"row {n} of {source}") for n, row in rows)
+            columns: list[str] = []
+
+            def prompt_of(row: Any) -> Prompt:
+                # Of the first row, for all.
+                if not columns:
+                    columns.append(column_of(row, (problem,) if problem else _PROBLEM_COLUMNS))
+                    columns.append(column_of(row, (answer,) if answer else _ANSWER_COLUMNS))
+                return self._prompt(text_in(row, columns[0]), text_in(row, columns[1], numbers=True))
+
+            return load_prompts(self.name, read_rows(self.name, source, split, subset or None), prompt_of, self.notes)
 
         self._prompts = load(train, train_split)
         self._held_out = load(test or train, test_split) if test or not is_file(train) else []
@@ -111,22 +118,13 @@ class MathTask:
         parts = {CORRECT: float(correct), "has_boxed": float(boxed is not None), "verify_error": float(failed)}
         return Reward(float(correct), parts)
 
-    def _prompt(self, row: Any, columns: tuple[Sequence[str], Sequence[str]], place: str) -> Prompt:
-        problem, answer = (_column(row, names, place) for names in columns)
+    def _prompt(self, problem: str, answer: str) -> Prompt:
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
-        key = hashlib.sha256(problem.encode()).hexdigest()[:16]
-        return Prompt(key, self._template.replace("{problem}", problem), gold.strip())
+        return Prompt(key_of(problem), self._template.replace("{problem}", problem), gold.strip())
 
 
 class _OutsideMainThread(RuntimeError):
     """A task that needs the main thread is scored in another one."""
-
-
-def _column(row: Any, names: Sequence[str], place: str) -> str:
-    for name in names:
-        if isinstance(row, dict) and isinstance(row.get(name), str):
-            return str(row[name])
-    raise TaskError(f"task math: {place} has no text in {' or '.join(names)}: name the column in task.options")
 
 
 def _same(gold: str, response: str, boxed: str | None) -> bool:

@@ -1,45 +1,128 @@
-"""Rows of a task's data: a local file with JSON lines, or a data set on the Hugging Face hub."""
+"""Rows of a task's data, a local file or a data set on the Hugging Face hub, and the prompts that they become."""
 
-from collections.abc import Iterable
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.common import jsonl
+from tba.common import data_files
 from tba.common.errors import MissingExtra, TaskError
+from tba.common.log import get_logger
+from tba.common.quantity import quantity
 from tba.searcher.tasks.task import Prompt
+
+log = get_logger(__name__)
 
 
 def is_file(source: str) -> bool:
     """Return whether `task.train` or `task.test` names a local file. Other names are hub ids."""
-    return source.endswith((".jsonl", ".json")) or Path(source).exists()
+    return data_files.is_data_file(source)
 
 
-def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterable[Any]:
-    """Yield the rows of a file, or of a split of the data set with this id on the hub.
+def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of a file, or of a split of the data set with this id on the hub.
 
-    `subset` is the configuration of a hub data set, None for its only one. Raises TaskError if the data is missing or
-    malformed, MissingExtra without the package `datasets`.
+    `place` is `file:line` or a row number, for messages. `subset` is the configuration of a hub data set, None for its
+    only one. Raises TaskError if the data is missing or malformed, MissingExtra without the package that reads it.
     """
-    return _read_file(task, Path(source)) if is_file(source) else _read_hub(task, source, split, subset)
-
-
-def without_repeated(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Return the first prompt of each key, in order: a question that appears twice is one prompt."""
-    found: dict[str, Prompt] = {}
-    for prompt in prompts:
-        found.setdefault(prompt.key, prompt)
-    return list(found.values())
-
-
-def _read_file(task: str, path: Path) -> Iterable[Any]:
+    if not is_file(source):
+        rows = enumerate(_read_hub(task, source, split, subset), 1)
+        yield from ((f"row {n} of {source}", data_files.without_nested_nulls(row)) for n, row in rows)
+        return
     try:
-        yield from (row for _, row in jsonl.read(path))
-    except OSError as error:
-        raise TaskError(
-            f"task {task}: {path} cannot be read: {error.strerror}: set task.train and task.test"
-        ) from error
-    except ValueError as error:
-        raise TaskError(f"task {task}: {error}") from error
+        yield from data_files.read(Path(source))
+    except TaskError as error:
+        raise TaskError(f"task {task}: {error}; task.train and task.test name the data") from error
+
+
+def load_prompts(
+    task: str, rows: Iterable[tuple[str, Any]], prompt_of: Callable[[Any], Prompt], notes: list[str]
+) -> list[Prompt]:
+    """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt.
+
+    `prompt_of` raises ValueError for a row that it cannot use. How many rows occur twice is logged and added to
+    `notes`. Raises TaskError with the place of a row, or if there are none.
+    """
+    found: dict[str, tuple[str, Prompt]] = {}
+    repeated, others = 0, []
+    for place, row in rows:
+        try:
+            if not isinstance(row, dict):
+                raise ValueError(f"a row is an object with named columns, and not {_named(row)}")
+            prompt = prompt_of(row)
+        except ValueError as error:
+            raise TaskError(f"task {task}: {place}: {error}") from error
+        first_place, first = found.setdefault(prompt.key, (place, prompt))
+        if first is not prompt:
+            repeated += 1
+            if (first.answer, first.accepted) != (prompt.answer, prompt.accepted):
+                others.append(f"{place} ({prompt.answer!r:.40}) and {first_place} ({first.answer!r:.40})")
+    if not found:
+        raise TaskError(f"task {task}: its data has no rows")
+    if repeated:
+        note = f"{quantity(repeated, 'row repeats', 'rows repeat')} the prompt of an earlier one, whose answer counts"
+        note += f"; {len(others)} with another answer, such as {others[0]}" if others else ""
+        (log.warning if others else log.info)(note, task=task)
+        notes.append(note)
+    return [prompt for _, prompt in found.values()]
+
+
+def key_of(text: str) -> str:
+    """Return the key of a prompt, which depends on its text alone. Raises ValueError for a lone surrogate."""
+    data_files.require_unicode(text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def column_of(row: Any, names: Sequence[str]) -> str:
+    """Return the first of some columns that a row has, also if it is null there.
+
+    It is chosen once per file: a column that is empty in some rows must not be replaced by another one there. Raises
+    ValueError if the row has none of them.
+    """
+    for name in names:
+        if name in row or _reach(row, name) is not None:
+            return name
+    raise ValueError(
+        f"it has no {' or '.join(names)}, only {', '.join(map(str, row))}: name the column in task.options"
+    )
+
+
+def value_in(row: Any, column: str) -> Any:
+    """Return the value of a column, or of a field below one, as in `reward_model.ground_truth`. Raises ValueError."""
+    value = row[column] if column in row else _reach(row, column)
+    if value is None:
+        has = "is null" if column in row else f"is missing; the row has {_columns(row)}"
+        raise ValueError(f"the column {column} {has}")
+    return value
+
+
+def text_in(row: Any, column: str, *, numbers: bool = False) -> str:
+    """Return the text of a column; with `numbers` also of an int or float. Raises ValueError for other values."""
+    return text_of(value_in(row, column), f"the column {column}", numbers=numbers)
+
+
+def text_of(value: Any, what: str, *, numbers: bool = False) -> str:
+    """Return a text or, with `numbers`, a finite number as text. Raises ValueError, beginning with `what`."""
+    if isinstance(value, str):
+        return value
+    if numbers and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    raise ValueError(f"{what} is {_named(value)}, and not a text{' or a finite number' if numbers else ''}")
+
+
+def _reach(row: Any, path: str) -> Any:
+    for name in path.split("."):
+        row = row.get(name) if isinstance(row, dict) else None
+    return row
+
+
+def _columns(row: Any) -> str:
+    return ", ".join(map(str, row)) or "none"
+
+
+def _named(value: Any) -> str:
+    return "null" if value is None else f"the {type(value).__name__} {value!r:.60}"
 
 
 def _read_hub(task: str, name: str, split: str, subset: str | None) -> Iterable[Any]:

@@ -1,79 +1,65 @@
-"""Rows of a data file: JSON lines, CSV or parquet, the first two also compressed by gzip.
-
-`task.train`, `task.test` and the arguments of `tba sft` name such files.
-"""
+"""Rows of a data file: JSON lines, CSV or parquet, the first two also compressed by gzip."""
 
 import csv
 import gzip
-import io
 import json
 import os
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tba.common import jsonl
 from tba.common.errors import MissingExtra, TaskError, first_line
 
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
 # Rows of parquet in memory at once.
 _BATCH = 256
-_NEAR = 20
 
 
 def is_data_file(name: str) -> bool:
     """Return whether a name is that of a local file, to be read by `read`. Other names may be hub ids."""
-    return name.removesuffix(".gz").endswith(SUFFIXES) or os.path.exists(name)
+    return name.removesuffix(".gz").endswith(_SUFFIXES) or os.path.exists(name)
 
 
 def read(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of each row; `place` is `file:line`, or `file row n` of parquet, for messages.
+    """Yield (place, row); `place` is `file:line`, or `file row n` of parquet, for messages. Cells of CSV are texts.
 
-    Cells of CSV are texts. Raises TaskError, with the place, for a file that cannot be read or is malformed, and
-    MissingExtra for parquet without pyarrow.
+    Raises TaskError, with the place, for a file that cannot be read or is malformed; MissingExtra without pyarrow.
     """
     try:
         with path.open("rb") as file:
-            yield from _rows(file, path)
+            magic = file.peek(len(_PARQUET))
+            if magic.startswith(_PARQUET):
+                rows = enumerate(read_parquet(path, TaskError), 1)
+                yield from ((f"{path} row {number}", without_nested_nulls(row)) for number, row in rows)
+                return
+            plain: Any = gzip.GzipFile(fileobj=file) if magic.startswith(_GZIP) else file
+            separator = _SEPARATORS.get(Path(path.name.removesuffix(".gz")).suffix)
+            lines = _csv(plain, path, separator) if separator else jsonl.parse(plain, path, malformed=TaskError)
+            yield from ((f"{path}:{number}", row) for number, row in lines)
     except IsADirectoryError:
-        inside = sorted(one for one in path.rglob("*") if one.suffix in {*SUFFIXES, ".gz"})
-        advice = f"name one file, such as {inside[0]}" if inside else f"it has no {', '.join(SUFFIXES)} file"
-        raise TaskError(f"{path} is a directory: {advice}") from None
+        inside = sorted(one.name for one in path.rglob("*") if one.name.removesuffix(".gz").endswith(_SUFFIXES))
+        raise TaskError(f"{path} is a directory: name one data file in it; it has {inside[:3] or 'none'}") from None
     except (OSError, EOFError, zlib.error) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise TaskError(f"{path} cannot be read: {reason}") from error
+        raise TaskError(f"{path} cannot be read: {getattr(error, 'strerror', '') or first_line(error)}") from error
 
 
-def _rows(file: io.BufferedReader, path: Path) -> Iterator[tuple[str, Any]]:
-    magic = file.peek(len(_PARQUET))[: len(_PARQUET)]
-    if magic == _PARQUET:
-        for number, row in enumerate(read_parquet(path, TaskError), 1):
-            yield f"{path} row {number}", without_nested_nulls(row)
-        return
-    plain: Any = gzip.GzipFile(fileobj=file) if magic.startswith(_GZIP) else file
-    separator = _SEPARATORS.get(Path(path.name.removesuffix(".gz")).suffix)
-    rows = jsonl.parse(plain, path, malformed=TaskError) if separator is None else _csv(plain, path, separator)
-    for number, row in rows:
-        yield f"{path}:{number}", row
-
-
-def _csv(file: BinaryIO, path: Path, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
+def _csv(file: Any, path: Path, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
     # By default a cell has at most 131,072 characters.
     csv.field_size_limit(sys.maxsize)
-    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
+    rows = csv.DictReader((line.decode("utf-8-sig") for line in file), delimiter=separator, strict=True)
     try:
         for row in rows:
             if None in row or None in row.values():
-                names = ", ".join(rows.fieldnames or ())
-                raise TaskError(f"{path}:{rows.line_num}: the row has more or fewer cells than the header: {names}")
+                raise csv.Error("it has more or fewer cells than the header")
             yield rows.line_num, row
-    # A ValueError: the bytes are not UTF-8.
-    except (csv.Error, ValueError) as error:
-        raise TaskError(f"{path}:{rows.line_num + 1}: the row is not CSV in UTF-8: {error}") from error
+    # UnicodeDecodeError: the bytes are not UTF-8.
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}:{rows.line_num}: the row is not CSV: {error}") from error
 
 
 def read_parquet(path: Path, malformed: type[Exception]) -> Iterator[dict[str, Any]]:
@@ -113,6 +99,6 @@ def require_unicode(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        near = error.object[max(0, error.start - _NEAR) : error.end + _NEAR]
-        half = error.object[error.start]
+        half, before, after = error.object[error.start], error.object[: error.start], error.object[error.end :]
+        near = before.rpartition('"')[2][-20:] + half + after.partition('"')[0][:20]
         raise ValueError(f"half of a character ({half!r}, a lone surrogate) in {near!r}: correct the text") from error

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_SHOWN = 60
-
 
 def read(
     path: Path, *, skip_malformed: bool = False, malformed: type[Exception] = ValueError
@@ -34,6 +32,6 @@ def parse(
         except (ValueError, RecursionError) as error:
             if skip_malformed:
                 continue
-            shown = line[:_SHOWN].decode("utf-8", "replace").strip()
+            shown = line[:60].decode("utf-8", "replace").strip()
             raise malformed(f"{path}:{number}: the line is not JSON: {error}; it begins {shown!r}") from error
         yield number, value

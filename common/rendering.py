@@ -26,9 +26,9 @@ log = get_logger(__name__)
 Message = tuple[str, str] | tuple[str, str, str]
 
 _SYSTEM = "system"
-# What a message says besides its content. A template that ignores one would change what the model learns.
-_SAID = ("tool_calls", "function_call", "name")
-# Templates leave the thoughts of earlier turns out on purpose.
+# What a conversation says besides its contents. A template that ignores one would change what the model learns.
+_SAID = ("tools", "tool_calls", "function_call", "name")
+# Of the response. Templates leave the thoughts of earlier turns out on purpose.
 _THOUGHT = ("reasoning_content", "reasoning", "thinking")
 # The function by which templates write the date. As a variable, it is a date.
 _CLOCK = "strftime_now"
@@ -186,17 +186,16 @@ class PromptRenderer:
 
         Each is left out once: if the text stays the same, the template does not write it.
         """
-        messages = self.conversation(prompt) if not prompt.ids else None
-        if messages is None:
+        if prompt.ids or (messages := self.conversation(prompt)) is None:
             return
         whole = [as_map(message) for message in (*messages, *([response] if response else []))]
         variables = self._variables(prompt)
-        lacking = {name: (_without(whole, name), variables) for name in _SAID}
-        if response is not None:
-            lacking |= {name: ([*whole[:-1], *_without(whole[-1:], name)], variables) for name in _THOUGHT}
-        lacking["tools"] = whole, {name: value for name, value in variables.items() if name != "tools"}
-        for name, less in lacking.items():
-            if less != (whole, variables) and self._same_text((whole, variables), less):
+        for name in (*_SAID, *(_THOUGHT if response else ())):
+            kept = len(whole) - 1 if name in _THOUGHT else 0
+            # A tool's messages keep it: their name is that of the call.
+            lacking = [message if message["role"] == "tool" else _without(message, name) for message in whole[kept:]]
+            less = [*whole[:kept], *lacking], _without(variables, name)
+            if less != (whole, variables) and self._same_text((whole, variables), less, asks=response is None):
                 raise ValueError(f"the chat template does not write its `{name}`: remove it, or use another template")
 
     def warn_of_date(self, prompt: Content) -> str:
@@ -215,10 +214,10 @@ class PromptRenderer:
         log.warning(sentence)
         return sentence
 
-    def _same_text(self, *inputs: tuple[list[dict[str, Any]], dict[str, Any]]) -> bool:
+    def _same_text(self, *inputs: tuple[list[dict[str, Any]], dict[str, Any]], asks: bool = True) -> bool:
         """Return whether conversations are rendered to one text. A template may refuse one that lacks something."""
         try:
-            return len({self._rendered(whole, variables) for whole, variables in inputs}) == 1
+            return len({self._rendered(*one, add_generation_prompt=asks) for one in inputs}) == 1
         except ValueError:
             return False
 
@@ -257,11 +256,5 @@ class PromptRenderer:
         return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
 
-def _without(whole: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Return a conversation without a field. A tool's messages keep it: its name is in the call that it answers."""
-    return [
-        {key: value or "" if key == "content" else value for key, value in message.items() if key != name}
-        if message.get(name) and message["role"] != "tool"
-        else message
-        for message in whole
-    ]
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name or not value}

@@ -1,6 +1,5 @@
 """Load a tokenizer with transformers. Without transformers, `tba.buffer.tools.tokenizer` reads tokenizer.json."""
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,6 @@ def load_tokenizer(directory: Path) -> Any:
     except Exception as error:
         if directory.is_dir():
             need_tokenizer(os.listdir(directory), str(directory), "the model")
-            _need_sentencepiece(directory)
-        raise ConfigError(f"{directory} has no tokenizer that loads: {first_line(error)}") from error
-
-
-def _need_sentencepiece(directory: Path) -> None:
-    """Raise MissingExtra if the tokenizer is a SentencePiece model alone, and what reads it is not installed."""
-    if (directory / "tokenizer.json").exists() or not (directory / "tokenizer.model").exists():
-        return
-    for module in ("sentencepiece", "google.protobuf"):
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError:
-            raise MissingExtra(module, "sentencepiece") from None
+        alone = (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists()
+        advice = "; a tokenizer.model alone needs pip install '.[sentencepiece]'" if alone else ""
+        raise ConfigError(f"{directory} has no tokenizer that loads: {first_line(error)}{advice}") from error

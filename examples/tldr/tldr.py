@@ -23,9 +23,8 @@ class TldrTask:
 
     def __init__(self, data: str, held_out: str = "", split: str = "train", held_out_split: str = "validation") -> None:
         self.notes: list[str] = []
-        held_out_rows = read_rows(self.name, held_out or data, held_out_split, None)
-        self._prompts = load_prompts(self.name, read_rows(self.name, data, split, None), _prompt, self.notes)
-        self._held_out = load_prompts(self.name, held_out_rows, _prompt, self.notes)
+        self._prompts = self._load(data, split)
+        self._held_out = self._load(held_out or data, held_out_split)
 
     def prompts(self) -> Sequence[Prompt]:
         return self._prompts
@@ -36,8 +35,12 @@ class TldrTask:
     def score(self, _prompt: Prompt, _response: str, _finished: bool) -> Reward:
         return Reward(0.0, {})
 
+    def _load(self, source: str, split: str) -> list[Prompt]:
+        rows = read_rows(self.name, source, split, None)
+        return load_prompts(self.name, rows, [(name,) for name in _COLUMNS], _prompt, self.notes)
 
-def _prompt(row: Any) -> Prompt:
-    subreddit, title, post, summary = (text_in(row, name) for name in _COLUMNS)
+
+def _prompt(row: Any, *columns: str) -> Prompt:
+    subreddit, title, post, summary = (text_in(row, name) for name in columns)
     text = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
     return Prompt(key_of(text), text, answer=f" {summary.strip()}")

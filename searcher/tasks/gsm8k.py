@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tba.searcher.tasks.rows import is_file, key_of, load_prompts, read_rows, text_in
+from tba.searcher.tasks.rows import answers_in, is_file, key_of, load_prompts, read_rows, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
@@ -42,7 +42,8 @@ class Gsm8kTask:
         return Reward(total=correct, parts={CORRECT: correct, "has_number": float(found is not None)})
 
     def _load(self, source: str, split: str) -> list[Prompt]:
-        return load_prompts(self.name, read_rows(self.name, source, split, _SUBSET), _prompt, self.notes)
+        rows = read_rows(self.name, source, split, _SUBSET)
+        return load_prompts(self.name, rows, (("question",), ("answer",)), _prompt, self.notes)
 
 
 def last_number(text: str) -> float | None:
@@ -53,9 +54,9 @@ def last_number(text: str) -> float | None:
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _prompt(row: Any) -> Prompt:
-    question = text_in(row, "question")
-    answer = text_in(row, "answer", numbers=True).rpartition("####")[2].strip()
+def _prompt(row: Any, *columns: str) -> Prompt:
+    question, (solution,) = text_in(row, columns[0]), answers_in(row, columns[1])
+    answer = solution.rpartition("####")[2].strip()
     if last_number(answer) is None:
         raise ValueError(f"the answer {answer!r:.60} has no final number")
     return Prompt(key_of(question), f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)

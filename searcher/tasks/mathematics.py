@@ -13,7 +13,7 @@ from typing import Any
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
 from tba.searcher.tasks.answers import last_boxed, normalised
-from tba.searcher.tasks.rows import column_of, is_file, key_of, load_prompts, read_rows, text_in
+from tba.searcher.tasks.rows import answers_in, is_file, key_of, load_prompts, read_rows, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 log = get_logger(__name__)
@@ -57,18 +57,11 @@ class MathTask:
             raise TaskError(f"task math: task.options.prompt = {prompt!r} has no {{problem}}: write where it stands")
         self._template = prompt
         self.notes: list[str] = []
+        columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
 
         def load(source: str, split: str) -> list[Prompt]:
-            columns: list[str] = []
-
-            def prompt_of(row: Any) -> Prompt:
-                # Of the first row, for all.
-                if not columns:
-                    columns.append(column_of(row, (problem,) if problem else _PROBLEM_COLUMNS))
-                    columns.append(column_of(row, (answer,) if answer else _ANSWER_COLUMNS))
-                return self._prompt(text_in(row, columns[0]), text_in(row, columns[1], numbers=True))
-
-            return load_prompts(self.name, read_rows(self.name, source, split, subset or None), prompt_of, self.notes)
+            rows = read_rows(self.name, source, split, subset or None)
+            return load_prompts(self.name, rows, columns, self._prompt, self.notes)
 
         self._prompts = load(train, train_split)
         self._held_out = load(test or train, test_split) if test or not is_file(train) else []
@@ -118,7 +111,8 @@ class MathTask:
         parts = {CORRECT: float(correct), "has_boxed": float(boxed is not None), "verify_error": float(failed)}
         return Reward(float(correct), parts)
 
-    def _prompt(self, problem: str, answer: str) -> Prompt:
+    def _prompt(self, row: Any, problem_column: str, answer_column: str) -> Prompt:
+        problem, (answer,) = text_in(row, problem_column), answers_in(row, answer_column)
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
         return Prompt(key_of(problem), self._template.replace("{problem}", problem), gold.strip())
 

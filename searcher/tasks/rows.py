@@ -33,31 +33,39 @@ def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterato
     try:
         yield from data_files.read(Path(source))
     except TaskError as error:
-        raise TaskError(f"task {task}: {error}; task.train and task.test name the data") from error
+        advice = ": set task.train and task.test" if isinstance(error.__cause__, OSError) else ""
+        raise TaskError(f"task {task}: {error}{advice}") from error
 
 
 def load_prompts(
-    task: str, rows: Iterable[tuple[str, Any]], prompt_of: Callable[[Any], Prompt], notes: list[str]
+    task: str,
+    rows: Iterable[tuple[str, Any]],
+    columns: Sequence[Sequence[str]],
+    prompt_of: Callable[..., Prompt],
+    notes: list[str],
 ) -> list[Prompt]:
     """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt.
 
-    `prompt_of` raises ValueError for a row that it cannot use. How many rows occur twice is logged and added to
-    `notes`. Raises TaskError with the place of a row, or if there are none.
+    Of each group of `columns` the file has one, the first that its first row has, so that a column that is empty in
+    some rows is not replaced by another one there. `prompt_of(row, *columns)` raises ValueError for a row that it
+    cannot use. How many rows repeat a prompt is logged and added to `notes`. Raises TaskError with the place of a row,
+    or if there are none.
     """
     found: dict[str, tuple[str, Prompt]] = {}
+    chosen: list[str] = []
     repeated, others = 0, []
     for place, row in rows:
         try:
             if not isinstance(row, dict):
-                raise ValueError(f"a row is an object with named columns, and not {_named(row)}")
-            prompt = prompt_of(row)
+                raise ValueError(f"a row is an object with named columns, and not {row!r:.60}")
+            chosen = chosen or [_column_of(row, names) for names in columns]
+            prompt = prompt_of(row, *chosen)
         except ValueError as error:
             raise TaskError(f"task {task}: {place}: {error}") from error
         first_place, first = found.setdefault(prompt.key, (place, prompt))
-        if first is not prompt:
-            repeated += 1
-            if (first.answer, first.accepted) != (prompt.answer, prompt.accepted):
-                others.append(f"{place} ({prompt.answer!r:.40}) and {first_place} ({first.answer!r:.40})")
+        repeated += first is not prompt
+        if (first.answer, first.accepted) != (prompt.answer, prompt.accepted):
+            others.append(f"{place} ({prompt.answer!r:.40}) and {first_place} ({first.answer!r:.40})")
     if not found:
         raise TaskError(f"task {task}: its data has no rows")
     if repeated:
@@ -74,55 +82,48 @@ def key_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def column_of(row: Any, names: Sequence[str]) -> str:
-    """Return the first of some columns that a row has, also if it is null there.
-
-    It is chosen once per file: a column that is empty in some rows must not be replaced by another one there. Raises
-    ValueError if the row has none of them.
-    """
-    for name in names:
-        if name in row or _reach(row, name) is not None:
-            return name
-    raise ValueError(
-        f"it has no {' or '.join(names)}, only {', '.join(map(str, row))}: name the column in task.options"
-    )
-
-
 def value_in(row: Any, column: str) -> Any:
     """Return the value of a column, or of a field below one, as in `reward_model.ground_truth`. Raises ValueError."""
-    value = row[column] if column in row else _reach(row, column)
+    value = row[column] if column in row else _below(row, column)
     if value is None:
-        has = "is null" if column in row else f"is missing; the row has {_columns(row)}"
-        raise ValueError(f"the column {column} {has}")
+        what = "is null" if column in row else f"is missing; the row has {', '.join(map(str, row)) or 'none'}"
+        raise ValueError(f"the column {column} {what}")
     return value
 
 
-def text_in(row: Any, column: str, *, numbers: bool = False) -> str:
-    """Return the text of a column; with `numbers` also of an int or float. Raises ValueError for other values."""
-    return text_of(value_in(row, column), f"the column {column}", numbers=numbers)
+def text_in(row: Any, column: str) -> str:
+    """Return the text of a column. Raises ValueError for another value."""
+    value = value_in(row, column)
+    if not isinstance(value, str):
+        raise ValueError(f"the column {column} is not a text: {value!r:.60}")
+    return value
 
 
-def text_of(value: Any, what: str, *, numbers: bool = False) -> str:
-    """Return a text or, with `numbers`, a finite number as text. Raises ValueError, beginning with `what`."""
-    if isinstance(value, str):
-        return value
-    if numbers and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
-    raise ValueError(f"{what} is {_named(value)}, and not a text{' or a finite number' if numbers else ''}")
+def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
+    """Return the texts or finite numbers of a column as texts: one, or with `several` a list. Raises ValueError."""
+    value = value_in(row, column)
+    values = value if several and isinstance(value, list) else [value]
+    for one in values:
+        number = isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)
+        if not isinstance(one, str) and not number:
+            raise ValueError(f"the column {column} has {one!r:.60}, which is neither a text nor a finite number")
+    if not values:
+        raise ValueError(f"the column {column} is an empty list")
+    return [str(one) for one in values]
 
 
-def _reach(row: Any, path: str) -> Any:
+def _column_of(row: Any, names: Sequence[str]) -> str:
+    for name in names:
+        if name in row or _below(row, name) is not None:
+            return name
+    advice = ": name the column in task.options" if len(names) > 1 else ""
+    raise ValueError(f"it has no {' or '.join(names)}, only {', '.join(map(str, row)) or 'no column'}{advice}")
+
+
+def _below(row: Any, path: str) -> Any:
     for name in path.split("."):
         row = row.get(name) if isinstance(row, dict) else None
     return row
-
-
-def _columns(row: Any) -> str:
-    return ", ".join(map(str, row)) or "none"
-
-
-def _named(value: Any) -> str:
-    return "null" if value is None else f"the {type(value).__name__} {value!r:.60}"
 
 
 def _read_hub(task: str, name: str, split: str, subset: str | None) -> Iterable[Any]:

@@ -10,7 +10,7 @@ engine, so the model learns what it will be sampled for. The last message of a c
 are its prompt. The chat template gets all fields of the messages, and `tools` and `chat_template_kwargs` of the row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,65 +106,41 @@ def _tokens(prompt: _Prompt, response: Message, encoder: Encoder) -> tuple[list[
     renderer = encoder.renderer
     prompt_ids, text = renderer.ids(prompt), renderer.text_with(prompt, response)
     if text is None:
-        ids = renderer.encode(response[1])
-    else:
-        renderer.require_complete(prompt, response)
-        ids = renderer.encode(text)
-        if ids[: len(prompt_ids)] == prompt_ids:
-            ids = ids[len(prompt_ids) :]
-        else:
-            ids = _continued(prompt_ids, renderer.text(prompt), text, ids, encoder)
-    return prompt_ids, _ended(ids, response, encoder)
-
-
-def _continued(prompt_ids: list[int], prompt: str, text: str, ids: list[int], encoder: Encoder) -> list[int]:
-    """Tokenise what follows the prompt apart, as a run does, where tokens of the whole text span both.
-
-    Two line breaks may be one token. Raises ValueError if the text of the whole does not begin with the prompt.
-    """
-    renderer = encoder.renderer
-    if not text.startswith(prompt):
-        same = next(n for n in range(len(prompt)) if text[n : n + 1] != prompt[n])
+        return prompt_ids, _ended(renderer.encode(response[1]), response, encoder)
+    renderer.require_complete(prompt, response)
+    ids = renderer.encode(text)
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return prompt_ids, _ended(ids[len(prompt_ids) :], response, encoder)
+    # Tokens of the whole may span both: two line breaks are often one token. A run generates after the prompt's ids.
+    rest = text.removeprefix(renderer.text(prompt))
+    if rest == text:
         raise ValueError(
-            f"the chat template renders the prompt differently once the response follows it: {prompt[same:][:40]!r} "
-            f"becomes {text[same:][:40]!r}; set variables of the template that fit the row, such as "
-            "task.template_kwargs = { enable_thinking = false }, or write prompt and response as the model is to see "
-            'them, in a row with `prompt` and `response` and task.template = "raw" or "auto"'
+            "the chat template renders the prompt differently once the response follows it: set the variables of the "
+            "template that fit the row, such as task.template_kwargs = { enable_thinking = false }, or write the row "
+            'with `prompt` and `response` as the model is to see them, for task.template = "raw"'
         )
-    # After a special token, since some tokenizers put a space before the first word of a text.
-    token = renderer.tokenizer.added_tokens_decoder.get(encoder.end_ids[0])
-    anchor = str(token.content) if token is not None else ""
-    own = renderer.encode(anchor + text[len(prompt) :])[bool(anchor) :]
+    # After an end token, since some tokenizers put a space before the first word of a text.
+    own = renderer.encode(renderer.tokenizer.decode([encoder.end_ids[0]], skip_special_tokens=False) + rest)[1:]
     whole, apart = (renderer.tokenizer.decode(one, skip_special_tokens=False) for one in (ids, [*prompt_ids, *own]))
     if whole != apart:
         raise ValueError(f"its response cannot be tokenised apart from the prompt: {whole!r:.80} becomes {apart!r:.80}")
-    return own
+    return prompt_ids, _ended(own, response, encoder)
 
 
 def _ended(ids: list[int], response: Message, encoder: Encoder) -> list[int]:
     """Cut a response after its first end token: templates add line breaks after it that no engine would sample.
 
-    Raises ValueError if the response itself spells an end token before its end, so that a part of it would be lost.
+    Raises ValueError if more follows because the response itself spells an end token.
     """
     end = next((n + 1 for n, id_ in enumerate(ids) if id_ in encoder.end_ids), None)
     if end is None:
         return [*ids, encoder.end_ids[0]]
-    decode = encoder.renderer.tokenizer.decode
-    if decode(ids[end:], skip_special_tokens=False).strip():
-        for text in _strings(as_map(response)):
-            spelt = [id_ for id_ in encoder.renderer.encode(text.rstrip())[:-1] if id_ in encoder.end_ids]
-            if spelt:
-                token = decode(spelt[:1], skip_special_tokens=False)
-                raise ValueError(f"the response contains {token!r}, at which the engines stop: remove or respell it")
+    if encoder.renderer.tokenizer.decode(ids[end:], skip_special_tokens=False).strip():
+        spelt = set(encoder.renderer.encode(" ".join(response[1:]))) & set(encoder.end_ids)
+        if spelt:
+            token = encoder.renderer.tokenizer.decode([*spelt][:1], skip_special_tokens=False)
+            raise ValueError(f"the response contains {token!r}, at which the engines stop: remove or respell it")
     return ids[:end]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner)
 
 
 def _check(prompt: Sequence[int], response: Sequence[int], encoder: Encoder) -> None:

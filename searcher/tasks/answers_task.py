@@ -8,14 +8,14 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tba.common.errors import TaskError
 from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.answers import last_boxed
 from tba.searcher.tasks.gsm8k import last_number
-from tba.searcher.tasks.rows import answers_in, is_file, key_of, load_prompts, read_rows, text_in, value_in
+from tba.searcher.tasks.rows import RowsTask, answers_in, key_of, text_in, value_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -29,7 +29,7 @@ _ALONE = re.compile(rf"^{_OPEN}([A-Za-z])(?:[\s*$)\]}}.:]*$|[)\]}}.:]\s*\S)")
 _BRACKETED = re.compile(r"\(([A-Z])\)")
 
 
-class AnswersTask:
+class AnswersTask(RowsTask):
     """Prompts with answers from a local file or the hub. Raises TaskError if the data is missing or malformed.
 
     `prompt` and `answer` are columns, or fields below one such as `reward_model.ground_truth`; empty takes the first
@@ -57,21 +57,8 @@ class AnswersTask:
         if _PLAIN not in format:
             raise TaskError(f"task answers: task.options.format = {format!r} has no {_PLAIN}: write where it stands")
         self._grade, self._format = grade, format
-        self.notes: list[str] = []
         columns = ((prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
-
-        def load(source: str, split: str) -> list[Prompt]:
-            rows = read_rows(self.name, source, split, subset or None)
-            return load_prompts(self.name, rows, columns, self._prompt, self.notes)
-
-        self._prompts = load(train, train_split)
-        self._held_out = load(test or train, test_split) if test or not is_file(train) else []
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
+        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return 1 for a finished response with one of the right answers, else 0."""
@@ -84,7 +71,8 @@ class AnswersTask:
             {CORRECT: float(finished and right), "has_answer": float(found not in (None, ""))},
         )
 
-    def _prompt(self, row: Any, prompt: str, answer: str) -> Prompt:
+    def _prompt(self, row: Any, *columns: str) -> Prompt:
+        prompt, answer = columns
         golds = answers_in(row, answer, several=True)
         for gold in golds:
             self._require_gradable(gold)

@@ -6,10 +6,9 @@ a data set on the Hugging Face hub.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from tba.searcher.tasks.rows import answers_in, is_file, key_of, load_prompts, read_rows, text_in
+from tba.searcher.tasks.rows import RowsTask, answers_in, key_of, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
@@ -19,21 +18,13 @@ _SPELLINGS = (("\N{MINUS SIGN}", "-"), ("{,}", ","), (",\\!", ","))
 _SUBSET = "main"
 
 
-class Gsm8kTask:
+class Gsm8kTask(RowsTask):
     """GSM8K from local files or the hub. Raises TaskError if the data is missing or malformed."""
 
     name = "gsm8k"
 
     def __init__(self, train: str, test: str = "") -> None:
-        self.notes: list[str] = []
-        self._prompts = self._load(train, "train")
-        self._held_out = self._load(test or train, "test") if test or not is_file(train) else []
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
+        self._load(train, test, (("question",), ("answer",)), subset=_SUBSET)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         found = last_number(response)
@@ -41,9 +32,12 @@ class Gsm8kTask:
         correct = float(finished and found is not None and found == last_number(prompt.answer))
         return Reward(total=correct, parts={CORRECT: correct, "has_number": float(found is not None)})
 
-    def _load(self, source: str, split: str) -> list[Prompt]:
-        rows = read_rows(self.name, source, split, _SUBSET)
-        return load_prompts(self.name, rows, (("question",), ("answer",)), _prompt, self.notes)
+    def _prompt(self, row: Any, *columns: str) -> Prompt:
+        question, (solution,) = text_in(row, columns[0]), answers_in(row, columns[1])
+        answer = solution.rpartition("####")[2].strip()
+        if last_number(answer) is None:
+            raise ValueError(f"the answer {answer!r:.60} has no final number")
+        return Prompt(key_of(question), f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)
 
 
 def last_number(text: str) -> float | None:
@@ -52,11 +46,3 @@ def last_number(text: str) -> float | None:
         text = text.replace(spelling, plain)
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
-
-
-def _prompt(row: Any, *columns: str) -> Prompt:
-    question, (solution,) = text_in(row, columns[0]), answers_in(row, columns[1])
-    answer = solution.rpartition("####")[2].strip()
-    if last_number(answer) is None:
-        raise ValueError(f"the answer {answer!r:.60} has no final number")
-    return Prompt(key_of(question), f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)

@@ -6,14 +6,13 @@ finds. It is right if it is the gold answer after normalisation, or if math-veri
 
 import re
 import threading
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
 from tba.searcher.tasks.answers import last_boxed, normalised
-from tba.searcher.tasks.rows import answers_in, is_file, key_of, load_prompts, read_rows, text_in
+from tba.searcher.tasks.rows import RowsTask, answers_in, key_of, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 log = get_logger(__name__)
@@ -30,7 +29,7 @@ _MAX_PARSED_GOLD = 20_000
 _MINUS = re.compile("[\N{MINUS SIGN}\N{EN DASH}]")
 
 
-class MathTask:
+class MathTask(RowsTask):
     """Problems from local files or the hub. Raises TaskError if the data is missing or malformed, MissingExtra.
 
     `problem` and `answer` are the names of columns; empty takes the first of problem, question, prompt and of answer,
@@ -56,21 +55,8 @@ class MathTask:
         if "{problem}" not in prompt:
             raise TaskError(f"task math: task.options.prompt = {prompt!r} has no {{problem}}: write where it stands")
         self._template = prompt
-        self.notes: list[str] = []
         columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
-
-        def load(source: str, split: str) -> list[Prompt]:
-            rows = read_rows(self.name, source, split, subset or None)
-            return load_prompts(self.name, rows, columns, self._prompt, self.notes)
-
-        self._prompts = load(train, train_split)
-        self._held_out = load(test or train, test_split) if test or not is_file(train) else []
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
+        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""
@@ -111,8 +97,8 @@ class MathTask:
         parts = {CORRECT: float(correct), "has_boxed": float(boxed is not None), "verify_error": float(failed)}
         return Reward(float(correct), parts)
 
-    def _prompt(self, row: Any, problem_column: str, answer_column: str) -> Prompt:
-        problem, (answer,) = text_in(row, problem_column), answers_in(row, answer_column)
+    def _prompt(self, row: Any, *columns: str) -> Prompt:
+        problem, (answer,) = text_in(row, columns[0]), answers_in(row, columns[1])
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
         return Prompt(key_of(problem), self._template.replace("{problem}", problem), gold.strip())
 

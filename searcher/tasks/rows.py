@@ -37,43 +37,68 @@ def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterato
         raise TaskError(f"task {task}: {error}{advice}") from error
 
 
-def load_prompts(
-    task: str,
-    rows: Iterable[tuple[str, Any]],
-    columns: Sequence[Sequence[str]],
-    prompt_of: Callable[..., Prompt],
-    notes: list[str],
-) -> list[Prompt]:
-    """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt.
+class RowsTask:
+    """A task whose prompts are rows of data. A subclass has `name`, `_prompt` and `score`, and calls `_load` once.
 
-    Of each group of `columns` the file has one, the first that its first row has, so that a column that is empty in
-    some rows is not replaced by another one there. `prompt_of(row, *columns)` raises ValueError for a row that it
-    cannot use. How many rows repeat a prompt is logged and added to `notes`. Raises TaskError with the place of a row,
-    or if there are none.
+    `_prompt` gets a row and the names of its columns, and raises ValueError for a row that it cannot use. `notes` says
+    how many rows repeat a prompt.
     """
-    found: dict[str, tuple[str, Prompt]] = {}
-    chosen: list[str] = []
-    repeated, others = 0, []
-    for place, row in rows:
-        try:
-            if not isinstance(row, dict):
-                raise ValueError(f"a row is an object with named columns, and not {row!r:.60}")
-            chosen = chosen or [_column_of(row, names) for names in columns]
-            prompt = prompt_of(row, *chosen)
-        except ValueError as error:
-            raise TaskError(f"task {task}: {place}: {error}") from error
-        first_place, first = found.setdefault(prompt.key, (place, prompt))
-        repeated += first is not prompt
-        if (first.answer, first.accepted) != (prompt.answer, prompt.accepted):
-            others.append(f"{place} ({prompt.answer!r:.40}) and {first_place} ({first.answer!r:.40})")
-    if not found:
-        raise TaskError(f"task {task}: its data has no rows")
-    if repeated:
-        note = f"{quantity(repeated, 'row repeats', 'rows repeat')} the prompt of an earlier one, whose answer counts"
-        note += f"; {len(others)} with another answer, such as {others[0]}" if others else ""
-        (log.warning if others else log.info)(note, task=task)
-        notes.append(note)
-    return [prompt for _, prompt in found.values()]
+
+    name: str
+    _prompt: Callable[..., Prompt]
+
+    def _load(
+        self,
+        train: str,
+        test: str,
+        columns: Sequence[Sequence[str]],
+        *,
+        subset: str = "",
+        splits: tuple[str, str] = ("train", "test"),
+    ) -> None:
+        """Read both files, or the splits of a hub data set. Raises TaskError with the place of a row, MissingExtra.
+
+        Of each group of `columns` a file has one, the first that its first row has, so that a column that is empty in
+        some rows is not replaced by another one there.
+        """
+        self.notes: list[str] = []
+        self._prompts = self._read(train, splits[0], subset, columns)
+        held_out = test or ("" if is_file(train) else train)
+        self._held_out = self._read(held_out, splits[1], subset, columns) if held_out else []
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out
+
+    def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[str]]) -> list[Prompt]:
+        """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""
+        found: dict[str, tuple[str, Prompt]] = {}
+        chosen: list[str] = []
+        repeated, others = 0, []
+        for place, row in read_rows(self.name, source, split, subset or None):
+            try:
+                if not isinstance(row, dict):
+                    raise ValueError(f"a row is an object with named columns, and not {row!r:.60}")
+                chosen = chosen or [_column_of(row, names) for names in columns]
+                prompt = self._prompt(row, *chosen)
+            except ValueError as error:
+                raise TaskError(f"task {self.name}: {place}: {error}") from error
+            first_place, first = found.setdefault(prompt.key, (place, prompt))
+            repeated += first is not prompt
+            if (first.answer, first.accepted) != (prompt.answer, prompt.accepted):
+                others.append(f"{place} ({prompt.answer!r:.40}) and {first_place} ({first.answer!r:.40})")
+        if not found:
+            raise TaskError(f"task {self.name}: {source} has no rows")
+        if repeated:
+            note = (
+                f"{quantity(repeated, 'row repeats', 'rows repeat')} the prompt of an earlier one, whose answer counts"
+            )
+            note += f"; {len(others)} with another answer, such as {others[0]}" if others else ""
+            (log.warning if others else log.info)(note, task=self.name)
+            self.notes.append(note)
+        return [prompt for _, prompt in found.values()]
 
 
 def key_of(text: str) -> str:

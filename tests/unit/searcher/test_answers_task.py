@@ -2,7 +2,9 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -127,7 +129,7 @@ def test_columns_of_any_names_are_read(make, row, options, prompt, accepted):
 
 
 def test_rows_of_verl_and_dapo_are_read_from_parquet(tmp_path):
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "data_source": "math_dapo",
             "prompt": [{"role": "user", "content": f"Solve {n}. The last line is Answer: $Answer."}],
@@ -177,7 +179,7 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     toml, rows = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1] for kind in ("toml", "json"))  # type: ignore[index]
     monkeypatch.chdir(tmp_path)
     Path("capitals.jsonl").write_text(rows)
-    task = load_task(Config.model_validate(__import__("tomllib").loads(toml)).task)
+    task = load_task(Config.model_validate(tomllib.loads(toml)).task)
     (first, second) = task.prompts()
     assert [task.score(first, "Answer: Paris", True).total, task.score(second, "Rome", True).total] == [1.0, 0.0]  # type: ignore[union-attr]
     assert isinstance(first, Prompt)

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from tba.common.config import TaskSection
+from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError, UsageError
+from tba.searcher.task_check import check
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
@@ -85,6 +86,9 @@ def test_repeated_questions_are_counted_with_those_whose_answer_differs(write, t
     assert "2 with another answer, such as" in note
     assert "rows.jsonl:3 ('2')" in note
     assert [prompt.answer for prompt in loaded.prompts()] == ["1"]
+    finding = next(check(Config(), loaded, load_seconds=0.0))
+    assert (finding["check"], finding["result"]) == ("load", "warn")
+    assert note in finding["detail"]
     assert task(write({"question": "q", "answer": "1"})).notes == []
 
 

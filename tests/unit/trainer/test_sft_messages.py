@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from transformers import AddedToken
 
 from tba.common.config import TaskSection

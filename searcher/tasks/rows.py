@@ -96,7 +96,7 @@ class RowsTask:
                 f"{quantity(repeated, 'row repeats', 'rows repeat')} the prompt of an earlier one, whose answer counts"
             )
             note += f"; {len(others)} with another answer, such as {others[0]}" if others else ""
-            (log.warning if others else log.info)(note, task=self.name)
+            log.info(note, task=self.name)
             self.notes.append(note)
         return [prompt for _, prompt in found.values()]
 

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from tba.buffer.tools.import_row import Parser
+from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError, UsageError
 from tba.searcher.task_check import check
@@ -69,6 +71,8 @@ def test_the_columns_of_the_first_row_are_those_of_all(write):
     assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == ["3", "3"]
     del rows[0]["answer"]
     assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == ["30", "30"]
+    with pytest.raises(TaskError, match="rows.jsonl:1: the column answer is null"):
+        MathTask(write(rows[0] | {"answer": None}))
 
 
 def test_a_list_is_no_single_answer(write):
@@ -124,11 +128,9 @@ def test_the_fingerprint_covers_variables_and_further_answers():
     assert fingerprint([plain]) == hashlib.sha256(b"k\0t\0a\0").hexdigest()
 
 
-def test_an_import_names_the_line_of_a_half_character(tmp_path):
-    from tba.buffer.tools.import_row import Parser
-
-    parser = Parser("run", lambda: None, None)  # type: ignore[arg-type, return-value]
+def test_an_import_names_the_line_of_a_half_character(example_model):
+    parser = Parser("run", lambda: Tokenizer(str(example_model)), None)
     for field in ("prompt", "response", "text", "prompt_key"):
-        line = {"prompt": "p", "response": "r", "prompt_ids": [1], "response_ids": [2]} | {field: "\ud83d"}
+        line = {"prompt": "1", "response": "2"} | {field: "\ud83d"}
         with pytest.raises(UsageError, match="file:3: half of a character"):
             parser.parse(line, "file:3")

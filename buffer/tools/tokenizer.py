@@ -26,7 +26,8 @@ class Tokenizer:
         # The library raises bare Exceptions.
         except Exception as error:
             raise ConfigError(f"{directory} has no {_FILE} that loads: {error}") from error
-        self._eos = eos_ids(directory)[:1]
+        self._ends = eos_ids(directory)
+        self._eos = self._ends[:1]
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt, as a searcher encodes a text that no chat template renders.
@@ -39,8 +40,15 @@ class Tokenizer:
         return ids[1:] if twice else ids
 
     def response(self, text: str, *, finished: bool) -> list[int]:
-        """Return the ids of a response. A finished one ends with the model's end token, like a generated one."""
+        """Return the ids of a response. A finished one ends with the model's end token, like a generated one.
+
+        Raises ValueError for a text that spells an end token: no engine would have gone on after it.
+        """
         ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if spelt := set(ids) & set(self._ends):
+            raise ValueError(
+                f"the response spells the end token {self._tokenizer.id_to_token(min(spelt))!r}: remove it"
+            )
         return [*ids, *(self._eos if finished else [])]
 
     def decode(self, ids: list[int]) -> str:

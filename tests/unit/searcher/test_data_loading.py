@@ -128,6 +128,13 @@ def test_the_fingerprint_covers_variables_and_further_answers():
     assert fingerprint([plain]) == hashlib.sha256(b"k\0t\0a\0").hexdigest()
 
 
+def test_an_import_refuses_a_response_that_spells_an_end_token(example_model):
+    parser = Parser("run", lambda: Tokenizer(str(example_model)), None)
+    assert parser.parse({"prompt": "1+1=", "response": "2"}, "file:3").response_ids.tolist() == [5, 1]
+    with pytest.raises(UsageError, match="file:3: the response spells the end token '<eos>': remove it"):
+        parser.parse({"prompt": "1+1=", "response": "2<eos>3"}, "file:3")
+
+
 def test_an_import_names_the_line_of_a_half_character(example_model):
     parser = Parser("run", lambda: Tokenizer(str(example_model)), None)
     for field in ("prompt", "response", "text", "prompt_key"):

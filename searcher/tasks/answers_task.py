@@ -4,7 +4,6 @@ The graded part of a response is its last `\\boxed{...}`, else the rest of the l
 else all of it. Thoughts, up to `</think>`, are never graded.
 """
 
-import json
 import math
 import re
 import unicodedata
@@ -12,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tba.common.errors import TaskError
-from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.answers import last_boxed
 from tba.searcher.tasks.gsm8k import last_number
-from tba.searcher.tasks.rows import RowsTask, answers_in, key_of, text_in, value_in
+from tba.searcher.tasks.rows import RowsTask, answers_in, question_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -76,14 +74,8 @@ class AnswersTask(RowsTask):
         golds = answers_in(row, answer, several=True)
         for gold in golds:
             self._require_gradable(gold)
-        rest: Any = {"answer": golds[0], "accepted": golds[1:], "template_kwargs": variables_of(row)}
-        if not isinstance(asked := value_in(row, prompt), list):
-            text = text_in(row, prompt)
-            return Prompt(key_of(text), self._format.replace(_PLAIN, text), **rest)
-        messages = [message_of(message) for message in asked]
-        if not messages or messages[-1][0] == "assistant" or self._format != _PLAIN:
-            raise ValueError(f"the column {prompt} has messages: the last is not the assistant's, and format is unset")
-        return Prompt(key_of(json.dumps(messages)), messages=messages, **rest)
+        question = question_in(row, prompt, self._format, _PLAIN)
+        return Prompt(**question, answer=golds[0], accepted=golds[1:])
 
     def _require_gradable(self, gold: str) -> None:
         """Raise ValueError for an answer to which no response is right, or each."""

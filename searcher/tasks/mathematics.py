@@ -12,7 +12,7 @@ from typing import Any
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
 from tba.searcher.tasks.answers import last_boxed, normalised
-from tba.searcher.tasks.rows import RowsTask, answers_in, key_of, text_in
+from tba.searcher.tasks.rows import RowsTask, answers_in, question_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 log = get_logger(__name__)
@@ -33,9 +33,9 @@ class MathTask(RowsTask):
     """Problems from local files or the hub. Raises TaskError if the data is missing or malformed, MissingExtra.
 
     `problem` and `answer` are the names of columns; empty takes the first of problem, question, prompt and of answer,
-    final_answer, solution. The gold answer is what follows `####`, else the last `\\boxed{...}`, else the whole text.
-    `prompt` is the text of a prompt, with the problem in place of `{problem}`. `subset` and the splits are those of a
-    data set on the hub.
+    final_answer, solution. A problem may also be a list of messages. The gold answer is what follows `####`, else the
+    last `\\boxed{...}`, else the whole text. `prompt` is the text of a prompt, with the problem in place of
+    `{problem}`. `subset` and the splits are those of a data set on the hub.
     """
 
     name = "math"
@@ -98,9 +98,9 @@ class MathTask(RowsTask):
         return Reward(float(correct), parts)
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
-        problem, (answer,) = text_in(row, columns[0]), answers_in(row, columns[1])
+        (answer,) = answers_in(row, columns[1])
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
-        return Prompt(key_of(problem), self._template.replace("{problem}", problem), gold.strip())
+        return Prompt(**question_in(row, columns[0], self._template, "{problem}"), answer=gold.strip())
 
 
 class _OutsideMainThread(RuntimeError):

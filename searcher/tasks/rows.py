@@ -1,6 +1,7 @@
 """Rows of a task's data, a local file or a data set on the Hugging Face hub, and the prompts that they become."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from tba.common import data_files
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
+from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.task import Prompt
 
 log = get_logger(__name__)
@@ -122,6 +124,21 @@ def text_in(row: Any, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"the column {column} is not a text: {value!r:.60}")
     return value
+
+
+def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, Any]:
+    """Return what a column and the template variables of its row give a Prompt. Raises ValueError.
+
+    The column has a text, which stands for `place` in `format_`, or a list of messages, which are used as they are.
+    """
+    variables = {"template_kwargs": variables_of(row)}
+    if not isinstance(asked := value_in(row, column), list):
+        text = text_in(row, column)
+        return {"key": key_of(text), "text": format_.replace(place, text), **variables}
+    messages = [message_of(message) for message in asked]
+    if not messages or messages[-1][0] == "assistant":
+        raise ValueError(f"the column {column} has no message, or ends with the assistant's: remove the answer")
+    return {"key": key_of(json.dumps(messages)), "messages": messages, **variables}
 
 
 def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
-from tba.common.rendering import Message
+from tba.common.rendering import Message, as_map
 from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory, weight_files
@@ -55,7 +55,7 @@ class RewardModel:
         """
         if self._config.template == "chat":
             whole = (*(messages or [("user", prompt)]), ("assistant", response))
-            chat = [{"role": role, "content": content} for role, content in whole]
+            chat = [as_map(message) for message in whole]
             # A template is a program that comes with the model and may raise anything.
             try:
                 text = self._tokenizer.apply_chat_template(chat, tokenize=False)

@@ -4,17 +4,15 @@ The answer of a response is its last `\\boxed{...}`; of a response without one, 
 finds. It is right if it is the gold answer after normalisation, or if math-verify says that both are equal.
 """
 
-import hashlib
 import re
 import threading
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
 from tba.searcher.tasks.answers import last_boxed, normalised
-from tba.searcher.tasks.rows import is_file, read_rows, without_repeated
+from tba.searcher.tasks.rows import RowsTask, answers_in, question_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 log = get_logger(__name__)
@@ -31,13 +29,13 @@ _MAX_PARSED_GOLD = 20_000
 _MINUS = re.compile("[\N{MINUS SIGN}\N{EN DASH}]")
 
 
-class MathTask:
+class MathTask(RowsTask):
     """Problems from local files or the hub. Raises TaskError if the data is missing or malformed, MissingExtra.
 
     `problem` and `answer` are the names of columns; empty takes the first of problem, question, prompt and of answer,
-    final_answer, solution. The gold answer is what follows `####`, else the last `\\boxed{...}`, else the whole text.
-    `prompt` is the text of a prompt, with the problem in place of `{problem}`. `subset` and the splits are those of a
-    data set on the hub.
+    final_answer, solution. A problem may also be a list of messages. The gold answer is what follows `####`, else the
+    last `\\boxed{...}`, else the whole text. `prompt` is the text of a prompt, with the problem in place of
+    `{problem}`. `subset` and the splits are those of a data set on the hub.
     """
 
     name = "math"
@@ -58,19 +56,7 @@ class MathTask:
             raise TaskError(f"task math: task.options.prompt = {prompt!r} has no {{problem}}: write where it stands")
         self._template = prompt
         columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
-
-        def load(source: str, split: str) -> list[Prompt]:
-            rows = enumerate(read_rows(self.name, source, split, subset or None), 1)
-            return without_repeated(self._prompt(row, columns, f"row {n} of {source}") for n, row in rows)
-
-        self._prompts = load(train, train_split)
-        self._held_out = load(test or train, test_split) if test or not is_file(train) else []
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
+        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""
@@ -111,22 +97,14 @@ class MathTask:
         parts = {CORRECT: float(correct), "has_boxed": float(boxed is not None), "verify_error": float(failed)}
         return Reward(float(correct), parts)
 
-    def _prompt(self, row: Any, columns: tuple[Sequence[str], Sequence[str]], place: str) -> Prompt:
-        problem, answer = (_column(row, names, place) for names in columns)
+    def _prompt(self, row: Any, *columns: str) -> Prompt:
+        (answer,) = answers_in(row, columns[1])
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
-        key = hashlib.sha256(problem.encode()).hexdigest()[:16]
-        return Prompt(key, self._template.replace("{problem}", problem), gold.strip())
+        return Prompt(**question_in(row, columns[0], self._template, "{problem}"), answer=gold.strip())
 
 
 class _OutsideMainThread(RuntimeError):
     """A task that needs the main thread is scored in another one."""
-
-
-def _column(row: Any, names: Sequence[str], place: str) -> str:
-    for name in names:
-        if isinstance(row, dict) and isinstance(row.get(name), str):
-            return str(row[name])
-    raise TaskError(f"task math: {place} has no text in {' or '.join(names)}: name the column in task.options")
 
 
 def _same(gold: str, response: str, boxed: str | None) -> bool:

@@ -384,9 +384,9 @@ def test_what_was_not_looked_at_is_unchecked(tmp_path, hub_offline):
     assert findings["task"]["detail"] == "openai/gsm8k: data of the hub, downloaded at the start"
 
 
-def test_a_file_without_the_ending_of_json_is_no_data_of_the_hub(tmp_path, monkeypatch):
+def test_a_file_without_the_ending_of_a_data_file_is_no_data_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    section = TaskSection(name="gsm8k", train="g.csv", test="openai/gsm8k")
-    assert hub_data(section) == ["g.csv", "openai/gsm8k"]
-    Path("g.csv").touch()
+    section = TaskSection(name="gsm8k", train="g.data", test="openai/gsm8k")
+    assert hub_data(section) == ["g.data", "openai/gsm8k"]
+    Path("g.data").touch()
     assert hub_data(section) == ["openai/gsm8k"]

@@ -68,7 +68,7 @@ def test_gsm8k_uses_the_format_of_the_paper(gsm8k):
     ("line", "sentence"),
     [
         ("{", "is not JSON"),
-        ("{}", "has no question and answer"),
+        ("{}", "the column question is missing; the row has none"),
         ('{"question": "q", "answer": "#### x"}', "has no final number"),
     ],
 )

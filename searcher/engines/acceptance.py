@@ -3,7 +3,7 @@
 The check before reads headers and the manifest; no tensor is loaded here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,21 @@ class Acceptance:
     """
 
     def __init__(
-        self, shapes: TensorShapes, *, tied: bool, vocabulary: int, tolerance: float, routed: bool = False
+        self,
+        shapes: TensorShapes,
+        *,
+        copies: Collection[str] = (),
+        vocabulary: int,
+        tolerance: float,
+        routed: bool = False,
     ) -> None:
-        """`tied` is whether embedding and head are one tensor, `vocabulary` the number of token ids.
+        """`copies` are names that a snapshot may hold too: the model has these tensors under one of `shapes`.
 
-        `routed` is whether rounding may choose other experts, or weights are quantized: single tokens then differ by
-        several nats.
+        `vocabulary` is the number of token ids. `routed` is whether rounding may choose other experts, or weights are
+        quantized: single tokens then differ by several nats.
         """
         self._shapes = shapes
-        self._tied = tied
+        self._copies = copies
         self.vocabulary = vocabulary
         self.routed = routed
         self._limits = Limits.of(tolerance, routed=routed)
@@ -102,7 +108,7 @@ class Acceptance:
         name = f"v{snapshot.manifest.version}"
         if not snapshot.weight_files:
             raise SnapshotError(f"{name} is based on v{snapshot.manifest.base}, and its complete weights are missing")
-        if difference := shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, tied=self._tied)):
+        if difference := shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, without=self._copies)):
             raise SnapshotRefused(f"{name} does not hold the weights of the model that is served: {difference}")
         if snapshot.adapter is not None and (problem := self._adapter_problem(snapshot.adapter)):
             raise SnapshotRefused(f"{name} is an adapter of another model: {problem}")
@@ -161,11 +167,8 @@ def mismatch(engine: NDArray[Any], trainer: NDArray[Any]) -> Mismatch:
     return Mismatch(float(np.abs(difference).max()), float(np.abs(difference).mean()), float(kl))
 
 
-def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
-    """Names, dtypes and shapes in safetensors files, from their headers. Raises SnapshotError.
-
-    With tied embeddings a copy of the head may or may not have been saved, so it is left out.
-    """
+def tensor_shapes(files: Sequence[Path], *, without: Collection[str] = ()) -> TensorShapes:
+    """Names, dtypes and shapes in safetensors files, from their headers, `without` some. Raises SnapshotError."""
     from safetensors import SafetensorError, safe_open
 
     shapes: TensorShapes = {}
@@ -178,9 +181,7 @@ def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
                     shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
         except (OSError, SafetensorError) as error:
             raise SnapshotError(f"{path} is not readable safetensors: {error}") from error
-    if tied:
-        shapes.pop("lm_head.weight", None)
-    return shapes
+    return {name: shape for name, shape in shapes.items() if name not in without}
 
 
 def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:

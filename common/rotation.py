@@ -49,8 +49,7 @@ class Rotation:
         return [[rows[n] for n in part] for rows in groups.values() for part in cut([lengths[n] for n in rows])]
 
     def forget(self, model: Any) -> None:
-        """Reset the frequencies of dynamic NTK, which transformers keeps from a longer pass; call it before each pass.
-        """
+        """Reset the frequencies of dynamic NTK, which transformers keeps from longer passes; call it before each."""
         if all(kind != _DYNAMIC for kind, _ in self.limits):
             return
         # transformers resets them when it gets a short sequence.

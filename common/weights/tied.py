@@ -14,7 +14,7 @@ def tied_names(model: Any) -> dict[str, str]:
         names_of.setdefault(id(parameter), []).append(name)
     # The names that transformers does not save. It may list one whose tensor is not tied in this model.
     unsaved = getattr(model, "all_tied_weights_keys", {})
-    tied = {}
+    tied: dict[str, str] = {}
     for names in names_of.values():
         saved = next((name for name in names if name not in unsaved), names[0])
         tied |= {name: saved for name in names if name != saved}

@@ -189,7 +189,7 @@ def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
     if missing := sorted(expected.keys() - found.keys()):
         return f"{quantity(len(missing), 'tensor is', 'tensors are')} missing, for example {missing[0]!r}"
     if unknown := sorted(found.keys() - expected.keys()):
-        return f"{quantity(len(unknown), 'tensor is', 'tensors are')} unknown, for example {unknown[0]!r}"
+        return f"{quantity(len(unknown), 'tensor has', 'tensors have')} no place in it, for example {unknown[0]!r}"
     for name, (dtype, shape) in expected.items():
         found_dtype, found_shape = found[name]
         if found_shape != shape:

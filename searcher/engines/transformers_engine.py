@@ -99,8 +99,8 @@ class TransformersEngine:
         self._shapes = {name: shape for name, shape in files.items() if name in self._names}
         if stale := self._unaccounted():
             raise ConfigError(
-                f"the files in {directory} have {stale[0]!r} in another form than transformers: this engine cannot "
-                'reload such models, use search.engine = "vllm"'
+                f"{stale[0]!r} of the model has another form in the files of {directory}, such as experts one by one: "
+                'this engine cannot reload such models, use search.engine = "vllm"'
             )
         self._acceptance = Acceptance(
             self._shapes,

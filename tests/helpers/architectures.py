@@ -82,7 +82,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "nemotron": ("nemotron", {}),
-    "exaone4": ("exaone4", {"sliding_window": None}),
+    "exaone4": ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
     "ernie4_5": ("ernie4_5", {}),
     "seed_oss": ("seed_oss", {}),
     "helium": ("helium", {}),
@@ -93,7 +93,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64, "do_layer_norm_before": True}),
     "gptj": ("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16}),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 2}),
-    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1}),
     "deepseek_v3": (
         "deepseek_v3",
         {
@@ -103,6 +102,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+
+# Logits that the trainer refuses.
+CAPPED = {"gemma2", "granite", "cohere", "cohere2"}
+# Models whose experts the files have one by one, which the Transformers engine cannot reload.
+EXPERTS = {name for name, (kind, _) in ARCHITECTURES.items() if kind in (
+    "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v3",
+)}  # fmt: skip
+# By name, a part of the sentence with which vLLM 0.32.0 on a CPU, or its swap, refuses.
+VLLM_REFUSES = {
+    "llama gelu": "Only silu is supported",
+    "qwen2 window": "Sliding window for some but all layers is not supported",
+    "qwen3 biases": "2 tensors have no place in it, for example 'model.layers.0.self_attn.o_proj.bias'",
+    "ministral": "do_not_compile",
+}
 
 
 def save(name: str, directory: Any) -> None:

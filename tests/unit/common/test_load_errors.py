@@ -68,6 +68,7 @@ def test_a_model_that_does_not_fit_on_its_device_raises_memory_short(monkeypatch
         raise MemoryError
 
     monkeypatch.setattr(model, "to", no_room)
+
     def load_here(*_, output_loading_info=False, **__):
         return (model, {"missing_keys": []}) if output_loading_info else model
 

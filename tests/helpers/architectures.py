@@ -114,7 +114,8 @@ VLLM_REFUSES = {
     "llama gelu": "Only silu is supported",
     "qwen2 window": "Sliding window for some but all layers is not supported",
     "qwen3 biases": "2 tensors have no place in it, for example 'model.layers.0.self_attn.o_proj.bias'",
-    "ministral": "do_not_compile",
+    "gpt_oss": "vLLM cannot replace the weights of",
+    "deepseek_v3": "vLLM did not start with",
 }
 
 

@@ -3,6 +3,8 @@
 Right values are those of a freshly loaded model of transformers that gets the row alone.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,7 @@ SHAPE = {
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0]}
 ORIGINAL = {"original_max_position_embeddings": LIMIT}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROPES = {
+ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
@@ -91,7 +93,7 @@ def test_the_searchers_reference_does_not_depend_on_its_batch(kind, tmp_path):
     trajectories = [make_trajectory(prompt_ids=row.prompt_ids, response_ids=row.response_ids) for row in asked]
     found = ReferenceModel(str(tmp_path), device="cpu", dtype="float32").logprobs(trajectories)
     expected = [alone(tmp_path, row.prompt_ids, row.response_ids).sum() for row in asked]
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    np.testing.assert_allclose(np.asarray(found, float), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -1,6 +1,6 @@
 """Models that rotate positions by the longest sequence of a forward pass: LongRoPE and dynamic NTK in transformers.
 
-What a model computes for a row must not depend on the rows beside it, so each pass has rows that are rotated alike.
+What a model computes for a row must not depend on the others of its pass, so each pass has rows that are rotated alike.
 """
 
 from collections.abc import Callable, Sequence

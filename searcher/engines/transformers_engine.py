@@ -72,15 +72,7 @@ class TransformersEngine:
     ) -> None:
         transformers_logging.disable_progress_bar()
         directory = model_directory(model)
-        with loading(f"the model in {directory}", device):
-            self._model, info = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
-            )
-            if missing := info["missing_keys"]:
-                # transformers would initialise them at random.
-                raise ConfigError(f"the files in {directory} lack weights of the model, {min(missing)} for one")
-            self._model.to(device).eval().requires_grad_(False)
-        _use_grouped_attention(self._model, directory)
+        self._model = _load(directory, getattr(torch, dtype), device)
         self._device = device
         self.max_in_flight = max_in_flight
         # It has no state that people need to watch.
@@ -282,6 +274,20 @@ class TransformersEngine:
         logprobs_TV = self._model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
         scores: Float32 = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
         return scores
+
+
+def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
+    """Load a model for generation. Raises ConfigError for one that this engine cannot serve, MemoryShort."""
+    with loading(f"the model in {directory}", device):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        if missing := info["missing_keys"]:
+            # transformers would initialise them at random.
+            raise ConfigError(f"the files in {directory} lack weights of the model, {min(missing)} for one")
+        model.to(device).eval().requires_grad_(False)
+    _use_grouped_attention(model, directory)
+    return model
 
 
 def _use_grouped_attention(model: Any, directory: Path) -> None:

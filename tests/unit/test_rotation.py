@@ -1,4 +1,4 @@
-"""What a model computes for a row does not depend on the rows beside it, or before it, for any RoPE type.
+"""What a model computes for a row does not depend on the rows of its pass, or of passes before, for any RoPE type.
 
 Right values are those of a freshly loaded model of transformers that gets the row alone.
 """

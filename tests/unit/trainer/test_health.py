@@ -135,7 +135,7 @@ def test_in_bfloat16_engine_and_trainer_may_differ_by_more():
     assert after(health, range(1, 9), mismatch_mean=0.2).startswith("engine and trainer differ by 0.1")
 
 
-def test_responses_of_1_5_nats_of_mismatch_are_reported_at_the_first_step_beside_another_sign():
+def test_responses_of_1_5_nats_of_mismatch_are_reported_at_the_first_step_with_another_sign():
     warning = after(watch("dr_grpo"), range(5), log_ratio_positive=-1.2, mismatch_mean=1.5)
     assert "have lost 1.2 nats" in warning
     assert "; engine and trainer differ by 1.5 nats per token" in warning

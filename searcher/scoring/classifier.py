@@ -5,6 +5,7 @@ masked. Shape suffixes: N pairs, T tokens of the longest.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
 from tba.common.rendering import Message, as_map
+from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory, weight_files
@@ -80,8 +82,8 @@ class RewardModel:
 
         A batch has fewer pairs than the vocabulary has tokens, so that there is a token that none of them ends with.
         """
-        lengths = [len(pair) for pair in pairs]
-        return cut_by_tokens(lengths, self._config.batch_tokens, padded=True, max_rows=self._vocabulary - 1)
+        cut = partial(cut_by_tokens, limit=self._config.batch_tokens, padded=True, max_rows=self._vocabulary - 1)
+        return Rotation.of(self._model.config).split([len(pair) for pair in pairs], cut)
 
     def score(self, pairs: Sequence[Sequence[int]], begin: Callable[[int, int], None]) -> list[Score]:
         """One score per pair, computed in one batch, or in halves of it when memory is short.

@@ -31,7 +31,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny models: tries the command, and measures nothing")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--commit", help="of a checkout without git")
-    return parser.parse_args(arguments)
+    # Forks save the imports.
+    return argparse.Namespace(**vars(parser.parse_args(arguments)), method="fork")
 
 
 def _stages(text: str) -> list[Stage]:
@@ -44,8 +45,6 @@ def _stages(text: str) -> list[Stage]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages. Returns 1 if one has failed."""
     options, started = parse(arguments), time.monotonic()
-    # Forks save the imports.
-    options.method = "fork"
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TBA_LOG": "json", "HF_HUB_OFFLINE": "1"}
     chosen = [stage for stage in options.only if stage not in options.skip]
     with tempfile.TemporaryDirectory(prefix="tba-gpu-check-", ignore_cleanup_errors=True) as folder:
@@ -82,11 +81,12 @@ def about(options: argparse.Namespace) -> dict[str, str]:
     from tba.common.system.devices import ask_nvidia_smi
     from tba.common.system.versions import software
 
-    asked = ("--query-gpu=name,driver_version", "--format=csv,noheader")
+    versions, asked = software(), ("--query-gpu=name,driver_version", "--format=csv,noheader")
     rows = (ask_nvidia_smi(*asked) if options.device == "cuda" else None) or "none, none"
     card, driver = rows.partition("\n")[0].rsplit(", ", 1)
-    found = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "card": card, "driver": driver}
-    return found | {"models": "tiny" if options.tiny else "full", "git": options.commit or "unknown"} | software()
+    found = {"commit": options.commit or versions.pop("git", "unknown"), "card": card, "driver": driver}
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return found | {"date": date, "models": "tiny" if options.tiny else "full"} | versions
 
 
 def run(stage: Stage, options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -121,10 +121,7 @@ def run(stage: Stage, options: argparse.Namespace, report: Report, deadline: flo
 
 
 def in_process(stage: Stage, options: Any, files: tuple[Path, Path], update: Callable[[], None]) -> int | None:
-    """Run a stage in a process. Returns its exit code, or None if it was ended after `options.limit` seconds.
-
-    `files` receive its findings and its output, and `update` is called each second.
-    """
+    """Run a stage in a process. Returns its exit code, or None if it was ended after `options.limit` seconds."""
     from tba.common.system.process import descendants
 
     context: Any = multiprocessing.get_context(options.method)
@@ -137,9 +134,8 @@ def in_process(stage: Stage, options: Any, files: tuple[Path, Path], update: Cal
             update()
         return process.exitcode
     finally:
-        # Each by its process id, which may be that of another process once this one is waited for.
-        family = [process.pid, *descendants(process.pid)] if process.is_alive() else []
-        for pid in family:
+        # By process id: it may be that of another process once this one is waited for.
+        for pid in [process.pid, *descendants(process.pid)] if process.is_alive() else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.join()

@@ -19,7 +19,7 @@ from tba.trainer.model.packed_attention import Sequences, attend, has_kernel
 from tba.trainer.model.packing import obstacle, packs
 from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing
 
-# Attention heads, heads of keys and values, head size: of the models that docs/scaling.md names, and others.
+# Attention heads, heads of keys and values, head size.
 _HEADS = ((8, 8, 64), (14, 2, 64), (12, 2, 128), (28, 4, 128), (8, 2, 256), (4, 2, 32))
 
 

@@ -43,7 +43,7 @@ def _speed(findings: Findings, options: Any, size: str, ways: tuple[tuple[Any, b
         model = random_model(config, options.device)
         packed = packs(packing, model, options.device, half=options.device == "cuda")
         findings.note(f"{way}: packed", packed)
-        _train(findings, way, options, model, train, batches, expected, packed=packed)
+        _train(findings, way, options, model, train, (batches, expected), packed=packed)
         del model
 
 
@@ -52,11 +52,9 @@ speed15 = partial(_speed, size="1.5B", ways=(("auto", False, 8192), ("padded", F
 speed05 = partial(_speed, size="0.5B", ways=(("auto", False, 16384), ("padded", False, 16384)))
 
 
-def _train(
-    findings: Findings, way: str, options: Any, model: Any, train: TrainSection,
-    batches: Any, expected: Any, **keys: Any,
-) -> None:  # fmt: skip
+def _train(findings: Findings, way: str, options: Any, model: Any, train: Any, steps: Any, **keys: Any) -> None:
     """Make steps with tba, and compare the first with bare torch, and the peak of memory with the estimate."""
+    batches, expected = steps
     cuda, estimate = options.device == "cuda", estimate_for(model.config, train, options.work / "shape")
     if cuda:
         torch.cuda.empty_cache()
@@ -132,5 +130,5 @@ def offload(findings: Findings, options: Any) -> None:
     masters = take_masters(policy, torch.device(device), half=cuda)
     # Before the learner takes away each gradient.
     expected = {"loss": BareTrainer(policy, rate=0.0, tokens=tokens, half=cuda).loss(batches[0])}
-    _train(findings, "7 B", options, policy, train, batches, expected, packed=packed, masters=masters)
+    _train(findings, "7 B", options, policy, train, (batches, expected), packed=packed, masters=masters)
     findings.note("largest resident memory, GB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB)

@@ -15,7 +15,7 @@ from tba.common.weights.hashing import blake3_of_bytes
 from tba.tests.helpers.gpu_steps import GB, error, timed
 from tba.trainer.metrics.flops import peak_flops
 
-# https://github.com/BLAKE3-team/BLAKE3, test_vectors.json: no input.
+# Of BLAKE3's test_vectors.json.
 _BLAKE3_OF_NOTHING = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 
 

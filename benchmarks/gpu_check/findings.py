@@ -81,6 +81,7 @@ class Report:
 
     def __init__(self, folder: Path, about: dict[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").unlink(missing_ok=True)
         self.folder, self.stages = folder, dict[str, Result]()
         self._about = about
 

@@ -22,12 +22,12 @@ _METRICS = ("seconds_", "tokens_per_second", "mfu", "staleness_mean", "mismatch_
 def run(findings: Findings, options: Any) -> None:
     """The demo, on a GPU in bfloat16, with a kill between two checkpoints."""
     folder, cuda = options.work / "run", options.device == "cuda"
-    steps, every, kill_after = (14, 5, 8) if options.tiny else (80, 20, 33)
+    steps, every, kill_after = (20, 10, 11) if options.tiny else (80, 40, 48)
     where = {"search.gpus": "0", "train.gpu": "0", "model.dtype": "bfloat16"} if cuda else {"search.cpu_searchers": 1}
     settings = where | {"train.steps": steps, "train.checkpoint_every": every, "eval.at_end": not options.tiny}
-    settings |= {"run.dir": folder, "buffer.address": f"ipc://{options.work}/buffer"}
     command = [sys.executable, "-m", "tba", "run", str(_ROOT / "examples/arithmetic/demo.toml")]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={str(value).lower()}")]
+    command += ["--set", f"run.dir={folder}"]
     deadline = time.monotonic() + options.limit - 10
     # tba ends with this process, also if that is killed.
     process = subprocess.Popen(command, cwd=_ROOT, env=os.environ | {PARENT_VARIABLE: str(os.getpid())})
@@ -83,15 +83,15 @@ def _compare_repeated(findings: Findings, before: list[Any], after: list[Any], *
 
 def _compare_database(findings: Findings, path: Path, steps: list[Any], events: list[Any]) -> None:
     """Compare the rows of the database with what the processes logged."""
-    versions = {line["version"] for line in events if line.get("event") == "snapshot published"}
-    loaded = {line["version"] for line in events if line.get("event") == "weights loaded"}
     sent = sum(line["rows"] for line in events if line.get("event") == "left")
-    expected = {"trajectory_rows": sent, "batches WHERE trained_at > 0": len(steps), "snapshots": len(versions)}
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
-        for table, logged in expected.items():
+        for table, logged in {"trajectory_rows": sent, "batches WHERE trained_at > 0": len(steps)}.items():
             rows = database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
             findings.check(f"rows of {table}, and what was logged", rows, logged)
-    findings.check("versions that were loaded and not published", sorted(loaded - versions), [])
+        versions = {row[0] for row in database.execute("SELECT version FROM snapshots")}
+    for event in ("snapshot published", "weights loaded"):
+        named = {line["version"] for line in events if line.get("event") == event}
+        findings.check(f"{event}: logged versions that the database lacks", sorted(named - versions), [])
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

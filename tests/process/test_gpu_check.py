@@ -31,5 +31,5 @@ def test_each_stage_compares_something_on_a_cpu(tmp_path, pytestconfig):
     assert all(stage["comparisons"] > 0 for stage in report["stages"].values())
     assert len(report["stages"]) == 12
     about = report["about"]
-    assert (about["git"], about["card"], about["driver"], about["models"]) == ("abc123", "none", "none", "tiny")
+    assert (about["commit"], about["card"], about["driver"], about["models"]) == ("abc123", "none", "none", "tiny")
     assert {"date", "torch"} <= about.keys()

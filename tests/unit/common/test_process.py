@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tba.common.system.orphan_guard import session_of
 from tba.common.system.process import NotifySocket, StopSignal, notify_systemd, objects_frozen
 from tba.common.terminal import own_command
 
@@ -101,3 +102,12 @@ def test_the_command_to_type_again_is_the_one_that_was_typed(tmp_path, monkeypat
     assert own_command() == ["tba"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/tba/__main__.py"])
     assert own_command() == [sys.executable, "-m", "tba"]
+
+
+def test_a_process_whose_name_is_not_utf_8_has_a_session():
+    # Linux cuts names after 15 bytes, also inside a character.
+    code = "open('/proc/self/comm', 'wb').write(b'h\\xc3'); print(flush=True); open(0).read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert session_of(process.pid) == os.getsid(0)
+        process.stdin.close()

@@ -87,6 +87,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _failed.append(report.nodeid)
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write the exit status, which make replaces by its own, to pytest's cache: .ci/run reads it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.cache is not None:
+        session.config.cache.set("tba/status", int(exitstatus))
+
+
 def pytest_keyboard_interrupt() -> None:
     """Print what has failed so far, and end the run after a grace period, even if something blocks the way out.
 

@@ -1,5 +1,6 @@
 """Text to token ids and back, with the model's `tokenizer.json`. Needs neither torch nor transformers."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Tokenizer:
 
 def decoder_of(model: str) -> Callable[[list[int]], str] | None:
     """Return a function from token ids to text; None if the model is not a local directory with a tokenizer."""
-    if not model or not (Path(model).expanduser() / _FILE).is_file():
+    if not model or not Path(os.path.expanduser(model), _FILE).is_file():
         return None
     try:
         return Tokenizer(model).decode

@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -31,6 +32,10 @@ _failed: list[str] = []
 # compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Tests bind sockets in directories of their own, and the path of a socket has at most 107 bytes (unix(7)), of which
+# pytest's folders and the name take up to 85.
+if len(os.fsencode(tempfile.gettempdir())) > 22:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")
 # A shell script starts background commands with SIGINT ignored, and nohup ignores SIGHUP. Processes that tests start
 # would inherit that; a signal with a handler they get as usual.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

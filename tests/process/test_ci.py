@@ -1,4 +1,4 @@
-"""`.ci/run` gives failed tests a second chance, and nothing else."""
+"""`.ci/run` gives failed tests a second chance, and nothing else; a run works with any temporary directory."""
 
 import shutil
 import subprocess
@@ -68,3 +68,13 @@ def test_an_installation_that_fails_gets_no_second_chance_from_failures_of_an_ea
     code, lines = ci("def test_fails_again(): pass", MAKEFILE.replace("test:\n", "test:\n\tfalse\n", 1))
     assert code
     assert lines[-1] == "the tests did not run to their end: no second chance"
+
+
+def test_a_temporary_directory_with_a_long_path_leaves_room_for_sockets(tmp_path):
+    long = tmp_path / "a temporary directory of jobs"
+    long.mkdir()
+    environment = clean_environment() | {"TMPDIR": str(long)}
+    environment.pop("PYTEST_DEBUG_TEMPROOT", None)
+    code = "import os, tba.tests.runner; print(os.environ.get('PYTEST_DEBUG_TEMPROOT'))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "/tmp\n"

@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -82,8 +83,8 @@ def node(tmp_path, monkeypatch) -> Callable[..., None]:
         program = tmp_path / "bin/nvidia-smi"
         program.parent.mkdir(exist_ok=True)
         program.write_text(
-            f'#!/bin/sh\ncase "$1" in topo) cat {tmp_path}/matrix;; --query-gpu=*) cat {tmp_path}/gpus;; '
-            f'"") cat {tmp_path}/header;; esac\n'
+            f"#!/bin/sh\ncd {shlex.quote(str(tmp_path))}\n"
+            'case "$1" in topo) cat matrix;; --query-gpu=*) cat gpus;; "") cat header;; esac\n'
         )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")

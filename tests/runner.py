@@ -32,6 +32,9 @@ _failed: list[str] = []
 # compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Servers refuse keys that a group may write to, which is what 002 permits, the mask of users on many distributions.
+# `tba` sets a mask of its own; the functions that tests call do not.
+os.umask(0o022)
 # Tests bind sockets in directories of their own, and the path of a socket has at most 107 bytes (unix(7)), of which
 # pytest's folders and the name take up to 85.
 if len(os.fsencode(tempfile.gettempdir())) > 22:

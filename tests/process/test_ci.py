@@ -1,4 +1,4 @@
-"""`.ci/run` gives failed tests a second chance, and nothing else; a run works with any temporary directory."""
+"""`.ci/run` gives failed tests a second chance, and nothing else; a run works for any user and temporary directory."""
 
 import shutil
 import subprocess
@@ -75,6 +75,14 @@ def test_a_temporary_directory_with_a_long_path_leaves_room_for_sockets(tmp_path
     long.mkdir()
     environment = clean_environment() | {"TMPDIR": str(long)}
     environment.pop("PYTEST_DEBUG_TEMPROOT", None)
-    code = "import os, tba.tests.runner; print(os.environ.get('PYTEST_DEBUG_TEMPROOT'))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "/tmp\n"
+    assert after_the_runner("os.environ.get('PYTEST_DEBUG_TEMPROOT')", env=environment) == "/tmp"
+
+
+def test_files_of_tests_have_the_same_modes_for_every_user():
+    assert after_the_runner("os.umask(0)", env=clean_environment(), umask=0o002) == str(0o022)
+
+
+def after_the_runner(expression, **settings):
+    code = f"import os, tba.tests.runner; print({expression})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, **settings)
+    return done.stdout.strip()

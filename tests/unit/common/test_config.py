@@ -161,6 +161,12 @@ def test_an_unrelated_variable_is_a_warning(capsys):
     assert "TBA_HOME sets nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["buffer.address", "train.serve_snapshots"])
+def test_the_path_of_a_socket_may_have_spaces(key):
+    assert value_of(resolve(None, assignments=[f"{key}=ipc:///my runs/a"]).config, key) == "ipc:///my runs/a"
+    assert key in refusal(assignments=[f"{key}=ipc:// "])
+
+
 def test_a_directory_whose_name_is_not_utf_8_is_refused_with_the_remedy():
     name = os.fsdecode(b"h\xe4user")
     assert "is not a UTF-8 name here" in refusal(assignments=[f"run.dir={name}"])

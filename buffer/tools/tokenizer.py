@@ -4,6 +4,7 @@ Encoding needs transformers: the ids of tokenizer.json alone differ for families
 Reading rows needs only the library `tokenizers`.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -48,7 +49,8 @@ class Tokenizer:
 
 def decoder_of(model: str) -> Callable[[list[int]], str] | None:
     """Return a function from token ids to text; None if the model is not a local directory with a tokenizer."""
-    path = Path(model).expanduser() / _FILE
+    # Not Path.expanduser, which raises for a user without a home.
+    path = Path(os.path.expanduser(model), _FILE)
     if not model or not path.is_file():
         return None
     try:

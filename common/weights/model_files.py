@@ -55,7 +55,8 @@ def local_model(path: str, *, setting: str = "model.path") -> Path | None:
             f"{setting} is not set: name a Hugging Face model directory or a hub id in ./tba.toml, or in the file that "
             "--config names"
         )
-    local = Path(path).expanduser()
+    # Unlike Path.expanduser, this leaves `~` to a user without a home directory.
+    local = Path(os.path.expanduser(path))
     # False without permission, where `Path.is_dir` raises.
     if os.path.isdir(local):
         if not os.path.isfile(local / "config.json"):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tba.buffer.tools.tokenizer import decoder_of
 from tba.common.errors import ConfigError
-from tba.common.weights.model_files import check_model, share_weights, weight_files
+from tba.common.weights.model_files import check_model, local_model, share_weights, weight_files
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -47,3 +48,10 @@ def test_a_directory_that_transformers_would_load_as_an_adapter_is_refused(tmp_p
     model = model_with(tmp_path, "model.safetensors", "adapter_config.json")
     with pytest.raises(ConfigError, match=r"has an adapter_config\.json, .* merge it into its base model"):
         check_model(str(model))
+
+
+@pytest.mark.usefixtures("no_home")
+def test_the_home_directory_of_a_user_without_one_has_no_model():
+    with pytest.raises(ConfigError, match="model.path ~/model does not exist"):
+        local_model("~/model")
+    assert decoder_of("~/model") is None

@@ -9,7 +9,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # What stands between two boxes of one answer.
 _LISTED = re.compile(r"[\s$.]*(?:[,;]|\\text\{ ?(?:and|or) ?\}|(?:and|or)\b)\s*(?:(?:and|or)\b)?[\s$]*")
 _MAX_BOXES = 20
-_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 # Of a number that is written out in digits; longer ones are compared as they are.
 _MAX_DIGITS = 100
 
@@ -42,23 +42,24 @@ _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
-        (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol)(?![A-Za-z])", ""),
+        (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol|underline|checkmark)(?![A-Za-z])", ""),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?<!\\)\\!", ""),
         # The line break of a matrix, `\\`, stays.
-        (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~", " "),
+        (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|\\hspace ?\{[^{}]*\}|~", " "),
         (r"\s+", " "),
         (r" ?\{ ?, ?\} ?", ","),
         (r"\\varnothing(?![a-z])|\\\{ ?\\\}", r"\\emptyset "),
         (r"\\(?:Bbb|mathbf) ?(?:\{ ?([RZNQC]) ?\}|([RZNQC]))|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2\3}"),
+        (r"\\(?:backslash|smallsetminus)(?![a-z])", r"\\setminus "),
         (r"\\langle ?", "("),
         (r" ?\\rangle(?![a-z])", ")"),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|emph|math(?:rm|it|bf|sf|tt)|[mh]box) ?\{", r"\\text{"),
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
-        (r"\\?\$|[€£¥₹]", ""),
-        (r"^[ *]+|[ *.,;]+$", ""),
+        (r"\\?\$|[€£¥₹\"“”]", ""),
+        (r"^[ *]+|[ *.,;\\]+$", ""),
         (r"^(\\text\{)? ?(?i:(?:the )?(?:final )?answer(?: is|:)+)[: *]*", r"\1"),
         (r"^(\\text\{)? ?(?i:about|approximately|around|roughly|exactly) ?|^\\approx(?![a-z])", r"\1"),
-        (r"\\text\{ ?([-+]?\d[\d,.]*)", r"\1\\text{"),
+        (r"\\text\{ ?([-+]?\d[\d,.:]*)", r"\1\\text{"),
         (r"\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\]),? ?(?:and|or)(?![A-Za-z])", ", "),
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
@@ -69,11 +70,12 @@ _SPELLINGS = [
         (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
         (r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"(?<=\d) (?=\d{3}(?!\d))", ""),
+        (r"(?<![\d.])0,(?=\d)", "0, "),
     )
 ]
 # A trailing text is a unit, unless it is a condition. So is a bare word, and so are common symbols.
 _UNIT = re.compile(
-    r"(?:(?: |/|\\cdot)*\\text\{(?![^{}]*\b(?:or|and|more|less|not|if|for|where|mod|than)\b)[^{}]*\}(?: ?\^ ?\{?-?\d\}?)?)+$"
+    r"(?:(?: |/|\\cdot|\()*\\text\{(?![^{}]*\b(?:or|and|more|less|not|if|for|where|mod|than|[aApP]\.?[mM])\b)[^{}]*\}(?: ?\^ ?\{?-?\d\}?)?\)?)+$"
     r"|(?<=[\d}]) ?(?:[kcd]m|mm|kg|mg|ft|yd|lb|oz|m[lL]|mph|km/h|m/s|min|sec|hrs?|USD)(?: ?\^ ?\{?[23]\}?)?$"
     r"|(?<=[\d}]) (?:[A-Za-z]{2,} )*[A-Za-z]{4,}$"
     r"|(?<=\d) [msghL]$"

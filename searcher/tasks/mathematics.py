@@ -131,7 +131,7 @@ def _answer(response: str, boxed: str | None, gold: str) -> str:
     """The answer of a response: its box, or what math-verify finds in a response without one."""
     if boxed is not None:
         return boxed
-    end = response[-MAX_CHARACTERS:]
+    end = re.sub(r"</?answer>", "\n", response[-MAX_CHARACTERS:])
     stated = _STATED.findall(end)
     if stated and is_text(gold):
         return str(stated[-1])

@@ -16,7 +16,7 @@ MAX_CHARACTERS = 1_000
 _MAX_PARSED = 20_000
 
 # The letter of a choice, as in `(C)`, and what may follow it, as in `\textbf{(B)}\ 12`.
-_CHOICE = re.compile(r"\(? ?([A-J]) ?(?:[).:] ?(.*)|$)")
+_CHOICE = re.compile(r"\(? ?([A-J]) ?(?:[).:](?! ?,) ?(.*)|$)")
 _WORDS = re.compile(r"(?:[^\W\d_]|[ .'’,;()!&-])+")
 _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d) ?(?:\\text\{)? ?(?:([ap])\.? ?m)?[. }]*", re.IGNORECASE)

@@ -8,6 +8,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # What stands between two boxes of one answer.
 _LISTED = re.compile(r"[\s$.]*(?:[,;]|\\text\{ ?(?:and|or) ?\}|(?:and|or)\b)\s*(?:(?:and|or)\b)?[\s$]*")
+_NO_ANSWER = ("proof", "notfound", "not found", "null", "nan", "n/a")
 _MAX_BOXES = 20
 _NUMBER = re.compile(r"[+-]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 # Of a number that is written out in digits; longer ones are compared as they are.
@@ -22,7 +23,7 @@ _CHARACTERS = str.maketrans(
         **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
         **{
             sign: rf"\{name} "
-            for sign, name in zip("∞∪∩∅∈≈·", "infty cup cap emptyset in approx cdot".split(), strict=True)
+            for sign, name in zip("∞∪∩∅∈≈·", ["infty", "cup", "cap", "emptyset", "in", "approx", "cdot"], strict=True)
         },
         "\N{SET MINUS}": r"\setminus ",
         "\N{RATIO}": ":",
@@ -50,20 +51,27 @@ _SPELLINGS = [
         (r" ?\{ ?, ?\} ?", ","),
         (r"\\varnothing(?![a-z])|\\\{ ?\\\}", r"\\emptyset "),
         (r"\\(?:Bbb|mathbf) ?(?:\{ ?([RZNQC]) ?\}|([RZNQC]))|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2\3}"),
+        # Constants and vectors are no units.
+        (r"\\(?:text|mathrm) ?\{ ?([eidjk]) ?\}|\\math(?:bf|it) ?\{ ?([A-Za-z]) ?\}", r"\1\2 "),
+        (r"(?:[,;]|\(|\\text\{ ?(?:for|where)[a-z ]*\})+ ?\(?[a-z] ?\\in ?\\mathbb\{[ZN]\}\)?$", ""),
         (r"\\(?:backslash|smallsetminus)(?![a-z])", r"\\setminus "),
         (r"\\langle ?", "("),
         (r" ?\\rangle(?![a-z])", ")"),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|emph|math(?:rm|it|bf|sf|tt)|[mh]box) ?\{", r"\\text{"),
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
-        (r"\\?\$|[€£¥₹\"“”]", ""),
+        (r"\\?\$|[€£¥₹\"“”]|^(?:\\text\{)?(?:USD|Rs\.?) ?\}?", ""),
         (r"^[ *]+|[ *.,;\\]+$", ""),
-        (r"^(\\text\{)? ?(?i:(?:the )?(?:final )?answer(?: is|:)+)[: *]*", r"\1"),
+        (r"^\{ ?([^{}]*)\}$", r"\1"),
+        (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?answer(?: is|:)+|option|choice)[: *]*", r"\1"),
         (r"^(\\text\{)? ?(?i:about|approximately|around|roughly|exactly) ?|^\\approx(?![a-z])", r"\1"),
         (r"\\text\{ ?([-+]?\d[\d,.:]*)", r"\1\\text{"),
         (r"\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\]),? ?(?:and|or)(?![A-Za-z])", ", "),
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
-        (r" ?\^ ?\{? ?\\circ ?\}? ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?", ""),
+        (
+            r" ?(?:\^ ?(?:\\circ|\{ ?(?:\\circ|\\text\{ ?(?:st|nd|rd|th) ?\}) ?\})|\\degree) ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?",
+            "",
+        ),
         (r"\\text\{ ?\}", ""),
         (r"\\[dtc]frac(?![a-z])", r"\\frac"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
@@ -75,15 +83,27 @@ _SPELLINGS = [
 ]
 # A trailing text is a unit, unless it is a condition. So is a bare word, and so are common symbols.
 _UNIT = re.compile(
-    r"(?:(?: |/|\\cdot|\()*\\text\{(?![^{}]*\b(?:or|and|more|less|not|if|for|where|mod|than|[aApP]\.?[mM])\b)[^{}]*\}(?: ?\^ ?\{?-?\d\}?)?\)?)+$"
+    r"(?:(?: |/|\\cdot|\()*\\text\{(?![^{}]*\b(?:or|and|more|less|not|if|for|where|mod|than|[aApP]\.?[mM])\b)[^{}]*\}"
+    r"(?: ?\^ ?\{?-?\d\}?)?\)?)+$"
     r"|(?<=[\d}]) ?(?:[kcd]m|mm|kg|mg|ft|yd|lb|oz|m[lL]|mph|km/h|m/s|min|sec|hrs?|USD)(?: ?\^ ?\{?[23]\}?)?$"
-    r"|(?<=[\d}]) (?:[A-Za-z]{2,} )*[A-Za-z]{4,}$"
+    r"|(?<=[\d}]) (?:[A-Za-z]{2,} )*[A-Za-z]{4,}(?: [A-Za-z]{2,})*$"
     r"|(?<=\d) [msghL]$"
     r"|(?<=\d)_ ?\{?\d+\}?$"
 )
 _SYNONYMS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
     ft foot feet, yd yard, mi mile, g gram, kg kilogram, s sec second, min minute, h hr hour, day, week, month, year"""
 _UNITS = {name: names.split()[0] for names in _SYNONYMS.split(",") for name in names.split()}
+
+
+def why_no_gold(gold: str) -> str:
+    """Return why a text is no gold answer, for an error message, "" if it may be one. Mathematics is not read."""
+    gold = gold.strip(" \n\t$")
+    if not gold:
+        return "it is empty"
+    if re.match(r"https?://|www\.", gold):
+        return "it is an address"
+    # What data sets write for a problem without an answer. `none` is an answer.
+    return "it says that there is none" if gold == "None" or gold.lower() in _NO_ANSWER else ""
 
 
 def last_boxed(text: str) -> str | None:
@@ -125,7 +145,7 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def plain(answer: str) -> tuple[str, str]:
-    """Return an answer in the notation of LaTeX that math-verify reads, and its unit or base, "" for none or unknown."""
+    """Return an answer in the notation that math-verify reads, and its unit or base: "" for none, or an unknown one."""
     answer = _SUPERSCRIPT.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found.group())}}}", answer)
     answer = _VULGAR_FRACTION.sub(_vulgar_fraction, answer)
     answer = _ROOT.sub(

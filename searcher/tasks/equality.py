@@ -1,11 +1,10 @@
 """Whether two expressions that math-verify has read are equal.
 
 math-verify takes two numbers for one if their difference is below 1e-15, as that of any two probabilities near 2^-60.
-Here numbers must agree relatively, in more digits than a response holds. Expressions with variables must agree at sample
-points, and then be equal for math-verify, too.
+Here numbers must agree relatively, in more digits than a response holds. Expressions with variables must agree where
+these have sample values, and then be equal for math-verify, too.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 # Two different fractions agree in fewer digits than their numerators and denominators have in all.
@@ -29,12 +28,11 @@ def equal(gold: Any, answer: Any) -> bool:
     if isinstance(gold, Interval) and isinstance(answer, Interval):
         open_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
         return open_ends and equal(gold.start, answer.start) and equal(gold.end, answer.end)
-    if not any(isinstance(one, (FiniteSet, Tuple)) for one in (gold, answer)):
-        return _equal_expressions(gold, answer)
+    listed = any(isinstance(one, (FiniteSet, Tuple)) for one in (gold, answer))
     # A pair of increasing numbers is read as an open interval.
-    if any(isinstance(one, Set) and not isinstance(one, FiniteSet) and not _is_pair(one) for one in (gold, answer)):
-        return _verified(gold, answer)
-    return _equal_lists(_members(gold), _members(answer), ordered=isinstance(gold, Tuple) or _is_pair(gold))
+    if listed and not any(isinstance(one, Set) and _members(one) == [one] for one in (gold, answer)):
+        return _equal_lists(gold, answer)
+    return _equal_expressions(gold, answer)
 
 
 def _values(equation: Any) -> list[Any]:
@@ -59,49 +57,48 @@ def _is_name(side: Any) -> bool:
     return bool(side.is_Symbol or function or side.is_Derivative)
 
 
-def _is_pair(expression: Any) -> bool:
-    from sympy import Interval
-
-    return isinstance(expression, Interval) and bool(expression.left_open and expression.right_open)
-
-
 def _members(listed: Any) -> list[Any]:
-    """The elements of a list in their order; `1 \\pm 2` stands for two."""
-    from sympy import FiniteSet, Tuple
+    """The elements of a list in their order, those of `1 \\pm 2` in its place; else the object itself."""
+    from sympy import FiniteSet, Interval, Tuple
 
-    if _is_pair(listed):
+    if isinstance(listed, Interval) and listed.left_open and listed.right_open:
         return [listed.start, listed.end]
     if isinstance(listed, FiniteSet):
         return [inner for one in getattr(listed, "_unsorted_args", listed.args) for inner in _members(one)]
     return list(listed.args) if isinstance(listed, Tuple) else [listed]
 
 
-def _equal_lists(gold: Sequence[Any], answer: Sequence[Any], ordered: bool) -> bool:
-    if len(gold) == 1:
-        # 1/2, 0.5 is one value twice.
-        return all(equal(gold[0], one) for one in answer)
-    if len(gold) != len(answer):
+def _equal_lists(gold: Any, answer: Any) -> bool:
+    from sympy import FiniteSet
+
+    golds, answers = _members(gold), _members(answer)
+    if golds == [gold] and isinstance(answer, FiniteSet):
+        # `1/2, 0.5` is one value twice.
+        return all(equal(gold, one) for one in answers)
+    if len(golds) != len(answers):
         return False
-    if ordered:
-        return all(map(equal, gold, answer))
-    left = list(answer)
-    for one in gold:
-        found = next((n for n, other in enumerate(left) if equal(one, other)), None)
+    if not isinstance(gold, FiniteSet):
+        return all(map(equal, golds, answers))
+    for one in golds:
+        found = next((n for n, other in enumerate(answers) if equal(one, other)), None)
         if found is None:
             return False
-        del left[found]
+        del answers[found]
     return True
 
 
 def _equal_expressions(gold: Any, answer: Any) -> bool:
-    from sympy import Expr, Float
+    from sympy import Expr, Float, Rational, prime
 
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return _verified(gold, answer)
     decimals = gold.has(Float) or answer.has(Float)
     gold, answer = _exact(gold, answer)
-    agree = None if gold.free_symbols or answer.free_symbols else _agree(gold, answer, decimals)
-    return _verified(gold, answer) if agree is None else agree
+    # Expressions with variables must agree where these have such values. Most wrong ones differ there, which is quick.
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    point = {symbol: Rational(prime(n), 7) for n, symbol in enumerate(symbols, 7)}
+    agree = _agree(gold.subs(point), answer.subs(point), decimals)
+    return _verified(gold, answer) if agree is None or (agree and symbols) else agree
 
 
 def _exact(*expressions: Any) -> list[Any]:
@@ -128,8 +125,7 @@ def _agree(gold: Any, answer: Any, decimals: bool) -> bool | None:
             return bool(error <= min(_ABSOLUTE_ERROR, _RELATIVE_ERROR * size))
         if error > size / 10 ** (digits - 5):
             # What is 0 has a value of rounding errors only.
-            small = min(abs(x) + abs(u), abs(y) + abs(v)) < 10 ** (5 - digits)
-            return bool(small and simplify(gold - answer) == 0)
+            return bool(size * 10 ** (digits - 5) < 1 and simplify(gold - answer) == 0)
     return True
 
 

@@ -11,13 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from tba.common.errors import TaskError
+from tba.searcher.tasks.answers import why_no_gold
 from tba.searcher.tasks.rows import is_file, read_rows, without_repeated
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
+# Thousands are separated as in 1,234,567 and, in India, as in 12,34,567.
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
-_NUMBER = re.compile(r"(?:(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
-# The minus sign of Unicode, and the ways of LaTeX to write a comma between digits without a space after it.
-_SPELLINGS = (("\N{MINUS SIGN}", "-"), ("{,}", ","), (",\\!", ","))
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d)+,\d{3}|\d+)"
+_NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
+# The minus sign of Unicode, also before a currency sign, and the ways of LaTeX to separate thousands.
+_SPELLINGS = (
+    (re.compile("\N{MINUS SIGN}"), "-"),
+    (re.compile(r"(?<!\d)(?<!\d\$)-(?:US)?\\*[$€£¥₹]\s?(?=[\d.])"), "-"),
+    (re.compile(r"\{,\}|,\\!"), ","),
+    (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
+)
 _SUBSET = "main"
 
 
@@ -46,7 +54,7 @@ class Gsm8kTask:
 def last_number(text: str) -> float | None:
     """Return the last number in a text, or None if it has none. Thousands separators and exponents are allowed."""
     for spelling, plain in _SPELLINGS:
-        text = text.replace(spelling, plain)
+        text = spelling.sub(plain, text)
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
@@ -64,7 +72,7 @@ def _prompt(row: Any, source: str, number: int) -> Prompt:
         question, answer = row["question"], row["answer"].rpartition("####")[2].strip()
     except (KeyError, TypeError, AttributeError):
         raise TaskError(f"task gsm8k: row {number} of {source} has no question and answer") from None
-    if last_number(answer) is None:
+    if last_number(answer) is None or why_no_gold(answer):
         raise TaskError(f"task gsm8k: the answer in row {number} of {source} has no final number")
     key = hashlib.sha256(question.encode()).hexdigest()[:16]
     return Prompt(key, f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)

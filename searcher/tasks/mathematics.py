@@ -11,7 +11,7 @@ from typing import Any
 
 from tba.common.errors import TaskError
 from tba.common.log import get_logger
-from tba.searcher.tasks.answers import last_boxed
+from tba.searcher.tasks.answers import last_boxed, why_no_gold
 from tba.searcher.tasks.rows import is_file, read_rows, without_repeated
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 from tba.searcher.tasks.verdict import (
@@ -29,8 +29,9 @@ log = get_logger(__name__)
 _PROBLEM_COLUMNS = ("problem", "question", "prompt")
 _ANSWER_COLUMNS = ("answer", "final_answer", "solution")
 _TEMPLATE = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
-# Where a response without a box states words, which math-verify does not look for.
+# What a response without a box states as its answer: words, for which math-verify does not look, or two numbers.
 _STATED = re.compile(r"(?i:answer)\W{0,5}(?:is|:)[\s*:$]*([^\n]*)")
+_HEDGED = re.compile(r"not\b|.*\b(?:or|and) [$\\({\d-]")
 
 
 class MathTask:
@@ -116,6 +117,8 @@ class MathTask:
     def _prompt(self, row: Any, columns: tuple[Sequence[str], Sequence[str]], place: str) -> Prompt:
         problem, answer = (_column(row, names, place) for names in columns)
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
+        if reason := why_no_gold(gold):
+            raise TaskError(f"task math: {place} has the gold answer {gold!r}: {reason}: correct or remove the row")
         key = hashlib.sha256(problem.encode()).hexdigest()[:16]
         return Prompt(key, self._template.replace("{problem}", problem), gold.strip())
 
@@ -133,7 +136,7 @@ def _answer(response: str, boxed: str | None, gold: str) -> str:
         return boxed
     end = re.sub(r"</?answer>", "\n", response[-MAX_CHARACTERS:])
     stated = _STATED.findall(end)
-    if stated and is_text(gold):
+    if stated and (is_text(gold) or _HEDGED.match(stated[-1])):
         return str(stated[-1])
     found = [one for one in parse(end) if isinstance(one, str)]
     return found[-1] if found else ""

@@ -17,8 +17,11 @@ _MAX_PARSED = 20_000
 
 # The letter of a choice, as in `(C)`, and what may follow it, as in `\textbf{(B)}\ 12`.
 _CHOICE = re.compile(r"\(? ?([A-J]) ?(?:[).:](?! ?,) ?(.*)|$)")
-_WORDS = re.compile(r"(?:[^\W\d_]|[ .'’,;()!&-])+")
+# A hyphen between single letters is a minus sign.
+_WORDS = re.compile(r"[^\W\d_]+(?:(?:[ .'’,;]+|(?<=[^\W\d_]{2})-(?=[^\W\d_]{2}))[^\W\d_]+)*")
+_ONE_BRACKET = re.compile(r"[(\[][^(\[]*")
 _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
+_EXPONENT = re.compile(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d) ?(?:\\text\{)? ?(?:([ap])\.? ?m)?[. }]*", re.IGNORECASE)
 
 
@@ -27,7 +30,7 @@ class OutsideMainThread(RuntimeError):
 
 
 def is_right(gold: str, answer: str) -> bool:
-    """Return whether an answer is the gold answer. Raises what SymPy and math-verify raise, for their time limit too."""
+    """Return whether an answer is the gold answer. Raises what SymPy and math-verify raise, also for a time limit."""
     if len(answer) > MAX_CHARACTERS:
         return gold.strip() == answer.strip()
     (gold, unit), (answer, other_unit) = plain(gold), plain(answer)
@@ -52,6 +55,7 @@ def read(answer: str) -> Any:
     """Return a SymPy object, or None for what math-verify cannot read. Raises for its time limit."""
     from sympy import nan, zoo
 
+    answer = _EXPONENT.sub(r"\1\\cdot 10^{\2}", answer)
     found = next((one for one in parse(f"\\boxed{{{answer}}}") if not isinstance(one, str)), None)
     return None if found in (nan, zoo) else found
 
@@ -100,17 +104,21 @@ def _same_words(gold: str, answer: str) -> bool | None:
 
 
 def _words(answer: str, always: bool = False) -> list[str]:
-    """The words of an answer that has nothing else. math-verify would read them as products of letters, in any order."""
-    text = _without_text(answer).strip()
+    """The words of an answer that has nothing else. math-verify reads words as products of letters, in any order."""
+    text = _without_text(answer).strip("() .")
     if not _WORDS.fullmatch(text):
         return []
     items = ["".join(filter(str.isalpha, item)) for item in re.split("[,;]", text)]
-    # Letters in the order of the alphabet, such as abc and xyz, are a product.
-    product = all(list(item) == sorted(set(item)) and item.islower() for item in items)
-    short = any(len(item) < 2 for item in items)
-    if not always and (short or (product and text == answer)):
+    letters = max(map(len, re.findall(r"[^\W\d_]+", text))) < 2
+    if not always and (letters or (text == answer and all(map(_is_product, items)))):
         return []
     return sorted(item.casefold() for item in items)
+
+
+def _is_product(letters: str) -> bool:
+    """Whether letters are a product rather than a word: ab and ba, and three or more in the order of the alphabet."""
+    in_order = letters.islower() and list(letters) == sorted(set(letters))
+    return letters != "no" and (in_order or (len(letters) < 3 and letters.islower()))
 
 
 def _without_text(answer: str) -> str:
@@ -128,9 +136,9 @@ def _same_time(gold: str, answer: str) -> bool | None:
 
 def _same_value(gold: str, answer: str) -> bool:
     """Compare mathematics. 10 % is 10 and 1/10, and 1:2:3 is 2:4:6."""
-    if any(one.startswith(r"\{") and other[:1] in ("(", "[") for one, other in ((gold, answer), (answer, gold))):
-        return False
     pair = (gold, answer)
+    if any(one.startswith(r"\{") and _ONE_BRACKET.fullmatch(other) for one, other in (pair, pair[::-1])):
+        return False
     if all(_RATIO.fullmatch(one) for one in pair):
         pair = (_quotients(*gold.split(":")), _quotients(*answer.split(":")))
     numbers = [one.replace(r"\%", "") for one in pair]

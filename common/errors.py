@@ -110,6 +110,23 @@ class MissingExtra(ConfigError):
         super().__init__(f"{module} is not installed: in the clone of tba, {first}pip install {what} (docs/install.md)")
 
 
+def as_missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """Return MissingExtra for a package of an extra, None for any other module, whose absence is a mistake."""
+    import importlib.metadata
+    import re
+
+    module = (error.name or "").partition(".")[0]
+    try:
+        declared = importlib.metadata.requires("tba") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in declared:
+        found = re.match(r"([\w-]+).*extra == .([\w-]+)", requirement)
+        if found and found[1].replace("-", "_") == module and found[2] != "dev":
+            return MissingExtra(module, found[2])
+    return None
+
+
 class LockTaken(ConfigError):
     """Another process holds the exclusive lock of a database or a directory."""
 

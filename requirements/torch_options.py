@@ -2,10 +2,9 @@
 
     python requirements/torch_options.py https://download.pytorch.org/whl/cpu
 
-Without an NVIDIA driver the CUDA build is gigabytes for nothing, so the index of CPU builds is added if it answers. It is
-added and not put in the place of PyPI, which has the versions of torch's dependencies that constraints.txt names: of
-2.13.0 and 2.13.0+cpu pip takes the latter, whichever index has it. Nothing is printed if torch is installed, or if there
-is a driver.
+Without an NVIDIA driver, the index of CPU builds is added if it answers: the default build has gigabytes of CUDA
+libraries. It is added and does not replace PyPI, which has the versions of torch's dependencies that constraints.txt
+names; of 2.13.0 and 2.13.0+cpu pip takes the latter. Nothing is printed if torch is installed, or if there is a driver.
 """
 
 import importlib.util

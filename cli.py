@@ -383,7 +383,8 @@ def config_check(options: ConfigOptions) -> None:
 
         # `tba run` starts this command as a child to check the task.
         die_with_parent()
-        check_task_and_prompts(config)
+        if warning := check_task_and_prompts(config):
+            note(warning)
     typer.echo(f"ok: run {config.run.name} in {config.run.dir}")
 
 

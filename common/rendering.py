@@ -10,6 +10,7 @@ A chat template writes all special tokens itself, so the tokenizer adds none to 
 `apply_chat_template(tokenize=True)` does.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from tba.common.errors import first_line
 Message = tuple[str, str]
 
 _SYSTEM = "system"
+# A text that no template writes.
+_PROBE = "a7f3"
 
 
 class Tokenizer(Protocol):
@@ -74,7 +77,7 @@ class PromptRenderer:
         if prompt.ids:
             return list(prompt.ids)
         messages = self.conversation(prompt)
-        return self._raw_ids(prompt.text) if messages is None else self.conversation_ids(messages)
+        return self.raw_ids(prompt.text) if messages is None else self.conversation_ids(messages)
 
     def text(self, prompt: Content) -> str:
         """Return the prompt as text, special tokens included: what people read in the database."""
@@ -87,6 +90,15 @@ class PromptRenderer:
         """Return the token ids of a conversation, rendered by the chat template."""
         text = self._rendered(messages, add_generation_prompt=add_generation_prompt)
         return [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
+
+    def after_answer(self) -> str:
+        """Return what the chat template writes behind an answer, "" if that cannot be told."""
+        try:
+            messages = [("user", _PROBE), ("assistant", _PROBE)]
+            _, _, after = self._rendered(messages, add_generation_prompt=False).rpartition(_PROBE)
+        except ValueError:
+            return ""
+        return after
 
     def settings(self, prompts: Iterable[Content]) -> str:
         """Return all that the ids depend on besides the prompts and the vocabulary; "" if none is rendered as a chat.
@@ -135,12 +147,20 @@ class PromptRenderer:
         except Exception as error:
             raise ValueError(f"the chat template refuses it: {first_line(error)}") from error
 
-    def _raw_ids(self, text: str) -> list[int]:
-        """Tokenise a text with the tokenizer's special tokens.
+    def raw_ids(self, text: str) -> list[int]:
+        """Tokenise a text with the special tokens that the tokenizer puts before it.
 
         A text that was rendered before may begin with the token that begins a sequence, which most tokenizers then put
-        before it a second time. The model was not trained on two, so one is dropped.
+        before it a second time. The model was not trained on two, so one is dropped. What the tokenizer puts behind a
+        text, such as an end token, would end the response before it begins.
         """
-        ids = [int(id_) for id_ in self.tokenizer.encode(text)]
-        begin = self.tokenizer.bos_token_id
-        return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
+        ids = [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
+        begin, before = self.tokenizer.bos_token_id, self._before
+        return [*before, *ids[1:]] if begin is not None and before[-1:] == ids[:1] == [begin] else [*before, *ids]
+
+    @functools.cached_property
+    def _before(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text."""
+        with_special, plain = (self.tokenizer.encode(_PROBE, add_special_tokens=flag) for flag in (True, False))
+        places = range(len(with_special) - len(plain) + 1)
+        return next(([*with_special[:n]] for n in places if [*with_special[n : n + len(plain)]] == [*plain]), [])

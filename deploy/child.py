@@ -14,6 +14,7 @@ from typing import IO
 
 from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError, TbaError
 from tba.common.quantity import quantity
+from tba.common.system.devices import CPU
 from tba.common.system.process import signal_name
 from tba.deploy.log_relay import TAIL_LINES, Relay
 
@@ -51,6 +52,12 @@ class Child:
     """Whether its failure for good is that of its supervisor."""
     after: "Child | None" = None
     """It is started, and restarted, only while this other child is ready."""
+    gpus: str = CPU
+    """The GPUs that it uses, as a setting names them."""
+    behind: Sequence["Child"] = ()
+    """Engines on its GPUs, which measure the free memory there: each is ready or has given up before it starts."""
+    kv_cache_gib: str = ""
+    """The size of the KV cache that its engine reported at its last start; the next start has the same."""
     environment: dict[str, str] = field(default_factory=dict)
     cores: Sequence[int] | None = None
     """The CPU cores it may use; None means those of the supervisor."""
@@ -89,6 +96,15 @@ class Child:
     def ended(self) -> bool:
         """Whether it has ended and will not be started again."""
         return self.exit_code is not None
+
+    def take_arguments(self) -> list[str]:
+        """Return the arguments of its next start, which takes the reported size of the KV cache.
+
+        Each start reports it again. One that fails reports none, so that the start after it measures.
+        """
+        size = [f"--set=search.kv_cache_gib={self.kv_cache_gib}"] if self.kv_cache_gib else []
+        self.kv_cache_gib = ""
+        return [*self.arguments, *(self.restart_arguments if self.starts else ()), *size]
 
     @property
     def due(self) -> bool:

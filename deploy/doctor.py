@@ -214,18 +214,20 @@ def _scoring_model(
         return FAIL, str(error)
 
 
-def _task(check_task: Callable[[Config], None], here: bool, config: Config) -> tuple[str, str]:
+def _task(check_task: Callable[[Config], str], here: bool, config: Config) -> tuple[str, str]:
     try:
         check_data(config.task)
         if remote := hub_data(config.task):
             if here:
                 need("datasets", "hub")
             return "unchecked", f"{', '.join(remote)}: data of the hub, downloaded at the start"
-        check_task(config)
+        warning = check_task(config)
     except MissingExtra as error:
         return ("warn" if here else "unchecked"), f"task.name = {config.task.name}: {error}"
     except TbaError as error:
         return FAIL, str(error)
+    if warning:
+        return "warn", warning
     return "ok", ", ".join(one.train if one.reads_files else one.name for one in config.task.sources)
 
 

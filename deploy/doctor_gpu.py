@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -24,6 +24,7 @@ NO_GPU = "no GPU is configured"
 UNITS_ENVIRONMENT = Path("/etc/tba/tba.env")
 # Directories that the units hide (ProtectHome).
 _HOMES = ("/home", "/root", "/run/user")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 _TORCH_SECONDS = 120
 # In a process of its own: a broken driver may crash it, and this package does not load torch.
 _ASK_TORCH = """
@@ -70,7 +71,7 @@ def check_cuda(config: Config) -> Result:
         driver = find_driver()
     except UsageError as problem:
         return "fail", str(problem)
-    named = f"driver {driver.version} (CUDA {driver.cuda[0]}.{driver.cuda[1]})" if driver else "a driver without a name"
+    named = driver or "a driver that nvidia-smi does not name"
     return "ok", f"torch {version} for CUDA {built_for} shows {quantity(count, 'GPU')} with {named}"
 
 
@@ -130,28 +131,36 @@ def _caches_of_units(environment: dict[str, str]) -> Result:
     return "ok", f"{UNITS_ENVIRONMENT} sets {', '.join(_CACHES)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """How GPUs are connected: the link of each ordered pair, such as NV18 or SYS, and the NUMA node of each GPU."""
+def parse_links(text: str) -> dict[tuple[str, str], str]:
+    """Return the link of each ordered pair of GPUs, such as NV18 or SYS, from what `nvidia-smi topo -m` prints.
 
-    links: dict[tuple[str, str], str]
-    numa: dict[str, str]
-
-
-def parse_topology(text: str) -> Topology:
-    """Read the matrix that `nvidia-smi topo -m` prints, by the indices of the GPUs."""
+    It is a table for people, but nvidia-smi has no fields for links.
+    """
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
     header = next((row for row in rows if len(row) > 1 and row[1].strip() == "GPU0"), [])
     names = [cell.strip() for cell in header]
-    links, numa = {}, {}
-    for name, *cells in (row for row in rows if row[0].strip() in names and row[0].strip().startswith("GPU")):
-        one = name.strip().removeprefix("GPU")
-        for other, cell in zip(names[1:], cells, strict=False):
-            if re.fullmatch(r"GPU\d+", other) and cell.strip() != "X":
-                links[one, other.removeprefix("GPU")] = cell.strip()
-            elif other == "NUMA Affinity" and cell.strip() != "N/A":
-                numa[one] = cell.strip()
-    return Topology(links, numa)
+    return {
+        (row[0].strip().removeprefix("GPU"), other.removeprefix("GPU")): cell.strip()
+        for row in rows
+        if row[0].strip() in names and row[0].strip().startswith("GPU")
+        for other, cell in zip(names[1:], row[1:], strict=False)
+        if re.fullmatch(r"GPU\d+", other) and cell.strip() != "X"
+    }
+
+
+def numa_nodes() -> dict[str, str]:
+    """Return the NUMA node of each GPU whose node the kernel tells, by index. Raises UsageError if nvidia-smi fails."""
+    output = ask_nvidia_smi("--query-gpu=index,pci.bus_id", "--format=csv,noheader") or ""
+    found: dict[str, str] = {}
+    for line in output.splitlines():
+        index, _, bus = (part.strip() for part in line.partition(","))
+        # nvidia-smi writes eight digits of the domain, in capitals, and the kernel at least four.
+        domain, _, place = bus.lower().partition(":")
+        with suppress(OSError, ValueError):
+            node = (PCI_DEVICES / f"{int(domain, 16):04x}:{place}" / "numa_node").read_text(encoding="ascii").strip()
+            # -1: the machine has a single node.
+            found |= {index: node} if node.isdigit() else {}
+    return found
 
 
 def check_topology(config: Config) -> Result:
@@ -159,27 +168,27 @@ def check_topology(config: Config) -> Result:
     if not uses_gpu(config):
         return "ok", NO_GPU
     try:
-        topology = parse_topology(ask_nvidia_smi("topo", "-m") or "")
+        links, nodes = parse_links(ask_nvidia_smi("topo", "-m") or ""), numa_nodes()
         if not (present := list_gpus()):
             return "unchecked", "this machine shows no GPU"
         trainers = choose_gpus(config.train.gpu, present, "train.gpu") if config.train.gpu != CPU else []
     except UsageError as error:
         return "unchecked", str(error)
-    if not topology.links and not topology.numa:
-        return "unchecked", "nvidia-smi topo -m shows no GPUs"
-    return "ok", "; ".join([*_links(topology, _indices(trainers, present)), *_nodes(topology)])
+    if not links and not nodes:
+        return "unchecked", "neither nvidia-smi topo -m nor the kernel tells how GPUs are connected"
+    return "ok", "; ".join([*_links(links, _indices(trainers, present)), *_nodes(nodes)])
 
 
 def _indices(names: list[str], present: list[Gpu]) -> list[str]:
     return [gpu.index for name in names for gpu in present if gpu.is_called(name)]
 
 
-def _links(topology: Topology, trainers: list[str]) -> list[str]:
-    fast = sum(link.startswith("NV") for link in topology.links.values()) // 2
+def _links(links: Mapping[tuple[str, str], str], trainers: list[str]) -> list[str]:
+    fast = sum(link.startswith("NV") for link in links.values()) // 2
     slow = [
-        f"{one} and {other} ({topology.links[one, other]})"
+        f"{one} and {other} ({links[one, other]})"
         for one, other in combinations(trainers, 2)
-        if not topology.links.get((one, other), "NV").startswith("NV")
+        if not links.get((one, other), "NV").startswith("NV")
     ]
     found = [f"{quantity(fast, 'pair')} of GPUs with NVLink"]
     if slow:
@@ -187,11 +196,11 @@ def _links(topology: Topology, trainers: list[str]) -> list[str]:
     return found
 
 
-def _nodes(topology: Topology) -> list[str]:
-    nodes = sorted(set(topology.numa.values()))
+def _nodes(numa: Mapping[str, str]) -> list[str]:
+    nodes = sorted(set(numa.values()))
     if len(nodes) < 2:
         return []
-    gpus = {node: ",".join(gpu for gpu, at in topology.numa.items() if at == node) for node in nodes}
+    gpus = {node: ",".join(gpu for gpu, at in numa.items() if at == node) for node in nodes}
     where = "; ".join(f"`numactl --cpunodebind={node} --membind={node}` for GPUs {gpus[node]}" for node in nodes)
     return [
         f"{len(nodes)} NUMA nodes: searchers and their copies of weights stay local if each is started with {where}"

@@ -66,8 +66,8 @@ def _processes(
     present = [Gpu(gpu.index, gpu.uuid) for gpu in assumed or list_gpus()] or named
     roles = children_of(config, arguments, resume=resume, present=present)
     share = f", {config.search.gpu_memory_utilization:.0%} of its memory" if config.search.engine == "vllm" else ""
-    engines = [(child, _device(_gpus_of(child), child.cores, share)) for child in [*roles.searchers, *roles.evaluators]]
-    rows = [(roles.buffer, "CPU"), *engines, (roles.trainer, _device(config.train.gpu))]
+    engines = [(child, _device(child, share)) for child in [*roles.searchers, *roles.evaluators]]
+    rows = [(roles.buffer, "CPU"), *engines, (roles.trainer, _device(roles.trainer))]
     program = own_command()
     return [
         {"process": child.name, "device": device, "command": shlex.join([*program, *child.arguments])}
@@ -75,13 +75,8 @@ def _processes(
     ]
 
 
-def _gpus_of(child: Child) -> str:
-    """Return the GPUs of a searcher or an evaluator, from its command."""
-    arguments = list(child.arguments)
-    return arguments[arguments.index("--gpus") + 1] if "--gpus" in arguments else CPU
-
-
-def _device(gpus: str, cores: Sequence[int] | None = None, share: str = "") -> str:
-    if gpus != CPU:
-        return f"GPU {gpus}{share}"
-    return f"CPU, cores {','.join(map(str, cores))}" if cores else "CPU"
+def _device(child: Child, share: str = "") -> str:
+    if child.gpus != CPU:
+        behind = ", ".join(engine.name for engine in child.behind)
+        return f"GPU {child.gpus}{share}{f', when {behind} is ready' if behind else ''}"
+    return f"CPU, cores {','.join(map(str, child.cores))}" if child.cores else "CPU"

@@ -103,21 +103,23 @@ def searcher_children(
     as in `searcher_groups`.
     """
     restart = RestartPolicy.ALWAYS if with_trainer else RestartPolicy.ON_FAILURE
-    engines: list[tuple[str, list[str], list[int] | None]]
+
+    def child(name: str, *flags: str, gpus: str = CPU, cores: Sequence[int] | None = None, threads: int = 1) -> Child:
+        command, environment = ["search", *arguments, *flags], one_thread_each(config, threads)
+        return Child(name, "search", command, None, restart, environment=environment, gpus=gpus, cores=cores)
+
     if config.search.gpus != CPU:
-        environment = one_thread_each(config)
-        engines = [
-            (label(group), ["--gpus", ",".join(group), "--tp", str(len(group))], None)
-            for group in searcher_groups(config, with_trainer=with_trainer, present=present)
+        groups = searcher_groups(config, with_trainer=with_trainer, present=present)
+        return [
+            child(label(group), "--gpus", ",".join(group), "--tp", str(len(group)), gpus=",".join(group))
+            for group in groups
         ]
-    else:
-        count = config.search.cpu_searchers
-        parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))
-        environment = one_thread_each(config, openmp_threads(parts))
-        engines = [(f"cpu{n}", ["--cpu", "1", "--index", str(n)], cores) for n, cores in enumerate(parts[:count])]
+    count = config.search.cpu_searchers
+    parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))
+    threads = openmp_threads(parts)
     return [
-        Child(name, "search", ["search", *arguments, *flags], None, restart, environment=environment, cores=cores)
-        for name, flags, cores in engines
+        child(f"cpu{n}", "--cpu", "1", "--index", str(n), cores=cores, threads=threads)
+        for n, cores in enumerate(parts[:count])
     ]
 
 
@@ -126,7 +128,8 @@ def evaluator_child(config: Config, arguments: Sequence[str], log_file: Path) ->
     on_gpu = ["--gpus", config.eval.gpu, "--tp", str(config.search.tensor_parallel)]
     flags = ["--eval", *(["--cpu", "1"] if config.eval.gpu == CPU else on_gpu)]
     command, environment = ["search", *arguments, *flags], one_thread_each(config)
-    return Child("evaluator", "evaluator", command, log_file, environment=environment, is_essential=False)
+    gpus = config.eval.gpu
+    return Child("evaluator", "evaluator", command, log_file, environment=environment, is_essential=False, gpus=gpus)
 
 
 def one_thread_each(config: Config, threads: int = 1) -> dict[str, str]:

@@ -15,7 +15,7 @@ from tba.common.config.paths import asked_gpus, asked_packages, check_gpus_apart
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
-from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
+from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus, shared_gpus
 from tba.common.terminal import need, need_engine
 from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
@@ -62,8 +62,21 @@ def children_of(
         searcher.log_file = logs / f"{searcher.name}.log"
     trainer = child("trainer", ["train", *arguments, *(["--resume"] if resume else [])])
     trainer.restart_arguments = [] if resume else ["--resume"]
+    trainer.gpus = config.train.gpu
     evaluators = [evaluator_child(config, arguments, logs / "evaluator.log")] if config.eval.gpu else []
+    if config.search.engine == "vllm" and asked_gpus(config):
+        _measure_alone([*searchers, *evaluators], trainer, list_gpus() if present is None else present)
     return Roles(child("buffer", ["buffer", "serve", *arguments]), searchers, evaluators, trainer)
+
+
+def _measure_alone(engines: Sequence[Child], trainer: Child, present: Sequence[Gpu]) -> None:
+    """Have the children on one GPU start one after the other: the engines, then the trainer.
+
+    vLLM takes what others allocate during its start for its own, and fails if they free memory
+    (docs/decisions/0046-engines-measure-alone.md).
+    """
+    for number, child in enumerate([*engines, trainer]):
+        child.behind = [engine for engine in engines[:number] if shared_gpus(engine.gpus, child.gpus, present)]
 
 
 class Launcher:

@@ -49,7 +49,8 @@ def train_together(config: Config, arguments: Sequence[str], count: int, stop: C
 
 def _children(config: Config, arguments: Sequence[str], count: int, rendezvous: Path) -> list[Child]:
     parts = partition_cores(count)
-    on_cpu = config.train.gpu == CPU
+    # Offload computes AdamW on the host.
+    binds = config.train.gpu == CPU or config.train.offload == "optimizer"
     children = []
     for rank, cores in enumerate(parts):
         environment = {
@@ -60,11 +61,12 @@ def _children(config: Config, arguments: Sequence[str], count: int, rendezvous: 
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         }
-        if on_cpu and "OMP_NUM_THREADS" not in os.environ:
+        # By default each rank would have as many threads as the machine has cores.
+        if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(openmp_threads(parts))
         # A rank cannot be restarted alone: the others have lost their connection to it.
         name, restart = f"rank{rank}", RestartPolicy.NEVER
-        child = Child(name, name, arguments, None, restart, environment=environment, cores=cores if on_cpu else None)
+        child = Child(name, name, arguments, None, restart, environment=environment, cores=cores if binds else None)
         children.append(child)
     return children
 

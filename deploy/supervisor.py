@@ -29,7 +29,7 @@ from tba.common.log import get_logger
 from tba.common.system.backoff import backoff
 from tba.common.system.cpu_affinity import starting_on
 from tba.common.system.orphan_guard import SessionGuard, session_of
-from tba.common.system.process import PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
+from tba.common.system.process import KV_CACHE_NOTICE, PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.deploy.child import NO_RESTART, Child, ending
@@ -74,15 +74,18 @@ class Supervisor:
         self._reap_orphans()
         for child in self.children:
             if child.process is not None:
-                child.notices = self._notices[child.name].receive()
-                child.ready |= "READY=1" in child.notices
+                self._receive_notices(child)
                 self._check_running(child)
-            elif child.due:
+            elif child.due and not any(self._may_measure(engine) for engine in child.behind):
                 self._start(child)
 
     def broken(self, child: Child) -> bool:
         """Return whether a child has failed more than `launch.max_restarts` times in a row."""
         return child.failures > self._launch.max_restarts
+
+    def _may_measure(self, engine: Child) -> bool:
+        """Return whether an engine is starting, or is about to: then it measures the free memory of its GPU."""
+        return not (engine.ready or engine.ended or self.broken(engine))
 
     def failed(self) -> Child | None:
         """Return a child whose failure ends everything: a restart cannot help it, or all of its kind are broken."""
@@ -136,7 +139,7 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         notices = self._notices[child.name]
-        command = [sys.executable, "-m", "tba", *child.arguments, *(child.restart_arguments if child.starts else ())]
+        command = [sys.executable, "-m", "tba", *child.take_arguments()]
         environment = {**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())}
         # Only the supervisor reports to systemd.
         environment["NOTIFY_SOCKET"] = notices.address
@@ -159,6 +162,13 @@ class Supervisor:
         child.started_at = time.monotonic()
         log.info("child started", child=child.name, pid=child.process.pid, start=child.starts)
 
+    def _receive_notices(self, child: Child) -> None:
+        child.notices = self._notices[child.name].receive()
+        child.ready |= "READY=1" in child.notices
+        for notice in child.notices:
+            if notice.startswith(KV_CACHE_NOTICE):
+                child.kv_cache_gib = notice.removeprefix(KV_CACHE_NOTICE)
+
     def _check_running(self, child: Child) -> None:
         """Process the end of a child's process, if it has ended."""
         assert child.process is not None
@@ -166,6 +176,8 @@ class Supervisor:
             child.failures = 0
         if child.running:
             return
+        # Those that it sent just before it ended.
+        self._receive_notices(child)
         code = child.last_code = self._collect(child)
         child.failures += code != 0
         child.last_words = child.quoted_error() if code else ""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tba.common.config import Config
+from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
 from tba.common.errors import MissingExtra
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import model_directory, read_json
@@ -15,8 +16,6 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task
 
 _MEASURED_PROMPTS = 256
-# Its KV cache grows as needed, so there is nothing to derive a number from.
-_TRANSFORMERS_IN_FLIGHT = 256
 
 
 def context_of(config: Config) -> int | None:
@@ -70,7 +69,7 @@ def make_engine(config: Config, stopping: Stopping, *, device: str, name: str, p
         config.model.path,
         dtype=config.model.dtype,
         device=device,
-        max_in_flight=_TRANSFORMERS_IN_FLIGHT if config.search.max_in_flight == "auto" else config.search.max_in_flight,
+        max_in_flight=TRANSFORMERS_IN_FLIGHT if config.search.max_in_flight == "auto" else config.search.max_in_flight,
         seed=seed,
         canary_tolerance=config.canary_tolerance,
         stopping=stopping,

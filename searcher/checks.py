@@ -9,17 +9,18 @@ from tba.common.rendering import PromptRenderer
 from tba.common.terminal import need
 from tba.common.weights.model_files import model_here
 from tba.common.weights.tokenizer import load_tokenizer
+from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.task import check_prompts, check_rendering
 
 _SERVER_SECONDS = 3.0
 
 
-def check_task_and_prompts(config: Config) -> None:
+def check_task_and_prompts(config: Config) -> str:
     """Raise TbaError for a task that does not load, whose prompts cannot be used, or that has too few for a batch.
 
     Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
-    room for.
+    room for, and for malformed end tokens. Returns a warning if the template ends a turn with another token, else "".
     """
     from tba.searcher.build import context_of
 
@@ -33,12 +34,14 @@ def check_task_and_prompts(config: Config) -> None:
         )
     directory = model_here(config.model.path)
     if directory is None:
-        return
+        return ""
     try:
         renderer = PromptRenderer(load_tokenizer(directory), config.task)
     except MissingExtra:
-        return
-    check_rendering(task, [*task.prompts(), *task.held_out()], renderer, context_of(config))
+        return ""
+    every = [*task.prompts(), *task.held_out()]
+    check_rendering(task, every, renderer, context_of(config))
+    return unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, every)
 
 
 def with_reward_floor(config: Config) -> Config:

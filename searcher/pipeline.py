@@ -34,6 +34,8 @@ log = get_logger(__name__)
 
 # A prompt that does not fit the context is a row with an error. When nothing else comes, the settings are wrong.
 _MAX_FAILURES_IN_A_ROW = 1_000
+# How many show whether responses end by themselves.
+_FIRST_RESPONSES = 200
 _ERROR_CHARACTERS = 2_000
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
@@ -103,6 +105,7 @@ class ScoringStage:
         self._unscored: dict[int, Response] = {}
         self._complete: list[Group] = []
         self._failures_in_a_row = 0
+        self._cut_off = 0
         self.trajectories = 0
         self.tokens = 0
         self.errors = 0
@@ -143,6 +146,10 @@ class ScoringStage:
         if generation.stop_reason == STOP_LENGTH and scored.error is None:
             scored = _of_truncated(scored, self._truncated, len(generation.response_ids))
         self.trajectories += not response.error
+        self._cut_off += generation.stop_reason == STOP_LENGTH
+        if self.trajectories == _FIRST_RESPONSES and not response.error and 2 * self._cut_off > _FIRST_RESPONSES:
+            reason = f"{self._cut_off} of the first {_FIRST_RESPONSES} reached the length limit without an end token"
+            log.warning("responses do not end", reason=reason, remedy="raise search.max_tokens, or set search.stop")
         self.tokens += len(generation.response_ids)
         row = Trajectory(
             prompt_key=group.prompt.key,

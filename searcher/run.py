@@ -16,7 +16,7 @@ from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
-from tba.searcher.engines.stopping import read_stopping
+from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.exploration import Exploration
 from tba.searcher.loop import Searcher
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
@@ -39,6 +39,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         give_way()
     task, renderer = _load_prompts(config)
     stopping = read_stopping(config, renderer.tokenizer)
+    if warning := unstopped_turn(stopping, renderer, task.prompts()):
+        log.warning("responses may not end", reason=warning)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
     clock = SystemClock()

@@ -21,6 +21,7 @@ from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.searcher.build import context_of
+from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, score, storable
 from tba.searcher.tasks import load_task
@@ -203,10 +204,13 @@ def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding
         renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
         check_rendering(task, prompts, renderer, context_of(config))
         tokens = [len(renderer.ids(prompt)) for prompt in prompts]
-        text = renderer.text(prompts[0])
+        # Decoded: what the model reads, whatever the text was.
+        text = renderer.tokenizer.decode(renderer.ids(prompts[0]), skip_special_tokens=False)
+        warning = unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, prompts)
     except (TbaError, ValueError) as error:
         return _found("rendering", "fail", str(error))
-    return _found("rendering", "ok", f"{min(tokens)} to {max(tokens)} tokens; the first prompt is {text!r:.500}")
+    detail = f"{min(tokens)} to {max(tokens)} tokens; the model reads the first prompt as {text!r:.500}"
+    return _found("rendering", "warn" if warning else "ok", f"{detail}; {warning}" if warning else detail)
 
 
 def _main() -> None:

@@ -18,9 +18,16 @@ from transformers import PreTrainedModel
 
 from tba.common.config import Config, LoraSection
 from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError
-from tba.common.system.durable import copy_file, publish_directory, temporary_directory
+from tba.common.system.durable import copy_file, json_text, publish_directory, temporary_directory
 from tba.common.weights import adapter
-from tba.common.weights.model_files import local_model, model_directory, read_json, share_weights
+from tba.common.weights.model_files import (
+    added_tokens,
+    eos_ids,
+    local_model,
+    model_directory,
+    read_json,
+    share_weights,
+)
 from tba.common.weights.model_source import check_export
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
 from tba.trainer.checkpoints import checkpoint
@@ -51,12 +58,23 @@ def export_model(source: Path, out: Path, config: Config) -> None:
     temporary = temporary_directory(out)
     try:
         _write(source, temporary, config)
+        _name_end_tokens(temporary, config)
         publish_directory(temporary, out)
     except (OSError, SafetensorError) as error:
         raise SnapshotError(f"{out} cannot be written: {error}") from error
     finally:
         # After a success it has its final name.
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _name_end_tokens(directory: Path, config: Config) -> None:
+    """Name in generation_config.json all tokens that ended the responses of the run: others stop at these alone."""
+    added = added_tokens(directory)
+    stops = [added.get(one) if isinstance(one, str) else one for one in config.search.stop]
+    ends = list(dict.fromkeys([*eos_ids(directory), *(one for one in stops if one is not None)]))
+    path = directory / "generation_config.json"
+    if ends:
+        path.write_bytes(json_text(read_json(path) | {"eos_token_id": ends[0] if len(ends) == 1 else ends}).encode())
 
 
 def _is_complete(source: Path) -> bool:

@@ -278,7 +278,7 @@ class Job:
 
 
 def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel) -> Encoder:
-    ends = eos_ids(files) or [id_ for id_ in [renderer.tokenizer.eos_token_id] if id_ is not None]
+    ends = eos_ids(files, renderer.tokenizer.eos_token_id)
     if not ends:
         raise ConfigError(f"{files} names no end token: set eos_token_id in its config.json")
     vocabulary = model.get_input_embeddings().num_embeddings

@@ -13,6 +13,7 @@ from tba.common.weights.model_files import model_directory
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.checkpoints.checkpoint import Checkpoint
 from tba.trainer.distributed.ranks import Ranks
+from tba.trainer.model.scorer import in_half
 from tba.trainer.preflight.check import Report, require
 
 log = get_logger(__name__)
@@ -20,6 +21,13 @@ log = get_logger(__name__)
 
 def prepare(config: Config, device: str) -> None:
     """Set seed, threads and GPU of this process, and on a CPU deterministic operations. Raises ConfigError."""
+    exact = config.model.head_dtype == "float32" and in_half(torch.device(device), config.model.dtype)
+    if exact and "dtype" not in torch.ops.aten.mm.overloads():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            'model.head_dtype = "float32" needs torch 2.8 or newer on a GPU, and torch '
+            f"{torch.__version__} is installed (its torch.mm has no out_dtype): install a newer one, or set it to "
+            '"model"'
+        )
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"train.gpu names a GPU, but torch sees none: {_why_no_cuda()}; or train on the CPU (--cpu)")
     if device.startswith("cuda"):

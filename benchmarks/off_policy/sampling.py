@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.off_policy.tasks import Problem, Task
+from tba.searcher.engines.kv_cache import cache_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,12 @@ def _generate(
     policy: PreTrainedModel, prompt_NT: Tensor, task: Task, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Return tokens and log-probabilities until every row has ended. All prompts have the same length."""
-    cache, fed_NT = None, prompt_NT
+    # Filled by each pass.
+    cache, fed_NT = {cache_argument(policy): DynamicCache()}, prompt_NT
     ended_N = torch.zeros(len(prompt_NT), dtype=torch.bool)
     tokens, logprobs = [], []
     for _ in range(task.longest):
-        output = policy(input_ids=fed_NT, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output = policy(input_ids=fed_NT, use_cache=True, logits_to_keep=1, **cache)
         logprob_NV = output.logits[:, -1].log_softmax(dim=1)
         if generator is None:
             fed_NT = logprob_NV.argmax(dim=1, keepdim=True)

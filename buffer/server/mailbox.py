@@ -145,7 +145,8 @@ class Mailbox:
     def take(self, timeout_seconds: float) -> list[Arrival]:
         """Remove and return the next transaction's requests: some urgent ones, a batch, others up to the group size.
 
-        Waits up to the timeout for a first request. Called by the writer alone.
+        Waits up to the timeout for a first request; `wake` or a pause may end the wait with none. Called by the writer
+        alone.
         """
         with self._changed:
             self._writer_waits = True

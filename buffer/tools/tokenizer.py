@@ -1,10 +1,20 @@
-"""Text to token ids and back, with the model's `tokenizer.json`. Needs neither torch nor transformers."""
+"""Text to token ids as a searcher encodes it, and back.
+
+Encoding needs transformers: the ids of tokenizer.json alone differ for families whose class changes how text is split.
+Reading rows needs only the library `tokenizers`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
-from tba.common.errors import ConfigError, MissingExtra
+from tba.common.config import TaskSection
+from tba.common.log import get_logger
+from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import eos_ids, model_directory
+from tba.common.weights.tokenizer import load_tokenizer
+
+log = get_logger(__name__)
 
 _FILE = "tokenizer.json"
 
@@ -12,47 +22,35 @@ _FILE = "tokenizer.json"
 class Tokenizer:
     """The tokenizer of a model.
 
-    Raises ConfigError if the model has none that loads, MissingExtra if the library is not installed.
+    Raises ConfigError if the model has none that loads, MissingExtra if transformers is not installed.
     """
 
     def __init__(self, model: str) -> None:
         directory = model_directory(model)
-        try:
-            from tokenizers import Tokenizer as Loader
-        except ModuleNotFoundError:
-            raise MissingExtra("tokenizers", "train") from None
-        try:
-            self._tokenizer = Loader.from_file(str(directory / _FILE))
-        # The library raises bare Exceptions.
-        except Exception as error:
-            raise ConfigError(f"{directory} has no {_FILE} that loads: {error}") from error
-        self._eos = eos_ids(directory)[:1]
+        self._renderer = PromptRenderer(load_tokenizer(directory), TaskSection(template="raw"))
+        self._eos = eos_ids(directory, self._renderer.tokenizer.eos_token_id)[:1]
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, as a searcher encodes a text that no chat template renders.
-
-        The begin token is not added to a text that begins with it.
-        """
-        ids = list(self._tokenizer.encode(text).ids)
-        plain = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        twice = len(ids) > len(plain) > 0 and ids[0] == plain[0] and ids[1 : 1 + len(plain)] == plain
-        return ids[1:] if twice else ids
+        """Return the ids of a prompt, as a searcher encodes a text that no chat template renders."""
+        return self._renderer.raw_ids(text)
 
     def response(self, text: str, *, finished: bool) -> list[int]:
         """Return the ids of a response. A finished one ends with the model's end token, like a generated one."""
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self._renderer.tokenizer.encode(text, add_special_tokens=False)
         return [*ids, *(self._eos if finished else [])]
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def decoder_of(model: str) -> Callable[[list[int]], str] | None:
     """Return a function from token ids to text; None if the model is not a local directory with a tokenizer."""
-    if not model or not (Path(model).expanduser() / _FILE).is_file():
+    path = Path(model).expanduser() / _FILE
+    if not model or not path.is_file():
         return None
     try:
-        return Tokenizer(model).decode
-    except ConfigError:
+        from tokenizers import Tokenizer as Loader
+
+        loaded = Loader.from_file(str(path))
+    # The library raises bare Exceptions. Rows are then shown as ids.
+    except Exception as error:  # noqa: BLE001
+        log.warning("rows are shown without text", reason=f"{path}: {error}")
         return None
+    return lambda ids: cast("str", loaded.decode(ids, skip_special_tokens=True))

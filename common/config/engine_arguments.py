@@ -30,7 +30,7 @@ _OWN = {
     "tensor_parallel_size": "set search.tensor_parallel",
     "enforce_eager": "set search.enforce_eager",
     "gpu_memory_utilization": "set search.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "set search.gpu_memory_utilization, or search.kv_cache_gib on a CPU",
+    "kv_cache_memory_bytes": "set search.kv_cache_gib",
     "enable_lora": _LORA,
     "max_loras": _LORA,
     "max_lora_rank": _LORA,

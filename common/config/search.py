@@ -9,6 +9,8 @@ from pydantic import Field, field_validator
 from tba.common.config.engine_arguments import own_argument
 from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
+# What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
+TRANSFORMERS_IN_FLIGHT = 256
 # One value, several to draw from, or the two ends of a range.
 Explored = float | tuple[float, ...] | dict[Literal["min", "max"], float]
 
@@ -61,9 +63,11 @@ class SearchSection(Section):
     max_model_len: NonNegative = 0
     """vLLM: maximum length of prompt plus response, in tokens; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """vLLM on a GPU: the fraction of its memory that the engine may use."""
-    kv_cache_gib: PositiveFloat = 1.0
-    """vLLM on a CPU: size of the KV cache in GiB."""
+    """vLLM on a GPU: the fraction of its memory that must be free when the engine starts, and that it may use."""
+    kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
+    """vLLM: size of the KV cache per GPU in GiB. auto: 1 on a CPU; on a GPU what vLLM measures to be left of
+    gpu_memory_utilization, which is wrong if another process allocates or frees memory there meanwhile. With a number
+    vLLM measures nothing, and gpu_memory_utilization does not limit the cache."""
     step_seconds: NonNegativeFloat = 300.0
     """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds writes the stacks of
     its threads to its log and exits with code 75, so that it is restarted; with code 1 if a call into C holds the

@@ -46,7 +46,8 @@ class TrainSection(Section):
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: a micro-batch is one row of all its sequences without padding, with attention within each; the samples of
     a prompt share its tokens. padded: rows of similar length, padded, each with its prompt. auto packs on a CPU, and on
-    a GPU in bfloat16, if the model supports it."""
+    a GPU in bfloat16, if the model supports it. packed on a GPU that lacks the kernel for it (before Ampere, torch
+    before 2.12, float32) pads within the attention, and logs a warning."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -258,7 +259,8 @@ class LoraSection(Section):
     alpha: PositiveFloat = 32.0
     """Scale: an adapter adds alpha / rank x B A to its weight."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
-    """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head."""
+    """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head.
+    The experts and routers of a mixture are no linear layers: they stay frozen."""
     publish: Literal["merged", "adapter"] = "merged"
     """merged: weights with the adapters merged in. adapter: the base once, then only the adapters, which vLLM applies
     (docs/scaling.md). The last snapshot and those of `train.keep_snapshot_every` are then still full."""

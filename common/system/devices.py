@@ -220,7 +220,8 @@ def _expand(part: str, whole: str) -> list[str]:
 
 def _query_gpus() -> list[Gpu]:
     processes: dict[str, list[str]] = {}
-    for uuid, pid, name, used in _query("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", columns=4):
+    # The name is last, since it may have commas.
+    for uuid, pid, used, name in _query("--query-compute-apps=gpu_uuid,pid,used_memory,process_name", columns=4):
         holds = f", {used} MiB" if used.isdigit() else ""
         processes.setdefault(uuid, []).append(f"{os.path.basename(name)} (pid {pid}{holds})")
     return [
@@ -256,5 +257,5 @@ def ask_nvidia_smi(*arguments: str) -> str | None:
 def _query(query: str, *, columns: int) -> list[list[str]]:
     """Return the rows that nvidia-smi prints. Raises UsageError with its message if it fails."""
     output = ask_nvidia_smi(query, "--format=csv,noheader,nounits") or ""
-    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
+    rows = [[field.strip() for field in line.split(",", columns - 1)] for line in output.splitlines()]
     return [row for row in rows if len(row) == columns]

@@ -8,14 +8,15 @@ from typing import Any
 
 from tba.common.errors import ConfigError, MemoryShort, TbaError, first_line
 
-# torch raises OutOfMemoryError for GPU memory only. On a CPU, torch and the libraries that map files and start threads
-# raise general errors with these texts.
+# torch raises OutOfMemoryError for GPU memory only, of which vLLM's workers report the text. On a CPU, torch and the
+# libraries that map files and start threads raise general errors with these texts.
 _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
     "bad_alloc",
     "can't start new thread",
     "error: out of memory",
+    "CUDA out of memory",
 )
 # The start of torch's message for an error of the GPU driver.
 _DRIVER_ERROR = "CUDA error: "

@@ -29,6 +29,8 @@ _SHORT = 80
 PARENT_VARIABLE = "TBA_PARENT_PID"
 # The file through which the ranks of a trainer find each other.
 RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
+# What an engine tells its supervisor: the size of its KV cache. systemd ignores names with X_.
+KV_CACHE_NOTICE = "X_KV_CACHE_GIB="
 
 
 def keep_freed_memory() -> None:

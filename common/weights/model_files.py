@@ -224,13 +224,40 @@ def share_weights(directory: Path) -> None:
         shutil.copymode(directory / "config.json", weights)
 
 
-def eos_ids(directory: Path) -> list[int]:
-    """The token ids that end a response, from the generation config or else the model config."""
+def eos_ids(directory: Path, tokenizer_eos: int | None = None) -> list[int]:
+    """Return the token ids that end a response, each once: those of both configurations, and the tokenizer's own.
+
+    All readers of a model stop at all of them, since tools that save a model often change one file and not the others
+    (open-r1 #663). `tokenizer_eos` is that of the loaded tokenizer; without it, that which the tokenizer's files name.
+    Raises ConfigError for a value that is no token id of the model.
+    """
+    vocabulary, found = vocabulary_size(directory), list[int]()
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
-        if value is not None:
-            return list(value) if isinstance(value, list) else [int(value)]
-    return []
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(one) is not int or one < 0 or (vocabulary is not None and one >= vocabulary):
+                below = f" below {vocabulary}" if vocabulary is not None else ""
+                raise ConfigError(
+                    f"{directory / name}: eos_token_id is {value!r}, and needs a token id{below} or a list of them"
+                )
+            found.append(one)
+    own = _tokenizer_eos(directory) if tokenizer_eos is None else tokenizer_eos
+    return list(dict.fromkeys([*found, *([] if own is None else [own])]))
+
+
+def _tokenizer_eos(directory: Path) -> int | None:
+    """Return the id of the end token that tokenizer_config.json names, None if it names none that is known."""
+    eos = read_json(directory / "tokenizer_config.json").get("eos_token")
+    content = eos.get("content") if isinstance(eos, dict) else eos
+    return added_tokens(directory).get(content) if isinstance(content, str) else None
+
+
+def added_tokens(directory: Path) -> dict[str, int]:
+    """Return the ids of the tokens that were added to a tokenizer, such as special ones, by their text."""
+    tokens = read_json(directory / "tokenizer.json").get("added_tokens") or []
+    decoder = read_json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    named = {token["content"]: int(token["id"]) for token in tokens}
+    return named | {token["content"]: int(id_) for id_, token in decoder.items()}
 
 
 def vocabulary_size(directory: Path) -> int | None:

@@ -133,25 +133,42 @@ class ServerChannel:
     def receive(self, timeout_seconds: float, limit: int) -> list[tuple[Peer, list[memoryview]]]:
         """Return the multiparts that have arrived, up to `limit` of them or 4 MiB.
 
-        Waits up to the timeout for the first one, or for `wake`. With a limit of 0 it waits without reading.
+        Waits for the first one until the timeout or `wake`: only then is the list empty. Connections that come and go
+        are dealt with meanwhile and do not end the wait. With a limit of 0 it waits without reading.
         """
-        received: list[tuple[Peer, list[memoryview]]] = []
-        size = 0
+        deadline = time.monotonic() + timeout_seconds
         if self._reading != bool(limit):
             self._reading = bool(limit)
             self._poller.register(self._socket, zmq.POLLIN if limit else 0)
-        self._poller.poll(max(0, round(timeout_seconds * 1000)))
-        self._connections.follow()
-        if self._zap is not None:
-            self._zap.handle()
+        remaining = timeout_seconds
+        while True:
+            self._poller.poll(max(0, math.ceil(remaining * 1000)))
+            self._connections.follow()
+            if self._zap is not None:
+                self._zap.handle()
+            woken = self._take_wakes()
+            received = self._read(limit)
+            self._connections.end_unfinished(all_read=not _readable(self._socket))
+            remaining = deadline - time.monotonic()
+            if received or woken or remaining <= 0:
+                return received
+
+    def _take_wakes(self) -> bool:
+        """Whether `wake` has been called since the last time."""
+        woken = False
         # Checked before each receive: catching zmq.Again costs as much as receiving a message.
         while _readable(self._woken):
             self._woken.recv(zmq.NOBLOCK)
+            woken = True
+        return woken
+
+    def _read(self, limit: int) -> list[tuple[Peer, list[memoryview]]]:
+        received: list[tuple[Peer, list[memoryview]]] = []
+        size = 0
         while len(received) < limit and size < _READ_BYTES and _readable(self._socket):
             peer, frames = self._receive_one()
             received.append((peer, frames))
             size += sum(frame.nbytes for frame in frames)
-        self._connections.end_unfinished(all_read=not _readable(self._socket))
         return received
 
     def _receive_one(self) -> tuple[Peer, list[memoryview]]:
@@ -278,7 +295,10 @@ class ClientChannel:
         return True
 
     def receive(self, timeout_seconds: float) -> list[memoryview] | None:
-        """Return the next multipart, or None if none arrives in time or a new connection is established."""
+        """Return the next multipart, or None.
+
+        None may come before the timeout: a new connection ends the wait, since the caller sends what waits for it.
+        """
         self._poller.poll(max(0, round(timeout_seconds * 1000)))
         if not self._socket.poll(0):
             return None

@@ -8,6 +8,7 @@ thread.
 """
 
 import math
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -140,13 +141,21 @@ class BufferClient:
         return id_ in self._pending
 
     def poll(self, timeout_seconds: float) -> list[Reply]:
-        """Return the replies that have arrived; wait up to the timeout for the first. Resends requests that are due."""
-        replies = []
-        frames = self._first_reply(timeout_seconds)
-        while frames is not None:
-            if (reply := self._accept(frames)) is not None:
-                replies.append(reply)
-            frames = self._channel.receive(0)
+        """Return the replies that have arrived, and resend requests that are due.
+
+        Waits for the first one until the timeout: only then is the list empty. A new connection, a repeated reply or a
+        transient failure does not end the wait.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        # Received replies first: after a long pause of the caller their requests would be sent again.
+        replies = self._received(0.0)
+        while not replies:
+            # Without a connection, look for one more often.
+            pause = _POLL_SECONDS if self._send_due() else _CONNECT_POLL_SECONDS
+            remaining = deadline - time.monotonic()
+            replies = self._received(min(remaining, pause))
+            if remaining <= 0:
+                break
         return replies
 
     def call(
@@ -215,18 +224,15 @@ class BufferClient:
         """Why requests are not answered, empty if that is not known."""
         return self.trouble or self._channel.trouble
 
-    def _first_reply(self, timeout_seconds: float) -> list[memoryview] | None:
-        """Wait for a reply and send requests as they become due. Without a connection, poll more often."""
-        deadline = self._clock.monotonic() + timeout_seconds
-        # Received replies first: after a long pause of the caller their requests would be sent again.
-        if (frames := self._channel.receive(0)) is not None:
-            return frames
-        while True:
-            pause = _POLL_SECONDS if self._send_due() else _CONNECT_POLL_SECONDS
-            remaining = deadline - self._clock.monotonic()
-            frames = self._channel.receive(min(remaining, pause))
-            if frames is not None or remaining <= pause:
-                return frames
+    def _received(self, wait_seconds: float) -> list[Reply]:
+        """Return the replies that have arrived. Waits for a first message, which may be none that is wanted."""
+        replies = []
+        frames = self._channel.receive(wait_seconds)
+        while frames is not None:
+            if (reply := self._accept(frames)) is not None:
+                replies.append(reply)
+            frames = self._channel.receive(0)
+        return replies
 
     def _send_due(self) -> bool:
         """Send requests that were never sent or have timed out. Returns False if there is no connection."""

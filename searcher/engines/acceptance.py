@@ -3,7 +3,8 @@
 The check before reads headers and the manifest; no tensor is loaded here.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.common.errors import CanaryMismatch, SnapshotError, SnapshotRefused
+from tba.common.errors import CanaryMismatch, EngineError, SnapshotError, SnapshotRefused, first_line
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
+from tba.common.system.load_errors import out_of_memory
 from tba.common.weights import adapter
 from tba.common.weights.snapshot import Canary, Snapshot
 from tba.common.wire.trajectory import Float32
@@ -145,6 +147,25 @@ class Acceptance:
         if calibrate:
             self._limits = self._limits.calibrated(found)
             log.info("canary calibrated", version=version, **asdict(found), limits=asdict(self._limits))
+
+
+@contextlib.contextmanager
+def refused_without_memory(version: int) -> Iterator[None]:
+    """Raise SnapshotError for a lack of memory while a version is loaded: it is tried again, and may find memory then.
+
+    The old weights must serve again by then. An EngineError, of an engine that could not restore them, stays one.
+    """
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise SnapshotError(
+            f"out of memory while v{version} was loaded ({first_line(error)}): end other processes that use its "
+            "memory, or lower search.max_in_flight"
+        ) from error
 
 
 def routes_or_quantizes(config: dict[str, Any]) -> bool:

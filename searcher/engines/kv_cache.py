@@ -10,6 +10,7 @@ copied in so that it ends at `end`. A read returns the columns from `begin`, the
 nothing is copied per step, where a `DynamicCache` copies its whole content.
 """
 
+import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ from transformers.masking_utils import sdpa_mask
 
 GROUPED = "tba_grouped_sdpa"
 _SPARE_COLUMNS = 64
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """Return the name by which a model's forward takes its KV cache: transformers renames it between 5.19 and 5.40."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class BatchKVCache(Cache):  # type: ignore[misc]

@@ -4,11 +4,12 @@ The end tokens of the model and the token ids of `search.stop` end it at that to
 completes one of them. All tokens are trained on; the text of the token or string that ended it is not scored.
 """
 
+import json
 from collections.abc import Collection, Iterable, Sequence
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError
-from tba.common.rendering import Tokenizer
+from tba.common.rendering import Content, PromptRenderer, Tokenizer
 from tba.common.weights.model_files import eos_ids, model_directory
 
 # A character has at most four bytes, and a token at least one. The rest is for special tokens, which have no text.
@@ -57,8 +58,28 @@ class Stopping:
 
 
 def read_stopping(config: Config, tokenizer: Tokenizer) -> Stopping:
-    """Return what ends the responses of a run."""
-    return Stopping(tokenizer, config.search.stop, eos_ids(model_directory(config.model.path)))
+    """Return what ends the responses of a run. Raises ConfigError for end tokens that are malformed."""
+    ends = eos_ids(model_directory(config.model.path), tokenizer.eos_token_id)
+    return Stopping(tokenizer, config.search.stop, ends)
+
+
+def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterable[Content]) -> str:
+    """Return a warning if the chat template ends an answer with a special token at which no response ends, else "".
+
+    The model was trained to write that token, so that most responses would go on behind it up to their length limit.
+    """
+    if not any(not prompt.ids and renderer.conversation(prompt) is not None for prompt in prompts):
+        return ""
+    after = renderer.after_answer()
+    special = {id_: text for text, id_ in _special_tokens(renderer.tokenizer).items()}
+    turn = [id_ for id_ in renderer.tokenizer.encode(after, add_special_tokens=False) if id_ in special]
+    if not turn or stopping.ids & {*turn} or any(string in after for string in stopping.strings):
+        return ""
+    return (
+        f"the chat template ends an answer with {special[turn[0]]!r}, which ends no response: the end tokens are "
+        f"{', '.join(repr(special.get(id_, id_)) for id_ in sorted(stopping.ids)) or 'none'}; set "
+        f"search.stop = [{json.dumps(special[turn[0]])}]"
+    )
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

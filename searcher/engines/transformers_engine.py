@@ -22,15 +22,20 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
-from tba.common.errors import ConfigError, SnapshotError
+from tba.common.errors import ConfigError, EngineFaulty, SnapshotError
 from tba.common.system.load_errors import loading
 from tba.common.weights import adapter
 from tba.common.weights.model_files import model_directory, weight_files
-from tba.common.weights.snapshot import Snapshot
+from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
-from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
+from tba.searcher.engines.acceptance import (
+    Acceptance,
+    refused_without_memory,
+    routes_or_quantizes,
+    tensor_shapes,
+)
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, fit_request
-from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache
+from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache, cache_argument
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.token_sampling import sample
 
@@ -75,6 +80,7 @@ class TransformersEngine:
             )
             self._model.to(device).eval().requires_grad_(False)
         _use_grouped_attention(self._model, directory)
+        self._cache_argument = cache_argument(self._model)
         self._device = device
         self.max_in_flight = max_in_flight
         # It has no state that people need to watch.
@@ -99,6 +105,8 @@ class TransformersEngine:
                 'this engine cannot reload such models, use search.engine = "vllm"'
             )
         self._version = 0
+        # Whose files the weights are from: at the start, the model's.
+        self._served = Snapshot(directory, Manifest("", 0, 0, 0.0, {}, Canary([], [])), weight_files(directory))
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []
         self._cache = BatchKVCache()
@@ -142,10 +150,17 @@ class TransformersEngine:
         never use refused weights. Their KV cache keeps what older weights computed.
         """
         self._acceptance.check(snapshot)
+        with refused_without_memory(snapshot.manifest.version):
+            report = self._exchange(snapshot)
+        self._version = snapshot.manifest.version
+        self._served = snapshot
+        self._acceptance.uncalibrated = False
+        return report
+
+    def _exchange(self, snapshot: Snapshot) -> LoadReport:
+        """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
-        targets = self._targets()
-        backup = {name: tensor.clone() for name, tensor in targets.items()}
-        values = _read(snapshot)
+        targets, values = self._targets(), _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (self._acceptance.routed or _are_equal(targets, values))
         times.append(time.perf_counter())
         try:
@@ -154,14 +169,21 @@ class TransformersEngine:
             mismatch = self._acceptance.check_canary(self.score, snapshot, context=self._context, calibrate=calibrate)
         # Also when a signal handler raised: unchecked weights must not serve.
         except BaseException:
-            _copy(targets, backup)
+            del values
+            self._restore(targets)
             raise
         times.append(time.perf_counter())
-        self._version = snapshot.manifest.version
-        self._acceptance.uncalibrated = False
         read, exchange, canary = np.diff(times).tolist()
-        parts = (read, exchange, canary, times[-1] - times[0])
-        return LoadReport(mismatch, "copy", *parts)
+        return LoadReport(mismatch, "copy", read, exchange, canary, times[-1] - times[0])
+
+    def _restore(self, targets: dict[str, torch.Tensor]) -> None:
+        """Read the weights that serve again: a copy on the device would take as much memory as the model."""
+        try:
+            _copy(targets, _read(self._served))
+        except Exception as error:
+            raise EngineFaulty(
+                f"a snapshot was refused and v{self._version} could not be restored: {error}; restart the searcher"
+            ) from error
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
@@ -218,9 +240,9 @@ class TransformersEngine:
             input_ids=ids_BT.to(self._device),
             attention_mask=mask_BT.to(self._device),
             position_ids=positions_BT.to(self._device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: cache},
         )
         logits_BV: torch.Tensor = output.logits[:, -1].float()
         return logits_BV

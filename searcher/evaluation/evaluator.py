@@ -162,10 +162,7 @@ class Evaluator:
         with self._watched() as watchdog:
             # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
             watchdog.beat(warm=False)
-            before = self._serving.pop_all()
-            self._serving.callback(pinned.release)
-            with before:
-                self._engine.load_weights(snapshot)
+            self._serve(snapshot, pinned)
             answers = answer(
                 self._engine,
                 self._rewards,
@@ -177,6 +174,16 @@ class Evaluator:
             )
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         return None if measured is None else self._row(manifest, measured, time.monotonic() - started)
+
+    def _serve(self, snapshot: Snapshot, pinned: PinnedSnapshot) -> None:
+        """Load a snapshot. Until it serves, the one before stays pinned: the engine reads it again after an error."""
+        try:
+            self._engine.load_weights(snapshot)
+        except BaseException:
+            pinned.release()
+            raise
+        self._serving.pop_all().close()
+        self._serving.callback(pinned.release)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Watchdog]:

@@ -61,6 +61,8 @@ class Rewards:
     def wait(self, seconds: float) -> list[Scored]:
         """The responses scored since the last call. Waits at most `seconds` for a worker to send something.
 
+        What a worker sends need not be a result, so the list may be empty before the time is over.
+
         Raises TaskError and WorkerLost as `TaskScorer`.
         """
         channels = [*self._task.channels, *(self._model.channels if self._model is not None else ())]

@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
     except UsageError as error:
         return found | {"gpus": [], "driver": str(error)}
     if driver is not None:
-        found["driver"] = f"{driver.version}, CUDA {driver.cuda[0]}.{driver.cuda[1]}"
+        found["driver"] = f"{driver.version}, CUDA {driver.release or 'unknown'}"
     return found | {"gpus": rows.splitlines(), "topology": topology or ""}
 
 

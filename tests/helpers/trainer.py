@@ -22,6 +22,7 @@ from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import ServerKeys
 from tba.common.wire.trajectory import Trajectory
+from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.new_databases import new_database
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
@@ -191,13 +192,13 @@ class FakeSearcher:
     def wait_for_weights(self, seconds: float = 60.0) -> messages.WeightsRef:
         """Wait for the first snapshot, and return the newest one."""
         heartbeat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
-        for _ in range(int(seconds / 0.05)):
+
+        def newest() -> messages.WeightsRef | None:
             self.client.call(heartbeat, messages.Done, deadline_seconds=120)
-            assert self.client.state is not None
-            if self.client.state.weights is not None:
-                return self.client.state.weights
-            self.client.poll(0.05)
-        raise AssertionError(f"no snapshot was announced within {seconds:g} s")
+            return not_none(self.client.state).weights
+
+        wait_until(newest, seconds, "a snapshot is announced")
+        return not_none(not_none(self.client.state).weights)
 
     def put_groups(self, samples: int, *, version: int = 0, seed: int = 0, broken: Sequence[str] = ()) -> None:
         """Put a group of random responses for every prompt; those of `broken` prompts have rewards up to 1e9."""

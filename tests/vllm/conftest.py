@@ -173,8 +173,10 @@ class Lab:
         """Return transformers' logits [T, V]."""
         import torch
 
+        from tba.searcher.engines.kv_cache import cache_argument
+
         with torch.no_grad():
-            return model(torch.tensor([list(ids)]), past_key_values=past).logits[0].numpy()
+            return model(torch.tensor([list(ids)]), **{cache_argument(model): past}).logits[0].numpy()
 
     def logprobs(self, model: Any, ids: Sequence[int]) -> np.ndarray:
         """Return transformers' teacher-forced log-probabilities [T - 1], at temperature 1."""

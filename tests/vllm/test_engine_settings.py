@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from tba.common.config.engine_arguments import _OWN, own_argument
+from tba.common.config.search import SearchSection
 from tba.common.errors import ConfigError
+from tba.common.system.process import KV_CACHE_NOTICE, NotifySocket
 from tba.searcher.engines.engine import SamplingSettings
+from tba.searcher.engines.vllm.start import _memory
 from tba.tests.helpers.clock import ManualClock
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -66,9 +69,36 @@ def test_auto_puts_as_many_responses_in_flight_as_the_kv_cache_holds(lab, old):
     assert engine.metrics["preemptions"] == 0
 
 
-def test_an_auto_limit_counts_no_more_than_the_context_and_at_least_one_response(lab, old):
-    engine = lab.engine(old, max_in_flight="auto", max_tokens=1_000_000, kv_cache_gib=0.001)
+def test_an_engine_reports_the_size_of_its_kv_cache_with_which_another_start_has_the_same(lab, old, monkeypatch):
+    supervisor = NotifySocket()
+    monkeypatch.setenv("NOTIFY_SOCKET", supervisor.address)
+    first = lab.engine(old, kv_cache_gib=0.01)
+    (notice,) = supervisor.receive()
+    supervisor.close()
+    assert notice.startswith(KV_CACHE_NOTICE)
+    size = notice.removeprefix(KV_CACHE_NOTICE)
+    blocks = config_of(first).cache_config.num_gpu_blocks
+    # Keys and values of two layers, one head of 32 numbers, in float32.
+    assert float(size) * 2**30 == blocks * config_of(first).cache_config.block_size * 2 * 2 * 32 * 4
+    again = lab.engine(old, kv_cache_gib=float(size))
+    assert config_of(again).cache_config.num_gpu_blocks == blocks
+
+
+def test_a_fixed_kv_cache_is_passed_to_vllm_on_a_gpu_too(monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    fixed = SearchSection(kv_cache_gib=1.5, gpu_memory_utilization=0.3)
+    assert _memory(fixed) == {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 3 << 29}
+    assert _memory(SearchSection(gpu_memory_utilization=0.3)) == {"gpu_memory_utilization": 0.3}
+
+
+def test_an_auto_limit_counts_no_more_than_the_context_and_at_least_one_response(lab, old, caplog):
+    with caplog.at_level(logging.WARNING, logger="tba"):
+        engine = lab.engine(old, max_in_flight="auto", max_tokens=1_000_000, kv_cache_gib=0.001)
     assert engine.max_in_flight == engine.metrics["kv_cache_tokens"] // 256
+    (record,) = [record for record in caplog.records if "holds less than one visit" in record.message]
+    assert record.fields["visit"] == 24
 
 
 def test_preemptions_are_counted_and_logged_with_advice_once_a_minute(lab, old, caplog):

@@ -5,8 +5,9 @@ Most faults are injected into this project's own code, because vLLM's cannot be 
 
 import numpy as np
 import pytest
+import torch
 
-from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty
+from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty, SnapshotError
 from tba.searcher.engines.vllm.weight_swap import WeightSwap
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -120,6 +121,31 @@ def test_an_engine_that_cannot_load_weights_in_any_way_is_faulty(lab, old, near,
         engine.load_weights(snapshot(lab, near, dtype))
     with pytest.raises(EngineFaulty):
         engine.step()
+
+
+def test_a_lack_of_memory_refuses_the_snapshot_and_not_the_engine(lab, engine, old, near, dtype, monkeypatch):
+    engine.load_weights(snapshot(lab, old, dtype))
+    # Of the swap and of the reload after it; the rollback finds memory.
+    failures, exchange = iter(range(1)), WeightSwap.exchange
+    reloads, reload = iter(range(1)), type(worker_of(engine)).reload_weights
+
+    def out_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def exchanging(self):
+        return exchange(self) if next(failures, None) is None else out_of_memory()
+
+    def reloading(self, **given):
+        return reload(self, **given) if next(reloads, None) is None else out_of_memory()
+
+    monkeypatch.setattr(WeightSwap, "exchange", exchanging)
+    monkeypatch.setattr(type(worker_of(engine)), "reload_weights", reloading)
+    ids = lab.tokens(3, 40)
+    with pytest.raises(SnapshotError, match="CUDA out of memory"):
+        engine.load_weights(snapshot(lab, near, dtype))
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(old, ids), atol=BOUNDS[dtype])
+    assert next(failures, None) is next(reloads, None) is None
+    engine.load_weights(snapshot(lab, near, dtype))
 
 
 def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload(lab, old, dtype, monkeypatch):

@@ -38,7 +38,13 @@ FILES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [(SCHEDULER, "set_pause_state"), (SCHEDULER, "_preempt_request")],
     ),
     "v1/core/sched/async_scheduler.py": ("38d296e77e4d612e", [(SCHEDULER, "batch_queue")]),
-    "v1/core/kv_cache_utils.py": ("af4164bca819f1cd", [(SCHEDULER, "kv_cache_size_tokens")]),
+    "v1/core/kv_cache_utils.py": (
+        "af4164bca819f1cd",
+        [(SCHEDULER, "kv_cache_size_tokens"), (SCHEDULER, "kv_cache_tensors")],
+    ),
+    "v1/kv_cache_interface.py": ("39ea5be3054f9723", [(SCHEDULER, "kv_cache_tensors")]),
+    # What it measures at its start on a GPU, and with a fixed cache does not (docs/decisions/0046).
+    "utils/mem_utils.py": ("8b21755c8cae378b", [(START, "kv_cache_memory_bytes")]),
     "engine/arg_utils.py": ("c10281277fd9a90d", [(START, "EngineArgs"), (START, "UsageContext")]),
     # The dtype of the head's product.
     "model_executor/layers/logits_processor.py": ("35cf8235cb529ba2", [(START, "head_dtype")]),
@@ -60,7 +66,10 @@ FILES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "model_executor/model_loader/reload/inplace.py": ("e7f0fc47b5d616dc", [(WORKER, "worker.reload_weights(")]),
     "model_executor/model_loader/reload/layerwise.py": ("0d395b3889a3d5e8", [(WORKER, "worker.reload_weights(")]),
     "model_executor/model_loader/reload/meta.py": ("749d03cc94639c6e", [(WORKER, "worker.reload_weights(")]),
-    "v1/worker/gpu_worker.py": ("e970aa29a738aa15", [(WORKER, "reset_weights()"), (WORKER, "worker.reload_weights(")]),
+    "v1/worker/gpu_worker.py": (
+        "e970aa29a738aa15",
+        [(WORKER, "reset_weights()"), (WORKER, "worker.reload_weights("), (START, "kv_cache_memory_bytes")],
+    ),
     "v1/worker/gpu_model_runner.py": (
         "4cf95efe4ea8caa3",
         [(WORKER, "worker.reload_weights("), (WORKER, "lora_manager")],

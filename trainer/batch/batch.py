@@ -168,6 +168,14 @@ def known(rows: Sequence[Row]) -> Tensor:
     return torch.tensor([row.temperature > 0 for row in rows])
 
 
+def measured(rows: Sequence[Row]) -> Tensor:
+    """Return which rows say something of pi / mu: [N], bool. The sampler is known, and a token counts.
+
+    The log-ratio of a response without a counted token is an empty sum: 0 for every policy.
+    """
+    return known(rows) & torch.tensor([bool(row.loss_mask.any()) for row in rows])
+
+
 def counted(rows: Sequence[Row]) -> Tensor:
     """Return which response tokens of the rows count: [R], bool."""
     return torch.from_numpy(np.concatenate([row.loss_mask for row in rows]) != 0)

@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
-from tba.common.errors import RankLost
+from tba.common.errors import ConfigError, RankLost
 from tba.common.system.process import RENDEZVOUS_VARIABLE
 
 # The others wait for rank 0 for as long as it waits for data. A rank that dies closes its sockets, which is noticed
 # immediately.
 _TIMEOUT = timedelta(days=365)
+# What `tba.trainer.distributed.sharding` calls on each FSDPModule.
+_FSDP_METHODS = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
 _LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
@@ -82,11 +85,17 @@ ALONE = Ranks()
 def join(device: torch.device) -> Ranks:
     """Join the ranks that `tba train` or `torchrun` has started; ALONE if there is only this process.
 
-    Both set RANK and WORLD_SIZE. The rendezvous is MASTER_ADDR for torchrun, a file for `tba train`.
+    Both set RANK and WORLD_SIZE. The rendezvous is MASTER_ADDR for torchrun, a file for `tba train`. Raises ConfigError
+    if this torch is too old to train in several processes.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return ALONE
+    if missing := [name for name in _FSDP_METHODS if not hasattr(FSDPModule, name)]:
+        raise ConfigError(
+            f"several processes train together with torch 2.9 or newer, and torch {torch.__version__} is installed "
+            f"(its FSDPModule has no {missing[0]}): install a newer one, or train in one process"
+        )
     file = os.environ.get(RENDEZVOUS_VARIABLE)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     rendezvous = f"file://{file}" if file else "env://"

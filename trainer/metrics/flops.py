@@ -6,26 +6,58 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from tba.common.log import get_logger
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.preflight.shape import active_fraction, is_routed
 
-# Dense bfloat16 peaks in TFLOP/s from the vendors' data sheets, by part of the device's name; the first match wins.
-_PEAK_TFLOPS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("H200", 989.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("A100", 312.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("A10G", 70.0),
-    ("A10", 125.0),
-    ("RTX 4090", 165.0),
-    ("MI300X", 1307.0),
-)
+log = get_logger(__name__)
+
+# Dense bfloat16 peaks in TFLOP/s with sums in float32, by the name that torch prints, without the vendor. Where a data
+# sheet gives the rate with sparsity, this is half of it. A part of a name would take an RTX A1000 for an A100.
+_PEAK_TFLOPS = {
+    # NVIDIA HGX B300 and B200 (36 PFLOP/s for 8), GB300 NVL72 and GB200 NVL72 (360 PFLOP/s for 72).
+    "B300 SXM6 AC": 2250.0,
+    "B200": 2250.0,
+    "GB300": 2500.0,
+    "GB200": 2500.0,
+    # NVIDIA H200 Tensor Core GPU; GH200 Grace Hopper Superchip.
+    "H200": 989.5,
+    "H200 NVL": 835.5,
+    "GH200 480GB": 989.5,
+    # NVIDIA H100 Tensor Core GPU: SXM, PCIe, NVL; H800 and H20 for China.
+    "H100 80GB HBM3": 989.5,
+    "H100 PCIe": 756.5,
+    "H100 NVL": 835.5,
+    "H800": 989.5,
+    "H20": 148.0,
+    # NVIDIA A100, A30, A40, A10 Tensor Core GPU; A10G as in AWS G5.
+    "A100-SXM4-40GB": 312.0,
+    "A100-SXM4-80GB": 312.0,
+    "A100-PCIE-40GB": 312.0,
+    "A100 80GB PCIe": 312.0,
+    "A800-SXM4-80GB": 312.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "A10G": 70.0,
+    # NVIDIA L40S, L40, L4.
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    # NVIDIA RTX Blackwell PRO, Ada Professional and Ampere GA102 architecture whitepapers. The Server Edition: four
+    # times its 120 TFLOP/s of float32, as for the others.
+    "RTX PRO 6000 Blackwell Workstation Edition": 503.8,
+    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 438.9,
+    "RTX PRO 6000 Blackwell Server Edition": 480.0,
+    "RTX 6000 Ada Generation": 364.2,
+    "RTX A6000": 154.8,
+    # NVIDIA RTX Blackwell, Ada and Ampere GA102 GPU architecture whitepapers: half of the rate with sums in float16.
+    "GeForce RTX 5090": 209.5,
+    "GeForce RTX 4090": 165.2,
+    "GeForce RTX 3090": 71.0,
+    # AMD Instinct MI300X.
+    "Instinct MI300X": 1307.4,
+}
 
 
 class ModelFlops:
@@ -61,11 +93,17 @@ class ModelFlops:
 
 
 def peak_flops(device: torch.device, tflops: float | Literal["auto"]) -> float | None:
-    """Peak FLOPs per second of a device, None if unknown."""
+    """Peak FLOPs per second of a device, None if unknown. Logs the name of a GPU that is unknown."""
     if tflops != "auto":
         return tflops * 1e12
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((known * 1e12 for part, known in _PEAK_TFLOPS if part in name), None)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = _PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("AMD "))
+    if known is None:
+        log.info("no MFU: the peak of this GPU is not known", gpu=name, remedy="set metrics.peak_tflops")
+        return None
+    return known * 1e12
 
 
 class Throughput:

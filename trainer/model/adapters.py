@@ -38,17 +38,30 @@ def add_adapters(model: PreTrainedModel, config: LoraSection) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingExtra("peft", "lora") from error
-    targets = "all-linear" if config.targets == "all" else list(config.targets)
+    head = model.get_output_embeddings()
+    # `token_logprobs` uses the head's weight directly, and merging supports linear layers only. PEFT's "all-linear"
+    # would also take experts, which are one tensor for all of them, and routers.
+    plain = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not head]
+    if not plain:
+        raise ConfigError(
+            f"lora.rank = {config.rank} does not fit the model: its layers are no plain linear ones; set lora.rank = 0"
+        )
+    targets = plain if config.targets == "all" else list(config.targets)
     settings = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
     model.requires_grad_(False)
+    usable = ", ".join(sorted({name.rpartition(".")[2] for name in plain}))
     try:
         inject_adapter_in_model(settings, model, adapter_name=_NAME)
     except ValueError as error:
-        raise ConfigError(f"lora.targets = {config.targets} does not fit the model: {error}") from error
-    # `token_logprobs` uses the head's weight directly, and merging supports linear layers only.
-    for name, layer in _adapted(model):
-        if type(layer.base_layer) is not nn.Linear or layer is model.get_output_embeddings():
-            raise ConfigError(f"lora.targets names {name}, which cannot have an adapter: only inner linear layers can")
+        raise ConfigError(
+            f"lora.targets = {config.targets} does not fit the model, which has {usable}: {error}"
+        ) from error
+    for name, _ in _adapted(model):
+        if name not in plain:
+            raise ConfigError(
+                f"lora.targets names {name}, which cannot have an adapter: only plain inner linear layers can, here "
+                f'{usable}; or set lora.targets = "all"'
+            )
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

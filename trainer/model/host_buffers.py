@@ -1,8 +1,9 @@
 """Copies of a model's tensors on the host, in buffers that are reused.
 
-On a GPU the copies are queued on a stream of their own and go into pinned memory, so the training thread does not wait
-for them; the next update does, on the device. On a CPU a copy is one pass over memory: a reused buffer causes no page
-faults, which are more than half of the cost of a first copy.
+Copies of tensors on a GPU are queued on a stream of their own and go into pinned memory, so the training thread does
+not wait for them; the next update does, on the device. A copy of a tensor on the host, such as a master of
+`train.offload`, is one pass over memory that is not pinned: a reused buffer causes no page faults, which are more than
+half of the cost of a first copy.
 """
 
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from tba.trainer.model.transfers import host_tensor, own_stream
 
 Tensors = dict[str, Tensor]
 _MAX_UNREAD_BYTES = 1 << 30
@@ -30,15 +33,14 @@ class HostCopy:
 
 
 class HostBuffers:
-    """Copies tensors of one device to the host. There are as many sets of buffers as copies in use at the same time.
+    """Copies tensors of one device, or of the host, to the host.
 
+    There are as many sets of buffers as copies in use at the same time.
     `gathered` means that the source tensors are temporary, gathered from all ranks or merged with adapters.
     """
 
     def __init__(self, device: torch.device, *, gathered: bool = False) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = own_stream(device)
         # When it has passed, the newest copy has read its sources.
         self._read: torch.cuda.Event | None = None
         self._gathered = gathered
@@ -103,7 +105,7 @@ class HostBuffers:
     def _buffer(self, used: Tensor | None, source: Tensor, dtype: torch.dtype) -> Tensor:
         if used is not None and used.shape == source.shape and used.dtype == dtype:
             return used
-        return torch.empty(source.shape, dtype=dtype, pin_memory=self._stream is not None)
+        return host_tensor(source.shape, dtype, pinned=source.device.type == "cuda")
 
 
 def _target_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

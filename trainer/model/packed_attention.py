@@ -15,9 +15,10 @@ Shape suffixes: P tokens of the packed row, S tokens of all sequences, A attenti
 head size; of sequences that are padded together: N sequences, T tokens of the longest.
 """
 
+import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ from tba.trainer.batch.micro_batches import forward_passes
 from tba.trainer.model.chunked_logprobs import compute_dtype
 
 ATTENTION = "tba_packed"
-# The first torch whose varlen_attn supports grouped heads and a window.
-_KERNEL_TORCH = "2.13"
+# What torch's varlen_attn has to accept. The first release that does is 2.12.
+_KERNEL_ARGUMENTS = frozenset({"scale", "window_size", "enable_gqa"})
 _KERNEL_CAPABILITY = (8, 0)
 _KERNEL_HEAD = 256
 _KERNEL_HEAD_STEP = 8
@@ -101,9 +102,20 @@ def has_kernel(device: str, heads: Collection[int], *, half: bool) -> bool:
         and half
         and len(set(heads)) == 1
         and all(head <= _KERNEL_HEAD and head % _KERNEL_HEAD_STEP == 0 for head in heads)
-        and torch.__version__ >= _KERNEL_TORCH
         and torch.cuda.get_device_capability() >= _KERNEL_CAPABILITY
+        and _torch_has_kernel()
     )
+
+
+@cache
+def _torch_has_kernel() -> bool:
+    """Whether this torch has the kernel, by the arguments that it accepts: builds of vendors have other versions."""
+    try:
+        # Imported here because it loads torch's compiler, which takes seconds and is not needed on a CPU.
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return inspect.signature(varlen_attn).parameters.keys() >= _KERNEL_ARGUMENTS
 
 
 def attend(
@@ -150,7 +162,6 @@ def _kernel(
     window: int | None,
 ) -> Tensor:
     """Attend within all sequences with one kernel: [P, A, D]."""
-    # Imported here because it loads torch's compiler, which takes seconds and is not needed on a CPU.
     from torch.nn.attention.varlen import varlen_attn
 
     query_SAD, key_SGD, value_SGD = (

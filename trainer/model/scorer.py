@@ -118,14 +118,16 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, autocast: bool) -> 
     Raises ConfigError if the model computes other log-probabilities in that mode. A model on the meta device is not
     tried: rank 0 does that.
     """
+    # Renamed in transformers 5.24, which warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     if model.device.type == "meta":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable({"use_reentrant": False})
         model.train()
         return
     tokens_NT = torch.arange(min(_PROBE_TOKENS, model.config.get_text_config().vocab_size), device=model.device)[None]
     with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
         expected = model.eval()(input_ids=tokens_NT, use_cache=False).logits
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable({"use_reentrant": False})
         found = model.train()(input_ids=tokens_NT, use_cache=False).logits
     # Kernels of a GPU may add in another order. Dropout changes logits by far more.
     near = 1e-2 if autocast else 1e-4

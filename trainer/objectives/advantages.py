@@ -19,14 +19,32 @@ _SOLVED_POWER = 3
 _SOLVED_WITHIN = 0.05
 
 
+def level(reward_bK: Tensor) -> Tensor:
+    """Make rewards of a group equal that differ by rounding alone: [b, K].
+
+    Sums of the same reward parts in another order, 0.3 and 0.1 + 0.2, are one reward, and no response is better than
+    the other. A difference counts as rounding up to 16 units in the last place of the largest reward, or of 1.
+    """
+    ordered_bK, order_bK = reward_bK.sort(dim=1)
+    scale_b1 = reward_bK.abs().amax(dim=1, keepdim=True).clamp(min=1.0)
+    apart_bK = ordered_bK.diff(dim=1, prepend=ordered_bK[:, :1]) > 16 * torch.finfo(reward_bK.dtype).eps * scale_b1
+    place_bK = torch.arange(reward_bK.shape[1], device=reward_bK.device).expand_as(order_bK)
+    # The place of the least reward of those that are equal.
+    first_bK = torch.where(apart_bK, place_bK, 0).cummax(dim=1).values
+    return torch.empty_like(reward_bK).scatter(1, order_bK, ordered_bK.gather(1, first_bK))
+
+
 def centred(reward_bK: Tensor) -> Tensor:
-    """Return the reward minus the mean of the group: [b, K].
+    """Return the reward minus the mean of the group: [b, K], exactly 0 where all rewards of the group are equal.
 
         A_ij = r_ij - 1/K sum_k r_ik
 
     This is GRPO's advantage without the division (Liu et al. 2025, "Dr. GRPO").
     """
-    return reward_bK - reward_bK.mean(dim=1, keepdim=True)
+    reward_bK = level(reward_bK)
+    # The computed mean of equal numbers may be another one, and the sign of a rounding error would be an advantage.
+    equal_b1 = (reward_bK == reward_bK[:, :1]).all(dim=1, keepdim=True)
+    return torch.where(equal_b1, 0.0, reward_bK - reward_bK.mean(dim=1, keepdim=True))
 
 
 def standardised(reward_bK: Tensor) -> Tensor:
@@ -74,6 +92,7 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
     """
     if not weight:
         return torch.zeros_like(reward_bK)
+    reward_bK = level(reward_bK)
     mean_bK = (reward_bK.sum(dim=1, keepdim=True) - reward_bK) / (reward_bK.shape[1] - 1)
     if floor != "group":
         return weight * (mean_bK - floor)

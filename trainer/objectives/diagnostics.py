@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tba.trainer.objectives.advantages import centred
 from tba.trainer.objectives.balance import vargrad_log_z, vargrad_residual
 from tba.trainer.objectives.policy_gradient import LARGEST_LOG_RATIO
 
@@ -59,37 +60,42 @@ def off_policy_metrics(log_ratio: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def log_ratios_by_advantage(log_ratio_BK: Tensor, known_BK: Tensor, reward_BK: Tensor) -> dict[str, float]:
+def log_ratios_by_advantage(log_ratio_BK: Tensor, measured_BK: Tensor, reward_BK: Tensor) -> dict[str, float]:
     """Return the mean of log pi / mu over responses with a reward above and below the mean of their group.
 
     On fresh data both are near 0. Training on stale data should raise the first; if it falls, good answers that were
-    sampled are being lost. `known_BK` is whether the sampler of a response is known.
+    sampled are being lost. `measured_BK` is whether the log-ratio of a response says anything.
     """
-    advantage_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
-    chosen = {"positive": known_BK & (advantage_BK > 0), "negative": known_BK & (advantage_BK < 0)}
+    advantage_BK = centred(reward_BK)
+    chosen = {"positive": measured_BK & (advantage_BK > 0), "negative": measured_BK & (advantage_BK < 0)}
     return {f"log_ratio_{sign}": float(log_ratio_BK[rows_BK].mean()) for sign, rows_BK in chosen.items()}
 
 
 @torch.no_grad()
-def mass_metrics(log_ratio_BK: Tensor, sampled_BK: Tensor, responses: Sequence[bytes]) -> dict[str, float]:
+def mass_metrics(
+    log_ratio_BK: Tensor, sampled_BK: Tensor, measured_BK: Tensor, responses: Sequence[bytes]
+) -> dict[str, float]:
     """Return the probability of all sampled responses of a prompt, as they were sampled and under the policy.
 
-    Means over prompts. A response that was sampled several times counts once; `responses` are the tokens of each, B x K
-    of them. Where few responses are likely, `sampled_mass` is near 1, and a `policy_mass` below it is probability of
-    responses that were never sampled, which no reward corrects. Responses of a prompt may be from several policies,
-    whose probabilities can add up to more: a prompt has at most 1.
+    Means over the prompts that have a response in `measured_BK`. A response that was sampled several times counts once,
+    with the mean of its probabilities; `responses` are the tokens of each, B x K of them. Where few responses are
+    likely, `sampled_mass` is near 1, and a `policy_mass` below it is probability of responses that were never sampled,
+    which no reward corrects. Responses of a prompt may be from several policies, whose probabilities can add up to
+    more: a prompt has at most 1.
     """
-    prompts, samples = sampled_BK.shape
-    distinct = list({(index // samples, tokens): index for index, tokens in enumerate(responses)}.values())
-    sampled_D = sampled_BK.flatten()[distinct]
-    policy_D = sampled_D + log_ratio_BK.flatten()[distinct]
-    prompt_D = torch.tensor(distinct, device=sampled_D.device) // samples
+    samples = sampled_BK.shape[1]
+    copies: dict[tuple[int, bytes], list[int]] = {}
+    for index in measured_BK.flatten().nonzero()[:, 0].tolist():
+        copies.setdefault((index // samples, responses[index]), []).append(index)
 
-    def mean_mass(logprob_D: Tensor) -> float:
-        mass_B = logprob_D.new_zeros(prompts).index_add_(0, prompt_D, logprob_D.exp())
-        return float(mass_B.clamp(max=1.0).mean())
+    def mean_mass(logprob_BK: Tensor) -> float:
+        probability = logprob_BK.flatten().exp()
+        mass: dict[int, float] = {}
+        for (prompt, _), indices in copies.items():
+            mass[prompt] = mass.get(prompt, 0.0) + float(probability[indices].mean())
+        return sum(min(one, 1.0) for one in mass.values()) / len(mass)
 
-    return {"sampled_mass": mean_mass(sampled_D), "policy_mass": mean_mass(policy_D)}
+    return {"sampled_mass": mean_mass(sampled_BK), "policy_mass": mean_mass(sampled_BK + log_ratio_BK)}
 
 
 # Names and upper ends of the bins of the staleness histogram. One more bin has no upper end.

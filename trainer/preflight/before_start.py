@@ -9,6 +9,7 @@ from tba.common.config.paths import SHARED_UTILIZATION
 from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import config_here
+from tba.common.wire.addresses import is_local
 
 if TYPE_CHECKING:
     from tba.trainer.preflight.check import Report
@@ -29,7 +30,7 @@ def check_memory(config: Config) -> None:
 def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Report | str":
     """Return the estimate for `train.gpu`, or why there is none.
 
-    The share of engines on the same GPU is left out. `assumed` are the GPUs of a node that is not this one, whose host
+    What engines on the same GPU take is left out. `assumed` are the GPUs of a node that is not this one, whose host
     memory is not known. Raises UsageError for a GPU that does not exist, ConfigError for a model that does not load.
     """
     directory = config_here(config.model.path)
@@ -37,7 +38,7 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         return "the model's config.json is not on this machine"
     if find_spec("torch") is None:
         return "torch is not installed here"
-    ranks, gpu_total = 1, None
+    ranks, gpu_total, sharing = 1, None, 0
     if config.train.gpu != CPU:
         present = list_gpus() if assumed is None else assumed
         chosen = choose_gpus(config.train.gpu, present, "train.gpu")
@@ -45,24 +46,31 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         # MIG slices are not in nvidia-smi's list: the trainer asks torch.
         if not total:
             return f"nvidia-smi does not tell the memory of GPU {config.train.gpu}"
-        ranks, gpu_total = len(chosen), int((total << 20) * (1 - _share_of_engines(config, present)))
-    from tba.trainer.preflight.check import report_on
+        ranks, gpu_total = len(chosen), total << 20
+        sharing = _count_engines(config, present)
+    from tba.trainer.preflight.check import engine_bytes, examine
+    from tba.trainer.preflight.shape import meta_model, shape_of
 
     node = None if assumed is None else len(assumed)
-    return report_on(config, directory, ranks=ranks, gpu_total=gpu_total, assumed=node)
+    shape = shape_of(meta_model(directory), config.lora.targets)
+    engines = sharing * engine_bytes(config, shape, gpu_total) if gpu_total is not None else 0
+    return examine(config, shape, ranks=ranks, gpu_total=gpu_total, assumed=node, engines=engines)
 
 
-def _share_of_engines(config: Config, present: Sequence[Gpu]) -> float:
-    """Return the fraction of the trainer's GPU that engines reserve.
+def _count_engines(config: Config, present: Sequence[Gpu]) -> int:
+    """Return the number of engines, of searcher and evaluator, on the trainer's GPU.
 
-    Engines with a share of more than a half are on another node, or the run is refused (`check_gpus_apart`).
+    Those of vLLM with a share of more than a half are on another node, or the run is refused (`check_gpus_apart`).
+    Those of Transformers may be on another node if the buffer's address is on a network.
     """
     search = config.search
-    if search.engine != "vllm" or search.gpu_memory_utilization > SHARED_UTILIZATION:
-        return 0.0
+    apart = (
+        search.gpu_memory_utilization > SHARED_UTILIZATION if search.engine == "vllm" else not is_local(config.address)
+    )
+    if apart:
+        return 0
     engines = [searcher_gpus(search.gpus, config.train.gpu, present), config.eval.gpu or CPU]
-    sharing = [gpus for gpus in engines if shared_gpus(gpus, config.train.gpu, present)]
-    return len(sharing) * search.gpu_memory_utilization
+    return sum(bool(shared_gpus(gpus, config.train.gpu, present)) for gpus in engines)
 
 
 def model_parameters(config: Config) -> int | None:

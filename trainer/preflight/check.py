@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tba.common.config import Config
+from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
 from tba.common.system.devices import count_gpus
-from tba.trainer.preflight.memory import Setup, device_bytes, host_bytes
+from tba.trainer.preflight.memory import Setup, device_bytes, host_bytes, transformers_engine_bytes
 from tba.trainer.preflight.shape import ModelShape, meta_model, shape_of
 
 # Of each GPU: the CUDA context, the buffers of NCCL and cuBLAS; and the share that the allocator loses in fragments.
@@ -31,7 +32,8 @@ class Report:
 
     `device` and `host` are bytes by component, of one GPU and of all ranks together; without a GPU, `gpu_total` is None
     and the components of the device are in `host`. `host_total` is None for a host that is not this one. `node` is how
-    many GPUs the node has, 0 if that is not known. `instead` are settings that would fit, as text.
+    many GPUs the node has, 0 if that is not known. `instead` are settings that would fit, as text. `engines` are bytes
+    of each GPU that engines take, which are not in `gpu_total`.
     """
 
     setup: Setup
@@ -41,6 +43,7 @@ class Report:
     host_total: int | None
     node: int = 0
     instead: tuple[str, ...] = ()
+    engines: int = 0
 
     @property
     def fits(self) -> bool:
@@ -89,8 +92,9 @@ class Report:
     def _device(self) -> str:
         ranks = self.setup.ranks
         where = "of the GPU" if ranks == 1 else f"on each of {quantity(ranks, 'GPU')}"
-        total = sum(self.device.values())
-        return f"{_gb(total)} of the {_gb(usable(self.gpu_total or 0))} usable {where} ({_parts(self.device)})"
+        besides = f" besides engines of {_gb(self.engines)}" if self.engines else ""
+        total, available = sum(self.device.values()), usable(self.gpu_total or 0)
+        return f"{_gb(total)} of the {_gb(available)} usable {where}{besides} ({_parts(self.device)})"
 
 
 def usable(total: int) -> int:
@@ -107,12 +111,15 @@ def examine(
     host_total: int | None = None,
     supervised: bool = False,
     assumed: int | None = None,
+    engines: int = 0,
 ) -> Report:
     """Estimate the memory of `ranks` processes that train a model, each with a GPU of `gpu_total` bytes or on the CPU.
 
     `host_total` is by default the memory of this machine. `supervised` is `tba sft`: no reference, no snapshots.
-    `assumed` is the number of GPUs of a node that is not this one.
+    `assumed` is the number of GPUs of a node that is not this one. `engines` are bytes of each GPU that engines take.
     """
+    if gpu_total is not None:
+        gpu_total -= engines
     setup = setup_of(config, shape, ranks=ranks, gpu_total=gpu_total, supervised=supervised)
     if host_total is None and assumed is None:
         host_total = host_memory()
@@ -123,8 +130,23 @@ def examine(
         host |= {name: ranks * size for name, size in device.items()}
         return Report(setup, {}, host, None, host_total)
     node = count_gpus() if assumed is None else assumed
-    report = Report(setup, device, host, gpu_total, host_total, node)
+    report = Report(setup, device, host, gpu_total, host_total, node, engines=engines)
     return report if report.fits else replace(report, instead=tuple(_instead(report, shape, adapters=not supervised)))
+
+
+def engine_bytes(config: Config, shape: ModelShape, gpu_total: int) -> int:
+    """Return the bytes that one engine takes of a GPU of `gpu_total` bytes, which a trainer may share with it.
+
+    vLLM reserves a fraction. Prompts of the Transformers engine are taken to be longer than most are, which covers the
+    activations of the pass over them.
+    """
+    search = config.search
+    if search.engine == "vllm":
+        return int(search.gpu_memory_utilization * gpu_total)
+    narrow = 2 if config.model.dtype == "bfloat16" else 4
+    rows = TRANSFORMERS_IN_FLIGHT if search.max_in_flight == "auto" else search.max_in_flight
+    tokens = search.max_tokens + _PROMPT_TOKENS
+    return _CONTEXT_BYTES + transformers_engine_bytes(shape, narrow=narrow, rows=rows, tokens=tokens)
 
 
 def report_on(

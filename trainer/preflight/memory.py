@@ -22,6 +22,9 @@ from tba.trainer.preflight.shape import ModelShape
 _GPU_LOGITS = 1 << 27
 _LOGIT_BYTES = 10
 _ADAM_BYTES = 8
+# Copies of a snapshot on the host: four files in `search.weights_dir` or four sets of host buffers. Experts that the
+# files hold one by one go through host buffers first: a set that is being converted, and one that waits.
+_SNAPSHOTS, _CONVERTED = 4, 2
 # Layers whose gathered weights exist at the same time: FSDP2 gathers the next one during the computation of one.
 _GATHERED_LAYERS = 2
 
@@ -141,6 +144,18 @@ def _logits(shape: ModelShape, setup: Setup) -> int:
     return chunk + (0 if setup.lora_rank else (4 + narrow) * shape.head)
 
 
+def transformers_engine_bytes(shape: ModelShape, *, narrow: int, rows: int, tokens: int) -> int:
+    """Return the bytes on a GPU of a Transformers engine with weights of `narrow` bytes per parameter.
+
+    It generates `rows` responses at a time, each with its prompt at most `tokens` long. Its KV cache has half as many
+    columns again as it uses (tba.searcher.engines.kv_cache). A step has logits in the dtype of the weights, and four
+    float32 tensors of their size: widened, scaled, exponentials, and these padded.
+    """
+    cache = rows * (tokens + tokens // 2) * 2 * shape.layers * shape.key_value * narrow
+    logits = rows * shape.vocabulary * (narrow + 4 * 4)
+    return narrow * shape.parameters + cache + logits
+
+
 def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """Return the bytes in the memory of the host, for all ranks of this machine together.
 
@@ -154,14 +169,13 @@ def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
         "loading": 4 * models * shape.parameters,
         "offloaded optimizer": _offloaded(shape, setup) if setup.offload else 0,
         "checkpoint": checkpoint * trained,
-        "snapshots": 4 * setup.published * shape.parameters,
+        "snapshots": (_SNAPSHOTS + (_CONVERTED if shape.experts else 0)) * setup.published * shape.parameters,
     }
 
 
 def _offloaded(shape: ModelShape, setup: Setup) -> int:
-    """Return the bytes of masters, gradients and both moments, and of a pinned copy in the dtype of the device.
+    """Return the bytes of masters, gradients and both moments, and of pinned copies in the dtype of the device.
 
-    torch rounds pinned memory up to a power of two.
+    Pinned memory takes what its tensors take (tba.trainer.model.transfers).
     """
-    pinned = (2 if setup.half else 4) * -(-shape.parameters // setup.ranks)
-    return (4 + 4 + _ADAM_BYTES) * shape.parameters + setup.ranks * (1 << (pinned - 1).bit_length())
+    return (4 + 4 + _ADAM_BYTES + (2 if setup.half else 4)) * shape.parameters

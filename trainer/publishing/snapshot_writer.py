@@ -31,6 +31,7 @@ from tba.common.weights.snapshot import Canary, FileEntry, Manifest, SnapshotKey
 from tba.common.weights.tensor_file import Tensor
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy, Tensors
+from tba.trainer.model.transfers import own_stream
 from tba.trainer.preflight.shape import experts_per_token
 from tba.trainer.publishing.canary import canary_sequences, make_canary, skeleton
 
@@ -148,7 +149,13 @@ class SnapshotWriter(ABC):
         self._model_files = model_files
         long = model.device.type != "cpu" or bool(experts_per_token(unwrapped))
         sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings, long=long)
-        self._make_canary = partial(make_canary, skeleton(unwrapped), sequences=sequences, device=model.device)
+        self._make_canary = partial(
+            make_canary,
+            skeleton(unwrapped),
+            sequences=sequences,
+            device=model.device,
+            stream=own_stream(model.device),
+        )
         self._directory = config.snapshots.resolve()
         # The directories of its snapshots, for the file server.
         self.served: tuple[Path, ...] = (self._directory,)

@@ -7,7 +7,6 @@ A published directory that is not the newest, and that no searcher holds, become
 its content does. A file that is written again causes no page faults, and stays registered as pinned memory.
 """
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -15,7 +14,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +35,7 @@ from tba.common.weights.node_store import (
 from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
 from tba.common.weights.tensor_file import Layout, Tensor
 from tba.trainer.model.host_buffers import Tensors
+from tba.trainer.model.transfers import register, unregister
 from tba.trainer.publishing.snapshot_writer import DTYPES, WEIGHTS
 
 log = get_logger(__name__)
@@ -62,7 +62,7 @@ class WeightsFile:
             self.delete()
             raise
         # Copies from a GPU are asynchronous only into registered memory.
-        self._pinned = pinned and _cuda("cudaHostRegister", self.content.ctypes.data, self.content.nbytes, 0)
+        self._pinned = pinned and register(self.content.ctypes.data, self.content.nbytes)
         self.bits: dict[str, Tensor] = layout.view(self.content)
         flat = torch.from_numpy(self.content)
         self.tensors: Tensors = {
@@ -107,9 +107,7 @@ class WeightsFile:
     def close(self) -> None:
         """Release the directory and the memory. The files stay."""
         if getattr(self, "_pinned", False):
-            # A copy that no thread waits for may be in progress.
-            torch.cuda.synchronize()
-            _cuda("cudaHostUnregister", self.content.ctypes.data)
+            unregister(self.content.ctypes.data)
         self.tensors, self.bits = {}, {}
         os.close(self._directory)
 
@@ -126,6 +124,8 @@ class WeightsFilePool:
 
     There are as many as are in use at the same time: the newest, the one being written, the one being filled, and those
     that searchers hold. `floor` is the space in bytes that must stay free.
+
+    Files are made and deleted outside of the lock: reserving, populating and pinning 15 GB takes seconds.
     """
 
     def __init__(self, directory: Path, layout: Layout, device: torch.device, floor: int) -> None:
@@ -135,7 +135,8 @@ class WeightsFilePool:
         self._layout = layout
         self._pinned = device.type == "cuda"
         self._floor = floor
-        self._lock = threading.Lock()
+        # Guards everything below.
+        self._changed = threading.Condition()
         self._free: list[WeightsFile] = []
         # Acquired and not sealed.
         self._taken: list[WeightsFile] = []
@@ -143,17 +144,27 @@ class WeightsFilePool:
         self._published: list[WeightsFile] = []
         # Of them, those that are older than the one announced last.
         self._old = 0
+        # To be deleted.
+        self._unused: list[WeightsFile] = []
+        # The directory of the file that a thread is making.
+        self._making: Path | None = None
         make_directory(directory)
         # Before the first file: after a crash there may be no room for it. The newest is what searchers may ask for.
-        self._delete_leftovers(keep=1)
+        _delete_all(self._leftovers(keep=1))
 
     def acquire(self) -> WeightsFile | None:
-        """A file to fill; None if there is no room for one more, with the reason in `shortage`."""
-        with self._lock:
-            if not self._free:
-                self._reclaim()
-            if not self._free:
-                self._make()
+        """A file to fill; None if there is no room for one more, with the reason in `shortage`.
+
+        Returns at once if a file is free. Else it makes one, or waits for the one that the other thread is making.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._free) or self._reclaim() or self._making is None)
+            must_make = not self._free
+            if must_make:
+                self._making = self._part()
+        if must_make:
+            self._make()
+        with self._changed:
             if not self._free:
                 return None
             self._taken.append(self._free.pop())
@@ -161,53 +172,59 @@ class WeightsFilePool:
 
     def give_back(self, file: WeightsFile) -> None:
         """The content of a file is not published after all."""
-        with self._lock:
+        with self._changed:
             self._taken.remove(file)
             self._free.append(file)
+            self._changed.notify_all()
 
     def seal(self, file: WeightsFile, manifest: Manifest) -> str:
         """Publish a filled file. Returns the sha256 of the manifest."""
         digest = write_manifest(file.path, manifest)
         mark_verified(file.path, digest)
         file.publish(self.directory / SnapshotKey(manifest.version, digest).name)
-        with self._lock:
+        with self._changed:
             self._taken.remove(file)
             self._published.append(file)
         return digest
 
     def announced(self) -> None:
         """The newest file is announced: older ones may be used again. One spare file is made, more are deleted."""
-        with self._lock:
+        with self._changed:
             self._old = len(self._published) - 1
             self._reclaim()
-            self._delete_leftovers()
-            if not self._free:
-                self._make()
-            while len(self._free) > 1:
-                self._free.pop().delete()
+            self._unused += self._free[1:]
+            del self._free[1:]
+            left = self._leftovers()
+            must_make = not self._free and self._making is None
+            if must_make:
+                self._making = self._part()
+        _delete_all(left)
+        if must_make:
+            self._make()
+        else:
+            self._delete_unused()
 
     def close(self) -> None:
         """Delete what no searcher uses, except the announced one: searchers that start later may ask for it."""
-        with self._lock:
+        with self._changed:
             self._reclaim()
-            for file in (*self._free, *self._taken):
+            for file in (*self._free, *self._taken, *self._unused):
                 file.delete()
             for file in self._published:
                 file.close()
-            self._free, self._taken, self._published = [], [], []
+            self._free, self._taken, self._published, self._unused = [], [], [], []
             self._old = 0
 
-    def _delete_leftovers(self, *, keep: int = 0) -> None:
-        """Delete what earlier processes left and no one uses, except the newest `keep` snapshots."""
-        own = {file.path for file in self._published}
+    def _leftovers(self, *, keep: int = 0) -> list[Path]:
+        """What earlier processes left, except the newest `keep` snapshots. Other processes may use some of it."""
+        own = {file.path for file in self._published} | {self._making}
         left = sorted((path for path in self.directory.glob(SNAPSHOT) if path not in own), key=modified_at)
-        for path in [*left[: len(left) - keep], *self.directory.glob(f".{SNAPSHOT}.part")]:
-            delete(path)
-        # Of a process that was killed while it deleted one.
-        for rest in self.directory.glob(DELETED):
-            shutil.rmtree(rest, ignore_errors=True)
+        parts = [path for path in self.directory.glob(f".{SNAPSHOT}.part") if path not in own]
+        # Those that are deleted already are of a process that was killed while it did that.
+        return [*left[: len(left) - keep], *parts, *self.directory.glob(DELETED)]
 
-    def _reclaim(self) -> None:
+    def _reclaim(self) -> bool:
+        """Free published files that are not needed any more. Returns whether a file is free."""
         for file in self._published[: self._old]:
             if file.kept:
                 continue
@@ -217,11 +234,25 @@ class WeightsFilePool:
                 self._free.append(file)
             except FileNotFoundError as error:
                 log.info("snapshot file not used again", reason=str(error))
-                file.delete()
+                self._unused.append(file)
             self._published.remove(file)
             self._old -= 1
+        return bool(self._free)
 
     def _make(self) -> None:
+        """Make a free file in the directory `_making`, if there is room. Without the lock."""
+        made = None
+        try:
+            self._delete_unused()
+            made = self._made()
+        finally:
+            with self._changed:
+                self._making = None
+                if made is not None:
+                    self._free.append(made)
+                self._changed.notify_all()
+
+    def _made(self) -> WeightsFile | None:
         needed, free = self._layout.bytes, shutil.disk_usage(self.directory).free
         self.shortage = ""
         if self._floor and free - needed < self._floor:
@@ -229,16 +260,33 @@ class WeightsFilePool:
                 f"{self.directory} has {free >> 20} MiB free, a snapshot of {needed >> 20} MiB must leave "
                 f"train.min_free_mib = {self._floor >> 20}"
             )
-            return
+            return None
+        assert self._making is not None
         try:
-            self._free.append(WeightsFile(self._part(), self._layout, pinned=self._pinned))
+            return WeightsFile(self._making, self._layout, pinned=self._pinned)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self.shortage = f"{self.directory}: {error.strerror}"
+            return None
+
+    def _delete_unused(self) -> None:
+        with self._changed:
+            unused, self._unused = self._unused, []
+        for file in unused:
+            file.delete()
 
     def _part(self) -> Path:
         return self.directory / f".v00000000-{secrets.token_hex(8)}.part"
+
+
+def _delete_all(paths: Iterable[Path]) -> None:
+    """Delete directories of snapshots that no process uses."""
+    for path in paths:
+        if path.match(DELETED):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            delete(path)
 
 
 def _map(path: Path, layout: Layout) -> tuple["np.ndarray[tuple[int], np.dtype[np.uint8]]", int]:
@@ -250,17 +298,6 @@ def _map(path: Path, layout: Layout) -> tuple["np.ndarray[tuple[int], np.dtype[n
         file.flush()
         mapped = mmap.mmap(file.fileno(), layout.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return np.frombuffer(mapped, np.uint8), os.fstat(file.fileno()).st_ino
-
-
-def _cuda(function: str, *arguments: int) -> bool:
-    """Call a function of the CUDA runtime. False if it failed: copies are correct all the same, and slower."""
-    status = int(getattr(torch.cuda.cudart(), function)(*arguments))  # type: ignore[no-untyped-call]
-    if status:
-        # Take CUDA's error: else the next kernel that this thread launches would report it.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")
-        log.warning("snapshot file is not pinned memory", function=function, status=status)
-    return not status
 
 
 def same_layout(weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> bool:

@@ -79,10 +79,10 @@ def build(
     return learner, unwrapped
 
 
-def end_ids(config: Config, files: Path) -> frozenset[int]:
-    """Return the ids that end a response; none if strings end it, too: no token shows that."""
+def end_ids(config: Config, files: Path) -> frozenset[int] | None:
+    """Return the ids that end a response; None if strings end it, too: no token shows that."""
     if any(isinstance(one, str) for one in config.search.stop):
-        return frozenset()
+        return None
     return frozenset([*eos_ids(files), *(one for one in config.search.stop if isinstance(one, int))])
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.distributed.sharding import local_part, shard_of_rank_0
 from tba.trainer.model.scorer import halve
+from tba.trainer.model.transfers import host_tensor, own_stream
 
 # Values that are converted and added at a time.
 _CHUNK = 1 << 20
@@ -71,13 +72,10 @@ class HostAdamW(torch.optim.AdamW):
         super().__init__(policy_groups(self.masters), fused=True, **settings)
         self._ranks = ranks
         device = self._parameters[0].device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = own_stream(device)
         self._gradients = [torch.zeros(master.shape, dtype=master.dtype) for master in self.masters]
-        self._staged = _arena(
-            [local_part(parameter.detach()) for parameter in parameters], pin=self._stream is not None
-        )
+        shards = (local_part(parameter.detach()) for parameter in parameters)
+        self._staged = [host_tensor(shard.shape, shard.dtype, pinned=device.type == "cuda") for shard in shards]
         # Of each weight: the gradient that is being added. Absent before the first one of a step.
         self._pending: dict[int, Future[None]] = {}
         self._adder = ThreadPoolExecutor(1, "gradients")
@@ -147,10 +145,3 @@ class HostAdamW(torch.optim.AdamW):
         for parameter, master, staged in zip(self._parameters, self.masters, self._staged, strict=True):
             staged.copy_(master)
             local_part(parameter).copy_(staged, non_blocking=True)
-
-
-def _arena(parts: Sequence[Tensor], *, pin: bool) -> list[Tensor]:
-    """Return buffers like `parts` in one allocation: torch rounds each pinned one up to a power of two."""
-    arena = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, pin_memory=pin)
-    pieces = torch.split(arena, [part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -20,8 +20,9 @@ from tba.common.config import ReferenceSection, TrainSection
 from tba.common.errors import ConfigError, MemoryShort, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
+from tba.common.wire.fields import LARGEST_REWARD
 from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
-from tba.trainer.batch.batch import Row, TrainBatch, known
+from tba.trainer.batch.batch import Row, TrainBatch, measured
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed.ranks import ALONE, Ranks
 from tba.trainer.distributed.sharding import full_tensor, shard
@@ -97,7 +98,7 @@ class Learner:
         fits_gathered: bool = True,
         packed: bool = False,
         adapter: dict[str, Any] | None = None,
-        end_ids: frozenset[int] = frozenset(),
+        end_ids: frozenset[int] | None = None,
         states_fill: bool = False,
     ) -> None:
         assert reference is not None or has_adapters(policy) or not objective.needs_reference
@@ -162,8 +163,9 @@ class Learner:
     def step(self, batch: TrainBatch) -> StepResult:
         """Make one update.
 
-        If the loss, the gradient or a reference log-probability is not finite, the step is skipped: it counts, but
-        weights and optimiser do not change. Raises ConfigError for token ids outside the vocabulary.
+        If the loss, the gradient or a reference log-probability is not finite, or a reward is beyond what the buffer
+        accepts, the step is skipped: it counts, but weights and optimiser do not change. Raises ConfigError for token
+        ids outside the vocabulary.
         """
         self._check_tokens(batch)
         self._check_floor(batch)
@@ -179,9 +181,10 @@ class Learner:
         sums = self.accumulate(batch, reference_BK, beta)
         with self.watch.phase("optimizer"):
             norms = self._clip_gradients()
-            if not all(map(math.isfinite, (sums.loss, *norms))):
+            broken = _broken(batch, sums)
+            if broken or not all(map(math.isfinite, (sums.loss, *norms))):
                 reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
-                blamed = _not_finite(batch, sums)
+                blamed = broken or [row.id for row in batch.rows]
                 rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
                 return self._skip(batch, finite, rows, reason, blamed)
             cosine = gradient_cosine(self.optimizer, self._ranks)
@@ -270,7 +273,7 @@ class Learner:
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
         """Return metrics of the policy's log-probabilities against those of sampling."""
-        log_ratio_N = sums.log_ratio_BK.flatten()[known(batch.rows)]
+        log_ratio_N = sums.log_ratio_BK.flatten()[measured(batch.rows)]
         ratios = log_ratio_N if self._objective.ratio_of_response else torch.cat(sums.log_ratios)
         entropy = torch.cat(sums.entropies) if sums.entropies else torch.zeros(0)
         return {
@@ -389,11 +392,13 @@ def _ids(ids: Sequence[int]) -> str:
     return f"trajectories {', '.join(map(str, ids[:_NAMED_IDS]))}{more}"
 
 
-def _not_finite(batch: TrainBatch, sums: Accumulator) -> list[int]:
-    """Return the trajectories whose log-probability or reward is not finite, or all if only a sum is not."""
-    finite = (sums.policy_BK.isfinite() & batch.reward_BK.isfinite()).flatten().tolist()
-    broken = [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
-    return broken or [row.id for row in batch.rows]
+def _broken(batch: TrainBatch, sums: Accumulator) -> list[int]:
+    """Return the trajectories that no update can be made with: their log-probability is not finite, or their reward.
+
+    A reward beyond what the buffer accepts, whose square may not be finite, would decide or undo the whole step.
+    """
+    finite = (sums.policy_BK.isfinite() & (batch.reward_BK.abs() <= LARGEST_REWARD)).flatten().tolist()
+    return [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
 
 
 def _worst(norm: float) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from tba.trainer.batch.batch import Row, TrainBatch, known
+from tba.trainer.batch.batch import Row, TrainBatch, known, measured
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.distributed.sharding import local_part
 from tba.trainer.objectives.diagnostics import (
@@ -27,8 +27,11 @@ def only_finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def batch_metrics(batch: TrainBatch, end_ids: Collection[int]) -> dict[str, float]:
-    """Return metrics of the batch itself: rewards, staleness, tokens. Any of `end_ids` ends a response."""
+def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
+    """Return metrics of the batch itself: rewards, staleness, tokens.
+
+    Any of `end_ids` ends a response; None: strings may end one, too.
+    """
     lengths = [len(row.response_ids) for row in batch.rows]
     return {
         "reward_mean": float(batch.reward_BK.mean()),
@@ -39,7 +42,7 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int]) -> dict[str, floa
         "recency_missed": batch.recency_missed,
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
-        **({"truncated_share": truncated_share(batch.rows, end_ids)} if end_ids else {}),
+        **({} if end_ids is None else {"truncated_share": truncated_share(batch.rows, end_ids)}),
     }
 
 
@@ -52,14 +55,16 @@ def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
 def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:
     """Return the metrics that show whether stale data is used up; `log_ratio_BK` is log pi / mu of whole responses.
 
-    Responses whose sampler is unknown, such as demonstrations, are left out, and a batch with any has no masses.
+    Responses whose sampler is unknown, such as demonstrations, are left out, and a batch with any has no masses. Those
+    without a counted token are left out of all.
     """
     sampled = [float(row.sampling_logprobs[row.loss_mask != 0].sum(dtype="float64")) for row in batch.rows]
     sampled_BK = torch.tensor(sampled, dtype=torch.float64).view_as(log_ratio_BK)
-    known_BK = known(batch.rows).view_as(log_ratio_BK)
+    measured_BK = measured(batch.rows).view_as(log_ratio_BK)
     responses = [row.response_ids.tobytes() for row in batch.rows]
-    masses = mass_metrics(log_ratio_BK, sampled_BK, responses) if known_BK.all() else {}
-    return {**log_ratios_by_advantage(log_ratio_BK, known_BK, batch.reward_BK), **masses}
+    all_known = known(batch.rows).all() and measured_BK.any()
+    masses = mass_metrics(log_ratio_BK, sampled_BK, measured_BK, responses) if all_known else {}
+    return {**log_ratios_by_advantage(log_ratio_BK, measured_BK, batch.reward_BK), **masses}
 
 
 @torch.no_grad()

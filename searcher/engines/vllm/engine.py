@@ -14,6 +14,7 @@ from pathlib import Path
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
 from tba.common.errors import EngineFaulty
+from tba.common.system.process import KV_CACHE_NOTICE, notify_systemd
 from tba.common.weights.model_files import model_directory, read_json, weight_files
 from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.trajectory import Float32
@@ -81,6 +82,9 @@ class VllmEngine:
             self._running.close()
             leave_process_groups()
             raise
+        # Its supervisor gives the next start the same cache, so that vLLM does not measure while a trainer allocates.
+        if scheduler.kv_cache_gib:
+            notify_systemd(f"{KV_CACHE_NOTICE}{scheduler.kv_cache_gib!r}")
 
     @property
     def weights_version(self) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty, SnapshotError
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
+from tba.common.system.load_errors import out_of_memory
 from tba.common.weights.snapshot import Canary, FileEntry, Manifest, Snapshot
 from tba.searcher.engines.acceptance import Acceptance
 from tba.searcher.engines.engine import LoadReport, Mismatch
@@ -136,9 +137,11 @@ class HotReload:
             except BaseException as error:
                 self._roll_back()
                 if isinstance(error, LoadFailed):
-                    # If the files are gone the snapshot is to blame. Else it is the engine.
+                    # If the files are gone the snapshot is to blame, and a lack of memory may pass. Else it is the
+                    # engine.
                     self._check(snapshot)
-                    _fail(f"the engine does not accept the weights of v{weights.version}: {error}")
+                    if not out_of_memory(error):
+                        _fail(f"the engine does not accept the weights of v{weights.version}: {error}")
                 raise
             self._served = weights
             self._acceptance.uncalibrated = False

@@ -40,6 +40,15 @@ class VllmScheduler:
         """The tokens that fit the KV cache; 0 for a model without one."""
         return int(self._core.vllm_config.cache_config.kv_cache_size_tokens or 0)
 
+    @property
+    def kv_cache_gib(self) -> float:
+        """The size of the KV cache on each GPU in GiB, 0 for a model without one.
+
+        As `search.kv_cache_gib` it gives the same cache again.
+        """
+        cache = self._core.scheduler.kv_cache_config
+        return float(sum(tensor.size for tensor in cache.kv_cache_tensors) / 2**30)
+
     def choose_in_flight(self, search: SearchSection, prompt_tokens: int) -> int:
         """Return the limit of responses in flight, and log it with the size of the KV cache.
 
@@ -50,7 +59,12 @@ class VllmScheduler:
         each = min(prompt_tokens + -(-search.max_tokens // 2), context)
         automatic = search.max_in_flight == "auto" and self.kv_cache_tokens > 0
         chosen = min(max(self.kv_cache_tokens // each, 1), most) if automatic else most
-        log.info("KV cache", tokens=self.kv_cache_tokens, max_in_flight=chosen, tokens_each=each)
+        size = round(self.kv_cache_gib, 2)
+        log.info("KV cache", gib=size, tokens=self.kv_cache_tokens, max_in_flight=chosen, tokens_each=each)
+        if automatic and chosen < search.samples_per_prompt:
+            advice = "raise search.gpu_memory_utilization, or search.kv_cache_gib if it is set; another process that "
+            advice += "allocates on the GPU while vLLM starts makes the cache smaller"
+            log.warning("the KV cache holds less than one visit", visit=search.samples_per_prompt, advice=advice)
         return chosen
 
     def drain(self, step: Callable[[], object]) -> None:

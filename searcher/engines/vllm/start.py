@@ -14,6 +14,7 @@ from tba.common.weights.model_files import model_directory
 _WORKER = "tba.searcher.engines.vllm.worker"
 # Responses in flight with `auto`: the largest batch for which vLLM captures CUDA graphs, and its own limit on CPUs.
 _MOST_ON_GPU, _MOST_ON_CPU = 512, 256
+_CPU_CACHE_GIB = 1.0
 # The values of `max_lora_rank` that vLLM has buffers for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -122,12 +123,14 @@ def _memory(search: SearchSection) -> dict[str, Any]:
     """The settings that differ between the CPU and a GPU."""
     from vllm.platforms import current_platform
 
+    size = search.kv_cache_gib
     if not current_platform.is_cpu():
-        return {"gpu_memory_utilization": search.gpu_memory_utilization}
+        fixed = {} if size == "auto" else {"kv_cache_memory_bytes": int(size * 2**30)}
+        return {"gpu_memory_utilization": search.gpu_memory_utilization, **fixed}
     # Without it, tensor parallelism needs one NUMA node per worker and refuses to start on fewer.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # An amount, not a fraction: trainer and buffer may use the host's memory too.
-    return {"kv_cache_memory_bytes": int(search.kv_cache_gib * 2**30)}
+    return {"kv_cache_memory_bytes": int((_CPU_CACHE_GIB if size == "auto" else size) * 2**30)}
 
 
 def _head(model: ModelSection, search: SearchSection) -> dict[str, Any]:

@@ -85,6 +85,43 @@ def test_a_server_on_a_socket_file_receives(tmp_path):
         assert bytes(frames[0]) == b"hello"
 
 
+def opened(server: ServerChannel, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    """Open a connection, and return when the server's monitor has announced it to `receive`."""
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.LINGER, 0)
+    client.connect(address)
+    assert server._connections.events.poll(60_000)
+    return client
+
+
+def test_a_connection_that_opens_does_not_end_the_wait_for_a_message(tmp_path):
+    address = f"ipc://{tmp_path}/socket"
+    with (
+        closing(ServerChannel(address)) as server,
+        zmq.Context() as context,
+        opened(server, context, address) as client,
+    ):
+
+        def send_when_the_connection_is_noted() -> None:
+            wait_until(lambda: server._connections._open)
+            client.send(b"request")
+
+        sender = threading.Thread(target=send_when_the_connection_is_noted)
+        sender.start()
+        ((_, frames),) = server.receive(60, 1)
+        sender.join()
+        client.close()
+        assert bytes(frames[0]) == b"request"
+
+
+def test_a_server_that_is_woken_stops_waiting_with_nothing(tmp_path):
+    with closing(ServerChannel(f"ipc://{tmp_path}/socket")) as server:
+        server.wake()
+        assert server.receive(60, 1) == []
+        server.wake()
+        assert server.receive(60, 0) == []
+
+
 def test_addresses_without_a_file_are_bound():
     for address in ("ipc://*", "ipc://@tba-test-channels", "ipc://@tba-test/channels", "tcp://127.0.0.1:*"):
         ServerChannel(address).close()
@@ -254,7 +291,7 @@ def test_a_large_reply_has_left_when_its_peer_reads_and_not_before(tmp_path):
         client.setsockopt(zmq.LINGER, 0)
         client.connect(address)
         client.send(b"request")
-        ((peer, _),) = server.receive(10.0, 1)
+        ((peer, _),) = server.receive(60, 1)
         # More than the buffers of the two sockets hold. Each is smaller than what pyzmq sends without a copy.
         sent = [not_none(server.send_large(peer, [b"header", bytes(16 << 10)])) for _ in range(300)]
         time.sleep(0.2)

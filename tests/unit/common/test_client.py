@@ -1,5 +1,7 @@
 """Which requests the client sends again."""
 
+import threading
+
 import pytest
 
 from tba.common.errors import BufferUnavailable, Refused
@@ -72,6 +74,31 @@ def test_a_reply_that_cannot_be_read_raises_instead_of_being_asked_for_again():
         assert server.channel.send(server.peer, frames)
         with pytest.raises(Refused, match="cannot be read: done carries no arrays"):
             client.collect(id_, messages.Done, stop=lambda: False)
+    finally:
+        client.close()
+        server.channel.close()
+
+
+def test_a_repeated_reply_does_not_end_the_wait_for_another(monkeypatch):
+    server = Server()
+    client = BufferClient(server.channel.address, role="searcher", name="s")
+    try:
+        first, second = client.post(messages.Goodbye()), client.post(messages.Goodbye())
+        arrived: list[int] = []
+        wait_until(lambda: client.poll(0.05) or arrived.extend(server.receive()) or arrived == [first, second])
+        server.answer(first)
+        assert [reply.header.id for reply in client.poll(60)] == [first]
+        accept = client._accept
+
+        def drop_and_go_on(frames):
+            reply = accept(frames)
+            if reply is None:
+                threading.Timer(0.1, server.answer, [second]).start()
+            return reply
+
+        monkeypatch.setattr(client, "_accept", drop_and_go_on)
+        server.answer(first)
+        assert [reply.header.id for reply in client.poll(60)] == [second]
     finally:
         client.close()
         server.channel.close()

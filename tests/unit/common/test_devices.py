@@ -95,13 +95,18 @@ TWO = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 70000\n"
 
 
 def test_the_error_of_a_busy_gpu_names_the_process_on_it(nvidia_smi):
-    nvidia_smi(TWO, "GPU-bb, 4711, /usr/bin/python3, 69990\n")
+    nvidia_smi(TWO, "GPU-bb, 4711, 69990, /usr/bin/python3\n")
     gpus = list_gpus()
     assert [gpu.index for gpu in gpus] == ["0", "1"]
     check_free(["0"], gpus, utilization=0.9)
     check_free(["1"], gpus, utilization=0.1)
     with pytest.raises(DeviceBusy, match=r"GPU 1 is busy: python3 \(pid 4711, 69990 MiB\).*needs 73403 MiB; end that"):
         check_free(["0", "1"], gpus, utilization=0.9)
+
+
+def test_a_process_with_a_comma_in_its_name_is_named(nvidia_smi):
+    nvidia_smi(TWO, "GPU-bb, 4711, 69990, /opt/a, b/serve\n")
+    assert list_gpus()[1].processes == ("serve (pid 4711, 69990 MiB)",)
 
 
 def test_gpus_that_a_scheduler_hides_are_not_listed(nvidia_smi, monkeypatch):

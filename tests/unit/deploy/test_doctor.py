@@ -3,6 +3,7 @@
 import os
 import pwd
 import shutil
+import subprocess
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 from tba.common.config import Config, TaskSection
 from tba.common.config.paths import hub_data
 from tba.common.errors import ConfigError
+from tba.common.system import cuda as system_cuda
 from tba.common.system.devices import assumed_gpus
 from tba.common.weights.tensor_file import Tensor
 from tba.deploy import doctor_gpu, doctor_storage
 from tba.deploy.doctor import Checks, examine
-from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology, parse_topology
+from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology, numa_nodes, parse_links
 from tba.deploy.doctor_storage import (
     check_disk,
     check_other_nodes,
@@ -30,7 +32,11 @@ from tba.deploy.doctor_storage import (
 from tba.tests.helpers.weights import write_tensor_file
 from tba.trainer.startup import prepare
 
-HEADER = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |"
+# By driver, the header of the table that nvidia-smi prints for people.
+HEADERS = {
+    "550.54.15": "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |",
+    "610.43.02": "| NVIDIA-SMI 610.43.02   KMD Version: 610.43.02   CUDA UMD Version: 13.3     |",
+}
 # Four GPUs: 0 and 1 have NVLink and are on NUMA node 0, 2 and 3 are on node 1. Names of columns are underlined.
 MATRIX = "\n".join([
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m",
@@ -64,7 +70,14 @@ def node(tmp_path, monkeypatch) -> Callable[..., None]:
     """A function that puts a torch and an nvidia-smi on this machine, in front of the real ones."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def install(*, cuda: str | None = "12.8", gpus: int = 4, error: str = "", header: str | None = HEADER) -> None:
+    def install(
+        *,
+        cuda: str | None = "12.8",
+        gpus: int = 4,
+        error: str = "",
+        driver: str | None = "550.54.15",
+        supports: tuple[int, int] | None = (12, 4),
+    ) -> None:
         package = tmp_path / "stub/torch"
         package.mkdir(parents=True, exist_ok=True)
         (package / "__init__.py").write_text(
@@ -73,22 +86,52 @@ def node(tmp_path, monkeypatch) -> Callable[..., None]:
             f"    @staticmethod\n    def init():\n        if {error!r}: raise RuntimeError({error!r})\n"
         )
         monkeypatch.setenv("PYTHONPATH", str(package.parent))
-        if header is None:
+        if driver is None:
             monkeypatch.setenv("PATH", "/nowhere")
             return
+        monkeypatch.setattr(system_cuda, "_supported_release", lambda: supports)
         rows = "".join(f"{n}, GPU-{n}aaa, 81559, 0\n" for n in range(4))
-        for name, text in (("header", header), ("matrix", MATRIX), ("gpus", rows)):
+        buses = "".join(f"{n}, 00000000:{n}B:00.0\n" for n in range(4))
+        drivers, header = f"{driver}\n" * 4, HEADERS[driver]
+        texts = {"header": header, "driver": drivers, "buses": buses, "matrix": MATRIX, "gpus": rows}
+        for name, text in texts.items():
             (tmp_path / name).write_text(text)
+        for n in range(4):
+            (tmp_path / f"pci/0000:{n}b:00.0").mkdir(parents=True, exist_ok=True)
+            (tmp_path / f"pci/0000:{n}b:00.0/numa_node").write_text(f"{n // 2}\n")
+        monkeypatch.setattr(doctor_gpu, "PCI_DEVICES", tmp_path / "pci")
         program = tmp_path / "bin/nvidia-smi"
         program.parent.mkdir(exist_ok=True)
         program.write_text(
-            f'#!/bin/sh\ncase "$1" in topo) cat {tmp_path}/matrix;; --query-gpu=*) cat {tmp_path}/gpus;; '
-            f'"") cat {tmp_path}/header;; esac\n'
+            f'#!/bin/sh\ncase "$1" in topo) cat {tmp_path}/matrix;; --query-gpu=driver*) cat {tmp_path}/driver;; '
+            f'*bus_id) cat {tmp_path}/buses;; --query-gpu=*) cat {tmp_path}/gpus;; "") cat {tmp_path}/header;; esac\n'
         )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
 
     return install
+
+
+@pytest.mark.parametrize(("driver", "supports"), [("550.54.15", (12, 4)), ("610.43.02", (13, 3))])
+def test_the_driver_is_named_whatever_the_table_of_nvidia_smi_looks_like(node, driver, supports):
+    node(driver=driver, supports=supports)
+    release = ".".join(map(str, supports))
+    expected = f"torch 2.13.0 for CUDA 12.8 shows 4 GPUs with driver {driver} (CUDA {release})"
+    assert check_cuda(ON_GPUS) == ("ok", expected)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(
+    ("code", "release"), [("*n = 12040; return 0", (12, 4)), ("*n = 13030; return 0", (13, 3)), ("return 34", None)]
+)
+def test_the_library_of_the_driver_tells_the_newest_release(tmp_path, monkeypatch, code, release):
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text(f"int cuDriverGetVersion(int *n) {{ {code}; }}\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setattr(system_cuda, "_LIBRARY", str(library))
+    assert system_cuda._supported_release() == release
+    monkeypatch.setattr(system_cuda, "_LIBRARY", str(source))
+    assert system_cuda._supported_release() is None
 
 
 def test_a_driver_of_the_same_major_release_is_ok(node):
@@ -101,7 +144,8 @@ def test_a_driver_of_the_same_major_release_is_ok(node):
 @pytest.mark.parametrize(("machine", "words"), [
     ({"cuda": "13.0"}, "torch 2.13.0 is built for CUDA 13.0, and driver 550.54.15 supports CUDA up to 12.4: update"),
     ({"cuda": None}, "torch 2.13.0 is built without CUDA: install the wheel for CUDA"),
-    ({"header": None, "error": "Found no NVIDIA driver"}, "no NVIDIA driver is visible (nvidia-smi names none), and"),
+    ({"driver": None, "error": "Found no NVIDIA driver"}, "no NVIDIA driver is visible (nvidia-smi names none), and"),
+    ({"supports": None, "error": "no driver"}, "libcuda.so.1 does not load: in a container, set NVIDIA_DRIVER_CAPAB"),
     ({"error": "Error 802: system not yet initialized"}, "torch says: Error 802: system not yet initialized"),
 ])  # fmt: skip
 def test_why_torch_shows_no_gpu_is_named(node, machine, words):
@@ -111,7 +155,7 @@ def test_why_torch_shows_no_gpu_is_named(node, machine, words):
 
 
 def test_on_a_machine_without_gpus_only_the_check_of_gpus_fails(node):
-    node(gpus=0, cuda=None, header=None)
+    node(gpus=0, cuda=None, driver=None)
     found = {finding["check"]: (finding["result"], finding["detail"]) for finding in examine(ON_GPUS, UNKNOWN)}
     assert found["gpus"] == (
         "fail",
@@ -140,7 +184,7 @@ def test_a_missing_or_broken_torch_is_no_finding_about_the_driver(node, tmp_path
 
 def test_the_trainer_says_why_torch_shows_no_gpu(node):
     """The real torch of the tests has no CUDA, or no driver."""
-    node(header=None)
+    node(driver=None)
     with pytest.raises(ConfigError, match=r"torch sees none: (torch \S+ is built without CUDA|no NVIDIA driver)"):
         prepare(ON_GPUS, "cuda:0")
 
@@ -160,11 +204,19 @@ def test_triton_needs_a_compiler_and_the_headers_of_python(monkeypatch):
 
 
 def test_the_matrix_of_nvidia_smi_is_read():
-    topology = parse_topology(MATRIX)
-    assert topology.links["0", "1"] == topology.links["1", "0"] == "NV18"
-    assert len(topology.links) == 12
-    assert topology.numa == {"0": "0", "1": "0", "2": "1", "3": "1"}
-    assert parse_topology("").links == {}
+    links = parse_links(MATRIX)
+    assert links["0", "1"] == links["1", "0"] == "NV18"
+    assert len(links) == 12
+    assert parse_links("") == {}
+
+
+def test_the_kernel_tells_the_numa_nodes_of_gpus(node, tmp_path):
+    node()
+    assert numa_nodes() == {"0": "0", "1": "0", "2": "1", "3": "1"}
+    (tmp_path / "pci/0000:0b:00.0/numa_node").write_text("-1\n")
+    (tmp_path / "pci/0000:1b:00.0/numa_node").unlink()
+    (tmp_path / "buses").write_text((tmp_path / "buses").read_text().replace("00000000:2B:00.0", "[N/A]"))
+    assert numa_nodes() == {"3": "1"}
 
 
 def test_topology_is_advice(node):
@@ -175,7 +227,7 @@ def test_topology_is_advice(node):
     )  # fmt: skip
     assert "`numactl --cpunodebind=1 --membind=1` for GPUs 2,3" in detail
     assert "slow" not in check_topology(config_of(train={"gpu": "0,1"}))[1]
-    node(header=None)
+    node(driver=None)
     assert check_topology(ON_GPUS)[0] == "unchecked"
 
 

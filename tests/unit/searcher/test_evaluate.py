@@ -10,6 +10,7 @@ import pytest
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError
+from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import WeightsRef
@@ -17,6 +18,7 @@ from tba.searcher.evaluation.evaluator import open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Fetching, Follower
 from tba.searcher.evaluation.snapshots import _prepared
 from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -119,6 +121,21 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
     config = Config.model_validate(settings)
     with pytest.raises(Asked, match="^6$"), open_evaluator(config, read_subject(config), device="cpu", name="eval"):
         pass
+
+
+def test_what_the_engine_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model):
+    """The engine restores its weights from these files."""
+    settings = {"run": {"dir": str(tmp_path)}, "model": {"path": str(example_model)}, "task": {"reward_workers": 0}}
+    settings |= {"search": {"engine": "transformers"}}
+    config = Config.model_validate(settings)
+    served, refused = (not_none(pin_path(path)) for path in list_snapshots(trainer.directory)[:2])
+    with open_evaluator(config, read_subject(config), device="cpu", name="eval") as (evaluator, _):
+        evaluator._serving.callback(served.release)
+        # Of another model than the engine's.
+        with pytest.raises(SnapshotError):
+            evaluator.evaluate(read(refused.path), refused)
+        assert (served._descriptor is None, refused._descriptor is None) == (False, True)
+    assert served._descriptor is None
 
 
 def test_only_a_setting_that_changes_a_number_makes_another_evaluation(example_model):

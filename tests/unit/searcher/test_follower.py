@@ -1,17 +1,20 @@
 """A follower with a real engine swaps prepared snapshots, and keeps the old weights when one is refused."""
 
+import contextlib
 import errno
 import json
+import re
 import shutil
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from tba.common.config import Config
-from tba.common.errors import EngineError, SnapshotError, SnapshotMissing
+from tba.common.errors import EngineError, EngineFaulty, SnapshotError, SnapshotMissing
 from tba.common.system.durable import sha256_of
 from tba.common.weights.snapshot import MANIFEST, read_error
 from tba.searcher.engines.transformers_engine import TransformersEngine
@@ -109,6 +112,47 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     assert follower.settle(newest)
     assert (follower.weights.trouble, follower.weights.refused_version) == ("", None)
     assert not np.array_equal(follower.scores(), before)
+
+
+@contextlib.contextmanager
+def out_of_memory(monkeypatch, engine):
+    """The canary finds no memory on the device."""
+
+    def score(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "score", score)
+        yield
+
+
+def test_a_swap_that_runs_out_of_memory_is_refused_and_tried_again(lab, follower, monkeypatch):
+    assert follower.settle(lab.publish(0))
+    before, newest = follower.scores(), lab.publish(1)
+    with out_of_memory(monkeypatch, follower.engine):
+        for _ in range(7):
+            assert not follower.settle(newest)
+            follower.clock.advance(60)
+    assert re.search(r"out of memory while v1 .* 2.00 GiB.\): end other", follower.weights.trouble)
+    assert np.array_equal(follower.scores(), before)
+    assert follower.settle(newest)
+    assert not np.array_equal(follower.scores(), before)
+
+
+def test_a_swap_makes_no_second_copy_of_the_model_on_the_device(lab, follower, monkeypatch):
+    assert follower.settle(lab.publish(0))
+    cloned = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, *_, **__: cloned.append(tensor) or tensor)
+    assert follower.settle(lab.publish(1))
+    assert not cloned
+
+
+def test_an_engine_of_transformers_that_cannot_restore_its_weights_is_faulty(lab, follower, monkeypatch):
+    assert follower.settle(lab.publish(0))
+    newest = lab.publish(1)
+    shutil.rmtree(follower.engine._served.path)
+    with out_of_memory(monkeypatch, follower.engine), pytest.raises(EngineFaulty, match="v0 could not be restored: "):
+        follower.settle(newest)
 
 
 def remove_first(lab, count):

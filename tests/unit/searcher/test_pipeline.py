@@ -52,7 +52,7 @@ class FakeTokenizer:
     def __init__(self, *, broken: bool = False) -> None:
         self._broken = broken
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [len(text)]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -116,6 +116,15 @@ def test_a_thousand_failures_in_a_row_end_the_searcher(make):
     pipeline.submit(visits(500))
     with pytest.raises(EngineError, match="1000 rollouts in a row failed, the last one: not generated: too long"):
         pipeline.step(generate=True, wait_seconds=0.0)
+
+
+@pytest.mark.parametrize(("stop_reason", "warnings"), [("length", 1), ("eos", 0)])
+def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, caplog, stop_reason, warnings):
+    pipeline, _, _ = make(FakeEngine(stop_reason=stop_reason), FakeTokenizer())
+    for _ in range(3):
+        pipeline.submit(visits(100))
+        pipeline.step(generate=True, wait_seconds=0.0)
+    assert [record.getMessage() for record in caplog.records].count("responses do not end") == warnings
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from tba.common.errors import ConfigError  # noqa: E402
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings  # noqa: E402
+from tba.searcher.engines.kv_cache import cache_argument  # noqa: E402
 from tba.searcher.engines.token_sampling import sample  # noqa: E402
 from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
 from tba.tests.helpers.end_tokens import end_tokens  # noqa: E402
@@ -79,6 +80,22 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
 }
+
+
+def test_a_forward_with_the_new_name_of_the_cache_gets_it_by_that_name(tmp_path, monkeypatch):
+    """transformers 5.24 renames past_key_values to cache, warns of the old name, and removes it in 5.40."""
+    model = save_model("llama", tmp_path)
+    old, forward = cache_argument(model), type(model).forward
+
+    def renamed(self, input_ids, cache=None, **others):
+        assert "past_key_values" not in others
+        return forward(self, input_ids, **{old: cache}, **others)
+
+    (request,) = requests(1)
+    monkeypatch.setattr(type(model), "forward", renamed)
+    (generation,) = answer(engine_of(tmp_path, 1), [request]).values()
+    expected = expected_logprobs(model, request, generation.response_ids)
+    np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", *slow("mistral", "gemma3_text", "gpt2")])

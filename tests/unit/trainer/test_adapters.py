@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
 from tba.common.config import Config, LoraSection, TrainSection
 from tba.common.errors import CheckpointError, ConfigError
@@ -145,3 +146,29 @@ def test_a_snapshot_and_its_canary_are_of_the_merged_model():
 def test_targets_that_cannot_have_adapters_are_refused(tmp_path, targets, message):
     with pytest.raises(ConfigError, match=message):
         built(save_tiny_model(tmp_path / "model"), targets=targets)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    "config", [MixtralConfig(**SIZES, **TOKENS), OlmoeConfig(**SIZES, **TOKENS), Qwen3MoeConfig(**SIZES, **TOKENS)]
+)
+def test_all_targets_of_a_mixture_are_its_plain_linear_layers(config):
+    model = AutoModelForCausalLM.from_config(config)
+    add_adapters(model, LoraSection(rank=2))
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    attention = [f"self_attn.{kind}_proj" for kind in "qkvo"]
+    assert adapted == {f"model.layers.{layer}.{name}" for layer in range(2) for name in attention}
+
+
+def test_a_model_without_plain_linear_layers_is_refused_with_the_remedy():
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, **TOKENS))
+    with pytest.raises(ConfigError, match=r"no plain linear ones; set lora.rank = 0"):
+        add_adapters(model, LoraSection(rank=2))
+
+
+def test_a_refused_target_is_answered_with_those_that_work(tmp_path):
+    with pytest.raises(ConfigError, match=r'here .*q_proj.*; or set lora.targets = "all"'):
+        built(save_tiny_model(tmp_path / "model"), targets=["lm_head"])

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
@@ -64,6 +64,14 @@ def test_a_full_snapshot_is_exported_bit_for_bit_and_without_its_manifest(config
     export_model(base, tmp_path / "out", config)
     assert torch.equal(logits(tmp_path / "out"), logits(base))
     assert {path.name for path in base.iterdir()} - {path.name for path in (tmp_path / "out").iterdir()} == {MANIFEST}
+
+
+@pytest.mark.parametrize(("stop", "ends"), [([], 1), ([13], [1, 13]), (["<eos>"], 1), (["<pad>", "="], [1, 0])])
+def test_an_export_names_all_tokens_that_ended_responses(config, base, tmp_path, stop, ends):
+    search = config.search.model_copy(update={"stop": tuple(stop)})
+    export_model(base, tmp_path / "out", config.model_copy(update={"search": search}))
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
+    assert GenerationConfig.from_pretrained(base).eos_token_id == 1
 
 
 def test_the_adapters_of_a_snapshot_are_merged_as_the_engine_merges_them(config, base, tmp_path):

@@ -1,6 +1,9 @@
 """Model FLOPs against torch's count, and peaks of devices."""
 
+import logging
+
 import numpy as np
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,3 +38,26 @@ def test_a_shared_prompt_counts_once():
 def test_a_cpu_has_no_peak_unless_it_is_configured():
     assert peak_flops(torch.device("cpu"), "auto") is None
     assert peak_flops(torch.device("cpu"), 0.5) == 0.5e12
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H100 NVL", 835.5), ("NVIDIA H200", 989.5),
+    ("NVIDIA H200 NVL", 835.5), ("NVIDIA H20", 148), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+    ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA A100-SXM4-80GB", 312), ("A100-SXM4-40GB", 312), ("NVIDIA A10", 125),
+    ("NVIDIA A10G", 70), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA RTX 6000 Ada Generation", 364.2),
+])  # fmt: skip
+def test_a_gpu_has_the_peak_of_its_whole_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda"), "auto") == tflops * 1e12
+
+
+# A part of a card, older cards without bfloat16, and small ones whose names contain those of large ones.
+@pytest.mark.parametrize(
+    "name", ["NVIDIA RTX A1000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100-SXM2-16GB", "Quadro RTX 4000"]
+)
+def test_an_unknown_gpu_has_no_peak_and_is_named(monkeypatch, caplog, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    with caplog.at_level(logging.INFO, logger="tba"):
+        assert peak_flops(torch.device("cuda"), "auto") is None
+    (record,) = caplog.records
+    assert record.fields == {"gpu": name, "remedy": "set metrics.peak_tflops"}

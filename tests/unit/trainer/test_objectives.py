@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tba.common.config import ObjectiveSection
 from tba.tests.helpers.trainer import LONGEST_RESPONSE, objective
 from tba.trainer.objectives import advantages
+from tba.trainer.objectives.advantages import centred, level
 from tba.trainer.objectives.balance import trajectory_balance_learned_z
 from tba.trainer.objectives.diagnostics import (
     balance_metrics,
@@ -209,6 +210,30 @@ def test_a_constant_added_to_the_rewards_of_a_prompt_does_not_change_the_gradien
     shifted = replace(responses, reward_bK=responses.reward_bK + torch.tensor([[7.0], [-3.0], [0.5]]))
     first, second = loss_and_gradient(name, responses)[1], loss_and_gradient(name, shifted)[1]
     assert torch.allclose(first, second, atol=1e-12)
+
+
+ROUNDED = [0.7 + 0.2 + 0.1, 1.0, 0.3, 0.1 + 0.2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rewards_that_differ_by_rounding_are_equal(name):
+    responses = case(prompts=1)
+    exact, rounded = (
+        loss_and_gradient(name, replace(responses, reward_bK=torch.tensor([reward], dtype=torch.float64)))[1]
+        for reward in ([1.0, 1.0, 0.3, 0.3], ROUNDED)
+    )
+    assert torch.allclose(rounded, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rewards", [[0.3, 0.1 + 0.2, 0.3], [0.1] * 7, [0.1 + 0.2 - 0.3, 0.0], [1e9 + 1e-7, 1e9]])
+def test_a_group_of_equal_rewards_has_no_advantage(rewards):
+    assert torch.equal(centred(torch.tensor([rewards], dtype=torch.float64)), torch.zeros(1, len(rewards)).double())
+
+
+@pytest.mark.parametrize("rewards", [[0.3, 0.3 + 1e-13, 0.0], [1e-9, 2e-9, 0.0], [1e9, 1e9 + 1e-3, 0.0]])
+def test_rewards_that_differ_by_more_than_rounding_stay_as_they_are(rewards):
+    reward_bK = torch.tensor([rewards], dtype=torch.float64)
+    assert torch.equal(level(reward_bK), reward_bK)
 
 
 def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rewards: list[float], **fields):

@@ -1,5 +1,7 @@
 """Packed rows, which share their prompts, give the same numbers as padded ones."""
 
+import logging
+import sys
 from functools import partial
 
 import numpy as np
@@ -34,7 +36,7 @@ from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
 from tba.tests.runner import slow
 from tba.trainer.distributed.ranks import ALONE
-from tba.trainer.model.packed_attention import Sequences, _kernel, attend, has_kernel
+from tba.trainer.model.packed_attention import Sequences, _kernel, _torch_has_kernel, attend, has_kernel
 from tba.trainer.model.packing import _head_sizes, obstacle, pack, packs
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.canary import make_canary, skeleton
@@ -345,6 +347,31 @@ def test_the_kernel_needs_heads_of_one_size_that_is_a_multiple_of_8(monkeypatch,
     assert has_kernel("cuda", heads, half=True) == supported
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not has_kernel("cuda", heads, half=True)
+
+
+@pytest.mark.parametrize(("arguments", "supported"), [
+    ("scale=None, window_size=(-1, -1)", False), ("scale=None, window_size=(-1, -1), enable_gqa=False", True),
+], ids=["2.11", "2.12"])  # fmt: skip
+def test_the_kernel_is_used_if_it_accepts_what_it_is_given_whatever_the_version(monkeypatch, arguments, supported):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.0"))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", eval(f"lambda query, *, {arguments}: query"))
+    _torch_has_kernel.cache_clear()
+    assert has_kernel("cuda", [64], half=True) == supported
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    _torch_has_kernel.cache_clear()
+    assert not has_kernel("cuda", [64], half=True)
+    _torch_has_kernel.cache_clear()
+
+
+def test_rows_that_are_packed_on_a_gpu_without_the_kernel_are_warned_of(caplog):
+    with caplog.at_level(logging.INFO, logger="tba"):
+        assert packs("packed", tiny_model(), "cuda", half=False)
+        assert not packs("auto", tiny_model(), "cuda", half=False)
+    (warned, padded) = caplog.records
+    assert (warned.levelname, padded.levelname) == ("WARNING", "INFO")
+    assert warned.fields["reason"] == padded.fields["reason"]
+    assert "torch 2.12" in warned.fields["reason"]
 
 
 def test_head_sizes_are_all_that_a_configuration_names():

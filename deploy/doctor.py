@@ -11,7 +11,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from tba.common.config import Config, ScoringModelSection
-from tba.common.config.paths import asked_gpus, check_data, hub_data, unused_models
+from tba.common.config.paths import asked_gpus, asked_packages, check_data, hub_data, unused_models
 from tba.common.errors import ConfigError, HttpUnavailable, HubUnavailable, MissingExtra, TbaError
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
@@ -98,13 +98,15 @@ def _python(_: Config) -> tuple[str, str]:
 
 
 def _packages(config: Config) -> tuple[str, str]:
-    names = ["torch", "transformers", "safetensors", "pyzmq", "msgpack", *(["peft"] if config.lora.rank else [])]
+    asked = asked_packages(config)
+    names = ["torch", "transformers", "safetensors", "pyzmq", "msgpack", *(module for _, module, _ in asked)]
     found = {name: _version(name) for name in names}
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     if all(found.values()):
         return "ok", detail
-    if config.lora.rank and not found["peft"]:
-        return FAIL, f"{detail}: lora.rank needs the extra lora (docs/install.md)"
+    for setting, module, extra in asked:
+        if not found[module]:
+            return FAIL, f"{detail}: {setting} needs the extra {extra} (docs/install.md)"
     return "warn", f"{detail}: a trainer or searcher needs the extra train (docs/install.md), a buffer does not"
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tba.common import run_files
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import asked_gpus, check_gpus_apart, check_paths, hub_data, hub_models
+from tba.common.config.paths import asked_gpus, asked_packages, check_gpus_apart, check_paths, hub_data, hub_models
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, read_evaluations
 from tba.common.stall.facts import Facts
@@ -236,8 +236,6 @@ def check_start(
     model. Raises UsageError as `refuse_start`, ConfigError also for a missing path, and MissingExtra.
     """
     check_paths(config)
-    if config.lora.rank:
-        need("peft", "lora")
     if asked := asked_gpus(config):
         _check_gpus(config, asked, list_gpus() if present is None else present)
     if present is not None:
@@ -250,6 +248,8 @@ def check_start(
     refuse_start(config, results, resume=resume)
     refuse_other_work(config)
     need_engine(config.search.engine, config.search.gpus)
+    for _, module, extra in asked_packages(config):
+        need(module, extra)
     if hub_data(config.task):
         need("datasets", "hub")
 

@@ -34,6 +34,7 @@ from tba.common.wire.row_numbers import RowNumbers
 from tba.common.wire.trajectory import Trajectory
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.new_databases import new_database
+from tba.tests.optional_packages import missing_package
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE_MODEL = ROOT / "examples/arithmetic/model"
@@ -110,6 +111,8 @@ def tba_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., O
     def run(*arguments: object) -> Outcome:
         with own_process_state():
             result = typer.testing.CliRunner().invoke(app, [*map(str, arguments)])
+        if package := missing_package(result.exception):
+            pytest.skip(f"{package} is not installed")
         if isinstance(result.exception, TbaError):
             return Outcome(result.exception.exit_code, result.stdout, str(result.exception))
         if result.exception is not None and not isinstance(result.exception, SystemExit):

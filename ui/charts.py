@@ -27,8 +27,8 @@ _CHARTS = (
 _CHARTED = frozenset(name for _, _, names in _CHARTS for name in names)
 _HELD_OUT = "held-out greedy accuracy"
 # With the prompts and settings of the newest snapshot that was evaluated, as `read_evaluations` chooses them.
-_EVALUATIONS = """SELECT step, accuracy FROM evaluations WHERE run = ?1 AND accuracy IS NOT NULL
-    AND (prompt_set, settings) = (SELECT prompt_set, settings FROM evaluations WHERE run = ?1
+_EVALUATIONS = """SELECT step, accuracy FROM evaluations WHERE run = ? AND accuracy IS NOT NULL
+    AND (prompt_set, settings) = (SELECT prompt_set, settings FROM evaluations WHERE run = ?
     ORDER BY step DESC, held_out_prompts DESC, evaluated_at DESC LIMIT 1) ORDER BY step"""
 
 
@@ -73,7 +73,9 @@ class Metrics:
         """Return the charts that have values."""
         by_step = self.steps(rows)
         # Without a server, `tba eval` writes its results into the directory only.
-        evaluations = rows.all(_EVALUATIONS, self.run.name) or read_evaluations(self.run.directory, self.run.name)
+        evaluations = rows.all(_EVALUATIONS, self.run.name, self.run.name) or read_evaluations(
+            self.run.directory, self.run.name
+        )
         held_out = {row["step"]: row["accuracy"] for row in evaluations if "accuracy" in row}
         shown = _thinned(sorted(by_step))
         charts = []

@@ -141,7 +141,8 @@ def applied_migrations(connection: sqlite3.Connection) -> set[str]:
 
 def schema_names() -> list[str]:
     """Return the names of this release's migrations, oldest first; the last one names the schema."""
-    return [migration.name for migration in migrations.pending(Database(memory=True))]
+    with Database(memory=True) as empty:
+        return [migration.name for migration in migrations.pending(empty)]
 
 
 def check_known(applied: set[str]) -> None:

@@ -91,7 +91,8 @@ def attach_index(connection: sqlite3.Connection, database: Path) -> bool:
 def quoted(words: str) -> str:
     """Return the FTS5 expression for texts that have all of the words; "" for no words."""
     # FTS5 reads an expression up to the first NUL.
-    text: str = Database(memory=True).quote_fts(words.replace("\0", " "))
+    with Database(memory=True) as database:
+        text: str = database.quote_fts(words.replace("\0", " "))
     return text if text.strip('" ') else ""
 
 

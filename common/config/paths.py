@@ -39,6 +39,15 @@ def model_paths(config: Config) -> dict[str, str]:
     return models
 
 
+def asked_packages(config: Config) -> list[tuple[str, str, str]]:
+    """Return (setting, module, extra) of each optional package that a setting of the trainer asks for."""
+    asked = [("lora.rank", "peft", "lora")] if config.lora.rank else []
+    sinks = {"wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
+    return asked + [
+        (f"metrics.{sink}", module, sink) for sink, module in sinks.items() if getattr(config.metrics, sink)
+    ]
+
+
 def hub_models(config: Config) -> dict[str, str]:
     """Return those of `model_paths` that are on the hub and that a run uses. Raises ConfigError as `check_model`."""
     found = {key: path for key, path in model_paths(config).items() if not check_model(path, setting=key)}

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def read_rows(file: Path, folder: Path) -> Path:
     (folder / "empty.jsonl").touch()
     arguments = ["buffer", "import", "empty.jsonl", "--config", "run.toml", "--set", f"buffer.database={database}"]
     python(folder, "-m", "tba", *arguments)
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection, connection:
         for row in map(json.loads, file.read_text().splitlines()):
             _insert_row(connection, **row)
     connection.close()

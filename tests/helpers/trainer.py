@@ -149,7 +149,8 @@ class BufferThread:
         service = BufferService(store, run, self.config, SystemClock())
         server = BufferServer(channel, service, queue_bytes=1 << 28)
         self._ready.set()
-        server.run(self._stopped.is_set)
+        # A test that could not be set up may leave it running. Without the second condition, the process would not end.
+        server.run(lambda: self._stopped.is_set() or not threading.main_thread().is_alive())
         channel.close()
         store.close()
 

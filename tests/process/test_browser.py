@@ -145,9 +145,9 @@ def runs(make_config_in, tba, start_tba, tmp_path) -> tuple[Path, Path]:
 def poison(database: Path) -> None:
     """Make every sixth response an error with a hostile text, and every third prompt a hostile text."""
     with contextlib.closing(sqlite3.connect(database)) as connection, connection:
-        changes = "error = ?1, text = ?1, stop_reason = 'error'"
+        changes = "error = :text, text = :text, stop_reason = 'error'"
         newest = "(SELECT MAX(id) FROM trajectory_rows)"
-        connection.execute(f"UPDATE trajectory_rows SET {changes} WHERE id % 6 = 0 OR id = {newest}", [HOSTILE])
+        connection.execute(f"UPDATE trajectory_rows SET {changes} WHERE id % 6 = 0 OR id = {newest}", {"text": HOSTILE})
         connection.execute("UPDATE prompts SET text = ? WHERE id % 3 = 1", [HOSTILE])
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +185,7 @@ def check_rows(database: Path, load: Load) -> None:
     """Check that every acknowledged row is stored once, with its sender's tokens."""
     acks = load.acknowledged()
     acknowledged = {(sender, first + k) for sender, first, rows, _, _ in acks for k in range(rows)}
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection, connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         stored = connection.execute(
             "SELECT s.sender, t.sequence, p.response_ids FROM trajectory_rows t "
@@ -211,7 +212,7 @@ def check_rows(database: Path, load: Load) -> None:
 
 def check_training(database: Path, trainer: Trainer) -> None:
     """Check that the recorded batches are those handed out, and that reported steps are recorded."""
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection, connection:
         for step, ids in trainer.batches.items():
             rows = connection.execute("SELECT trajectory FROM consumption WHERE step = ? ORDER BY slot", (step,))
             assert [row[0] for row in rows] == ids

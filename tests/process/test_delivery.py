@@ -5,6 +5,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def courier(network, tmp_path):
 def in_order(run_config) -> dict[str, list[int]]:
     """Return the sequence numbers of each sender in the order in which they were stored."""
     found: dict[str, list[int]] = {}
-    with sqlite3.connect(run_config.database) as database:
+    with closing(sqlite3.connect(run_config.database)) as database, database:
         sql = "SELECT s.sender, t.sequence FROM trajectory_rows t JOIN senders s ON s.id = t.sender ORDER BY t.id"
         for sender, sequence in database.execute(sql):
             found.setdefault(sender, []).append(sequence)

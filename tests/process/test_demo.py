@@ -3,6 +3,7 @@
 import json
 import re
 import sqlite3
+from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
@@ -48,5 +49,5 @@ def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     small = ("train.steps=40", "train.keep_snapshot_every=40", "search.cpu_searchers=1")
     result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *size(small, ()))
     check_gain(result, directory, points=size(10, 25))
-    with sqlite3.connect(directory / "buffer.sqlite") as database:
+    with closing(sqlite3.connect(directory / "buffer.sqlite")) as database, database:
         assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 3

@@ -106,7 +106,7 @@ def check_intact(harness, trajectory) -> None:
         harness.service.state.stored_sequences(sender, 0, 1)
     assert memory(harness.service) == before
     assert harness.put([trajectory(tokens=[1, 2, 3, 4])], first_sequence=0, sender="new.1").stored == 1
-    with sqlite3.connect(harness.store.path) as database:
+    with closing(sqlite3.connect(harness.store.path)) as database, database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert (
             database.execute("SELECT COUNT(*) FROM payloads").fetchone()

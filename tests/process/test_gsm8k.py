@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_mixture_of_gsm8k_and_math_trains_and_evaluates(test_data, byte_model,
     )
     result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
-    with sqlite3.connect(run.database) as database:
+    with closing(sqlite3.connect(run.database)) as database, database:
         # Each prompt of the smaller task occurs often enough for its weight.
         assert database.execute("SELECT prompts FROM runs").fetchone() == (2 * 7473,)
         rows = database.execute(

@@ -63,7 +63,7 @@ class System:
         return self._start_tba(*command, "--config", self.run.file)
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.run.database}?mode=ro", uri=True) as database:
+        with contextlib.closing(sqlite3.connect(f"file:{self.run.database}?mode=ro", uri=True)) as database, database:
             return database.execute(sql, values).fetchall()
 
     def status(self) -> Status:

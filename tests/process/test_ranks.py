@@ -12,6 +12,8 @@ import torch
 
 from tba.tests.helpers import ranks as helper
 
+# Some of the scenarios that the same processes run have adapters.
+pytestmark = pytest.mark.needs("peft")
 RESUMED = ("all", "tied", "learned_z", "lora", "reset", "ema", "offload")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -32,7 +33,7 @@ def _stored(database):
     sql = """SELECT r.logprob, p.logprobs FROM trajectory_rows t JOIN payloads p ON p.trajectory = t.id
              LEFT JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = 'initial'
              WHERE t.policy_version = 0"""
-    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection, connection:
         rows = connection.execute(sql).fetchall()
     assert all(reference is not None for reference, _ in rows)
     return [(reference, float(np.frombuffer(logprobs, "<f4").sum(dtype=np.float64))) for reference, logprobs in rows]

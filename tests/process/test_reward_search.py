@@ -5,6 +5,7 @@ import os
 import sqlite3
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Searching:
         sql = (
             "SELECT p.key, reward, error, reward_parts, visit FROM trajectory_rows t JOIN prompts p ON p.id = t.prompt"
         )
-        with sqlite3.connect(f"file:{self._run.database}?mode=ro", uri=True) as database:
+        with closing(sqlite3.connect(f"file:{self._run.database}?mode=ro", uri=True)) as database, database:
             found = database.execute(f"{sql} ORDER BY t.id").fetchall()
         return [(key, reward, error, json.loads(parts), visit) for key, reward, error, parts, visit in found]
 

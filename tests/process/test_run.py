@@ -48,7 +48,7 @@ def small_run(make_config):
 
 
 def query(run, sql: str) -> list[tuple]:
-    with sqlite3.connect(f"file:{run.database}?mode=ro", uri=True) as database:
+    with contextlib.closing(sqlite3.connect(f"file:{run.database}?mode=ro", uri=True)) as database, database:
         return database.execute(sql).fetchall()
 
 
@@ -214,10 +214,15 @@ def check_served_and_evaluated(run, tba, is_change: Callable[[dict[str, Any]], b
 @pytest.mark.parametrize(
     ("is_change", "learning_rate", "lora"),
     [
-        (lambda manifest: bool(manifest.get("delta")), 2e-6, {}),
-        (lambda manifest: "adapter_model.safetensors" in manifest["files"], 1e-4, {"rank": 4, "publish": "adapter"}),
+        pytest.param(lambda manifest: bool(manifest.get("delta")), 2e-6, {}, id="deltas"),
+        pytest.param(
+            lambda manifest: "adapter_model.safetensors" in manifest["files"],
+            1e-4,
+            {"rank": 4, "publish": "adapter"},
+            id="adapters",
+            marks=pytest.mark.needs("peft"),
+        ),
     ],
-    ids=["deltas", "adapters"],
 )
 def test_deltas_and_adapters_are_served_through_the_socket(small_run, tba, tmp_path, is_change, learning_rate, lora):
     """No file system is shared, and every snapshot of the run can be evaluated."""

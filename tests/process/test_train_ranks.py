@@ -109,6 +109,7 @@ def children_of(pid: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.needs("peft")
 def test_two_stopped_processes_resume_under_torchrun_with_adapters(make_run):
     straight, run = make_run("straight", rank=2), make_run("stopped", rank=2, publish="adapter")
     one = straight.start()

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class System:
 
     def steps(self) -> list[int]:
         """Return the reported steps."""
-        with sqlite3.connect(self._database) as database:
+        with closing(sqlite3.connect(self._database)) as database, database:
             return [row[0] for row in database.execute("SELECT step FROM batches WHERE trained_at IS NOT NULL")]
 
 

@@ -171,9 +171,9 @@ class Trajectories:
 
     def counts(self, run: Run) -> tuple[int, int]:
         """Return (number of trajectories that were ever stored, number of those there with an error)."""
-        pruned = "(SELECT pruned FROM runs WHERE id = ?1)"
-        query = f"SELECT COUNT(*) + {pruned}, COUNT(error) FROM trajectory_rows WHERE run = ?1"  # noqa: S608
-        return self._database.one(query, run.id)
+        query = """SELECT COUNT(*) + (SELECT pruned FROM runs WHERE id = ?), COUNT(error)
+            FROM trajectory_rows WHERE run = ?"""
+        return self._database.one(query, run.id, run.id)
 
     def payloads(self, trajectories: Sequence[int]) -> list[list[bytes]]:
         """Return the blobs of each trajectory in the given order, one per array kind.

@@ -230,7 +230,7 @@ def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(
 
 @pytest.mark.parametrize("time", [1e300, -1e300, 9e999])
 def test_a_time_outside_the_calendar_prints_as_a_number(tba_buffer, filled, time):
-    with sqlite3.connect(filled) as connection:
+    with closing(sqlite3.connect(filled)) as connection, connection:
         connection.execute("UPDATE trajectory_rows SET created_at = ? WHERE id = 2", (time,))
     shown = tba_buffer("show", 2, "-b", filled)
     assert (shown.exit_code, "answer 01" in shown.output) == (0, True)

@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_second_writer_is_refused_after_the_lock_file_was_removed(served):
 
 
 def test_the_lock_on_the_content_ends_with_the_writer_and_excludes_no_reader(served):
-    with sqlite3.connect(served.path) as reader:
+    with closing(sqlite3.connect(served.path)) as reader, reader:
         assert reader.execute("SELECT name FROM runs").fetchall() == [("demo",)]
     reader.close()
     served.close()

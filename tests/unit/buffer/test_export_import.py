@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_a_run_imports_its_own_rows_only_if_it_lost_them(name, tba_buffer, fille
     tba_buffer("backup" if name == "backup.sqlite" else "export", name, "-b", filled)
     arguments = ["import", name, "-b", filled, "--set", "run.name=test"]
     assert tba_buffer(*arguments).output == f"7 rows in {name}: 0 new in run test, 7 already present\n"
-    with sqlite3.connect(filled) as database:
+    with closing(sqlite3.connect(filled)) as database, database:
         database.execute("DELETE FROM payloads WHERE trajectory IN (2, 3)")
         database.execute("DELETE FROM trajectory_rows WHERE id IN (2, 3)")
     assert tba_buffer(*arguments, "--json").json["new"] == 2

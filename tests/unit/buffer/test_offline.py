@@ -168,7 +168,7 @@ def test_an_offline_run_continues_only_with_the_same_options(offline, other):
 
 def test_an_offline_run_continues_only_with_the_same_recorded_run(offline, source):
     offline().close()
-    with sqlite3.connect(source.store.path) as database:
+    with closing(sqlite3.connect(source.store.path)) as database, database:
         database.execute("UPDATE runs SET uuid = 'another'")
     with pytest.raises(UsageError, match="pass the same options again"):
         offline()
@@ -178,7 +178,11 @@ def test_a_recorded_file_may_move(offline, source, tmp_path):
     first = offline()
     made = ids(first, range(3))
     first.close()
-    with sqlite3.connect(tmp_path / "copy.sqlite") as copy, sqlite3.connect(source.store.path) as original:
+    with (
+        closing(sqlite3.connect(tmp_path / "copy.sqlite")) as copy,
+        copy,
+        sqlite3.connect(source.store.path) as original,
+    ):
         original.backup(copy)
     buffer = OfflineBuffer(
         config_at(tmp_path / "offline"), read_recorded_run(tmp_path / "copy.sqlite", run=None, as_of=None), replay=False
@@ -191,7 +195,7 @@ def test_a_recorded_file_may_move(offline, source, tmp_path):
 
 
 def rows(database: Path, table: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection, connection:
         return connection.execute(f"SELECT * FROM {table}").fetchall()
 
 
@@ -300,7 +304,7 @@ def test_a_file_with_an_older_or_unknown_schema_is_refused_with_instructions(sou
     next_release()
     with pytest.raises(ConfigError, match="tba buffer migrate"):
         read_recorded_run(source.store.path, run=None, as_of=None)
-    with sqlite3.connect(source.store.path) as database:
+    with closing(sqlite3.connect(source.store.path)) as database, database:
         database.execute("UPDATE _sqlite_migrations SET name = '9999_future' WHERE name = '0001_initial'")
     with pytest.raises(ConfigError, match="9999_future, which this release does not know"):
         read_recorded_run(source.store.path, run=None, as_of=None)

@@ -63,7 +63,8 @@ def test_functions_of_texts_are_those_of_sqlite_and_take_linear_time(filled):
     calls = """trim('xaxbx', 'x'), ltrim('xyxa', 'yx'), rtrim('a12', 21), trim('  a '), instr('abcabc', 'ca'),
         instr('a', 'b'), replace('aXbX', 'X', 'yy'), replace('a', '', 'b'), trim(NULL, 'x'),
         instr('a', NULL), replace(12, 1, 3)"""
-    (expected,) = sqlite3.connect(":memory:").execute(f"SELECT {calls}").fetchall()
+    with contextlib.closing(sqlite3.connect(":memory:")) as memory:
+        (expected,) = memory.execute(f"SELECT {calls}").fetchall()
     assert ask(filled, f"SELECT {calls}").rows == [list(expected)]
     # SQLite's own take minutes.
     long = "trim(hex(zeroblob(400000)), hex(zeroblob(400000)) || '1')"

@@ -11,6 +11,7 @@ import sqlite3
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,7 +313,7 @@ def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_sc
             assert rows.stop_reason[n] == ("eos" if found else "length")
             assert rows.reward[n] == (-0.5 if found is None else float(rows.text[n] == str(eval(key))))
     assert ended == {"12", "3", "<eos>", None}
-    with sqlite3.connect(client._buffer.store.path) as database:
+    with closing(sqlite3.connect(client._buffer.store.path)) as database, database:
         key, text = database.execute("SELECT key, text FROM prompts ORDER BY position").fetchone()
     assert text == f"+{key}=-"
 

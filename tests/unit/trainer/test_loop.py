@@ -6,6 +6,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Run:
 
     def query(self, sql: str) -> list[Any]:
         """Return the first column of a query on the buffer's database."""
-        with sqlite3.connect(self.config.database) as connection:
+        with closing(sqlite3.connect(self.config.database)) as connection, connection:
             return [row[0] for row in connection.execute(sql)]
 
     def metrics(self) -> list[dict[str, Any]]:

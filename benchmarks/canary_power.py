@@ -47,7 +47,7 @@ def detections(model: PreTrainedModel, corrupt: Corruption) -> Counter[tuple[int
     tokens = torch.randint(model.config.vocab_size, (SEQUENCES, TOKENS), generator=generator)
     rounded = copy.deepcopy(model).bfloat16()
     expected = logprobs(copy.deepcopy(rounded).float(), tokens)
-    limits = {layout: Acceptance({}, tied=False, vocabulary=1, tolerance=TOLERANCE) for layout in LAYOUTS}
+    limits = {layout: Acceptance({}, vocabulary=1, tolerance=TOLERANCE) for layout in LAYOUTS}
     right = logprobs(rounded, tokens)
     for layout, acceptance in limits.items():
         acceptance.accept(difference(right, expected, layout), 0, calibrate=True)

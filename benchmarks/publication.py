@@ -38,7 +38,7 @@ from tba.tests.helpers.passes import counted
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
 from tba.trainer.publishing.memory_writer import MemoryWriter
-from tba.trainer.publishing.snapshot_writer import Publication
+from tba.trainer.publishing.snapshot_writer import Publication, Written
 from tba.trainer.startup import prepare
 
 MILLIONS = int(os.environ.get("MILLIONS", "512"))
@@ -54,9 +54,11 @@ GPU_MODELS = {"7.62 B": 15.2e9, "30.5 B": 61.1e9}
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
-        path = Publisher(Path(folder))
+        torch.manual_seed(0)
+        path = Publisher(Path(folder), random_model())
         path.round(0)
-        rounds = [path.round(step) for step in range(1, ROUNDS + 1)]
+        memcpy = memcpy_of(path.bytes)
+        rounds = [in_memcpys(path.round(step), memcpy()) for step in range(1, ROUNDS + 1)]
         passes = path.passes(ROUNDS + 1)
         path.close()
     rows = []
@@ -89,23 +91,30 @@ def computed() -> list[list[str]]:
     return rows
 
 
-class Publisher:
-    """Both halves of a publication in one process."""
+def in_memcpys(stages: dict[str, Seconds], memcpy: Seconds) -> dict[str, Seconds]:
+    """Return the seconds of stages in memcpys of the same bytes."""
+    return {name: (wall / memcpy[0], cpu / memcpy[1]) for name, (wall, cpu) in stages.items()}
 
-    def __init__(self, folder: Path) -> None:
-        torch.manual_seed(0)
-        model = random_model()
+
+class Publisher:
+    """Both halves of a publication of a model in one process. `weights` is where snapshots are, by default in memory.
+
+    `written` is the newest snapshot, and `engine` has the parameters that a searcher would serve.
+    """
+
+    def __init__(self, folder: Path, model: Any, weights: Path | None = None) -> None:
         AutoTokenizer.from_pretrained("examples/arithmetic/model").save_pretrained(folder / "model")
         model.config.save_pretrained(folder / "model")
         sections: dict[str, Any] = {
             "run": {"dir": str(folder / "run"), "name": "bench"},
             "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
             "train": {"min_free_mib": 0, "steps": 10**9},
+            "search": {"weights_dir": str(weights)} if weights else {},
         }
         self._config = Config.model_validate(sections)
         self._config.snapshots.mkdir(parents=True)
-        copies = HostBuffers(torch.device("cpu"))
-        prepare(self._config, "cpu")
+        copies = HostBuffers(model.device)
+        prepare(self._config, str(model.device))
         # The publisher's thread.
         self._publisher = ThreadPoolExecutor(1, initializer=use_one_core, initargs=(model.device,))
         self._writer = MemoryWriter(self._config, model, copies, unwrapped=model, model_files=folder / "model")
@@ -113,21 +122,31 @@ class Publisher:
         self._node = SnapshotAssembler(weights_directory(self._config), "auto", SystemClock())
         self._served: Any = None
         self._swap: WeightSwap | None = None
+        self.written: Written | None = None
+        self.engine: dict[str, torch.Tensor] = {}
+        self.pinned = False
         self.bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
-        self._memcpy = memcpy_of(self.bytes)
 
     def round(self, step: int) -> dict[str, Seconds]:
-        """Publish and serve once. Returns memcpys by stage, by wall-clock and by CPU time."""
+        """Publish and serve once. Returns seconds by stage, by wall-clock and by CPU time."""
         with torch.no_grad():
             next(self._model.parameters()).add_(0.01)
         stages: dict[str, Seconds] = {}
+        cuda = self._model.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
         copy = timed(stages, "trainer: copy and round", partial(self._writer.copy, lambda: None))
+        if cuda:
+            # The training thread goes on meanwhile.
+            timed(stages, "trainer: the copy arrives", copy.wait)
+            self.pinned = next(iter(copy.wait().values())).is_pinned()
         publication = Publication(step, step, copy)
         write = partial(self._writer.write, publication)
         written = self._in_publisher(stages, "trainer: canary, hash, seal", write)
         self._in_publisher(stages, ALONE[0], partial(self._writer._make_canary, copy.wait()))
         self._in_publisher(stages, ALONE[1], copy.file.describe)
         self._writer.announced(written)
+        self.written = written
         find = partial(self._node.assemble, written.announcement("").weights)
         snapshot, pinned = timed(stages, "node: find or link, verify", find)
         files = [*map(str, snapshot.weight_files)]
@@ -137,8 +156,7 @@ class Publisher:
         if self._served is not None:
             self._served.release()
         self._served = pinned
-        wall, cpu = self._memcpy()
-        return {name: (seconds[0] / wall, seconds[1] / cpu) for name, seconds in stages.items()}
+        return stages
 
     def _in_publisher(self, stages: dict[str, Seconds], name: str, call: Callable[[], Any]) -> Any:
         """Measure a stage in the publisher's thread."""
@@ -158,7 +176,8 @@ class Publisher:
 
     def close(self) -> None:
         """Delete the files."""
-        self._served.release()
+        if self._served is not None:
+            self._served.release()
         self._publisher.shutdown()
         self._writer.close(finished=True)
         # They are in memory, also after this process.
@@ -167,14 +186,15 @@ class Publisher:
     def _start(self, snapshot: Snapshot) -> WeightSwap:
         """An engine's parameters, and how the files go into them."""
         files = MappedFiles(pin=False).open([*map(str, snapshot.weight_files)])
-        engine = nn.ParameterDict(
-            {name.replace(".", "/"): nn.Parameter(tensor.clone(), False) for name, tensor in files.items()}
-        )
+        self.engine = {
+            name: nn.Parameter(tensor.to(self._model.device, copy=True), False) for name, tensor in files.items()
+        }
+        engine = nn.ParameterDict({name.replace(".", "/"): one for name, one in self.engine.items()})
         parameters = dict(engine.named_parameters())
 
         def load(weights: Any) -> None:
             for name, tensor in weights:
-                parameters[name.replace(".", "/")].copy_(tensor)
+                self.engine[name].copy_(tensor)
 
         slices = record(load, parameters, files)
         layouts = {name: (one.shape, one.dtype) for name, one in parameters.items()}

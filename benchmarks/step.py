@@ -35,9 +35,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.bare import logprobs
 from benchmarks.table import print_table
 from tba.common.config import ObjectiveSection, TrainSection
 from tba.trainer.batch.batch import Row, TrainBatch
@@ -103,13 +103,8 @@ def bare_way(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], None]:
     passes = forward_passes([row.tokens for row in batch.rows], overhead=64)
 
     def run() -> None:
-        for part in ([batch.rows[n] for n in members] for members in passes):
-            ids = padded([np.concatenate([row.prompt_ids, row.response_ids]) for row in part], "right")
-            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-            at = [(n, len(r.prompt_ids) - 1, r.tokens - 1) for n, r in enumerate(part)]
-            chosen = torch.cat([hidden[n, first:last] for n, first, last in at])
-            target = torch.cat([ids[n, first + 1 : last + 1] for n, first, last in at])
-            torch.autograd.backward(cross_entropy(model.lm_head(chosen), target, reduction="sum"))
+        for members in passes:
+            torch.autograd.backward(-logprobs(model, [batch.rows[n] for n in members]).sum())
 
     return run
 

@@ -1,7 +1,7 @@
 """JSON lines: one JSON value per line."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,22 @@ def read(
     """
     # Iterating bytes splits at \n only. Text would also be split at other line ends that JSON strings may contain.
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
+        yield from parse(file, path, skip_malformed=skip_malformed, malformed=malformed)
+
+
+def parse(
+    lines: Iterable[bytes], path: Path, *, skip_malformed: bool = False, malformed: type[Exception] = ValueError
+) -> Iterator[tuple[int, Any]]:
+    """As `read`, of lines that are already open; `path` is what errors name."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        # json raises RecursionError for deeply nested values.
+        except (ValueError, RecursionError) as error:
+            if skip_malformed:
                 continue
-            try:
-                value = json.loads(line)
-            # json raises RecursionError for deeply nested values.
-            except (ValueError, RecursionError) as error:
-                if skip_malformed:
-                    continue
-                raise malformed(f"{path}:{number}: the line is not JSON: {error}") from error
-            yield number, value
+            shown = line[:60].decode("utf-8", "replace").strip()
+            raise malformed(f"{path}:{number}: the line is not JSON: {error}; it begins {shown!r}") from error
+        yield number, value

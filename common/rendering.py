@@ -12,18 +12,72 @@ A chat template writes all special tokens itself, so the tokenizer adds none to 
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 
 from tba.common.config import TaskSection
 from tba.common.errors import first_line
+from tba.common.log import get_logger
 
-# A role, such as "user", and what it says.
-Message = tuple[str, str]
+log = get_logger(__name__)
+
+# A role, such as "user", and what it says; of a message with more fields, such as `tool_calls`, also the whole map as
+# JSON, which keeps a prompt immutable and the order of the fields, in which templates write them.
+Message = tuple[str, str] | tuple[str, str, str]
 
 _SYSTEM = "system"
 # A text that no template writes.
 _PROBE = "a7f3"
+# What a conversation says besides its contents. A template that ignores one would change what the model learns.
+_SAID = ("tools", "tool_calls", "function_call", "name")
+# Of the response. Templates leave the thoughts of earlier turns out on purpose.
+_THOUGHT = ("reasoning_content", "reasoning", "thinking")
+# The function by which templates write the date. As a variable, it is a date.
+_CLOCK = "strftime_now"
+
+
+def message_of(value: Any) -> Message:
+    """Return a message from a pair (role, content), or a map of these two and other fields.
+
+    Fields that are null count as absent. Raises ValueError for other values. Only with `tool_calls` may the content be
+    null or absent.
+    """
+    if isinstance(value, tuple | list) and len(value) in (2, 3) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    fields = {k: v for k, v in value.items() if v is not None or k == "content"} if isinstance(value, Mapping) else {}
+    role, content = fields.get("role"), fields.get("content")
+    if content is None and fields.get("tool_calls"):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(f"the message {value!r:.200}: write (role, content), two strings, or a map with them")
+    if fields == {"role": role, "content": content}:
+        return role, content
+    try:
+        return role, content, json.dumps(fields, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"the message {value!r:.200} is not JSON: {error}") from error
+
+
+def as_map(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates and servers take it."""
+    if len(message) == 2:
+        return {"role": message[0], "content": message[1]}
+    fields: dict[str, Any] = json.loads(message[2])
+    return fields
+
+
+def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template in a row of data: `chat_template_kwargs`, and `tools`.
+
+    Raises ValueError if they have other types.
+    """
+    variables, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or []
+    if not isinstance(variables, dict):
+        raise ValueError(f"`chat_template_kwargs` is {variables!r:.60}: write an object")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"`tools` is {tools!r:.60}: write a list of objects")
+    return {**variables, "tools": tools} if tools else dict(variables)
 
 
 class Tokenizer(Protocol):
@@ -45,7 +99,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, **variables: Any
+        self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool, **variables: Any
     ) -> Any: ...
 
 
@@ -60,6 +114,9 @@ class Content(Protocol):
 
     @property
     def ids(self) -> Sequence[int]: ...
+
+    @property
+    def template_kwargs(self) -> Mapping[str, Any]: ...
 
 
 class PromptRenderer:
@@ -76,29 +133,38 @@ class PromptRenderer:
         """Return the token ids that the engine gets."""
         if prompt.ids:
             return list(prompt.ids)
-        messages = self.conversation(prompt)
-        return self.raw_ids(prompt.text) if messages is None else self.conversation_ids(messages)
+        if self.conversation(prompt) is None:
+            return self.raw_ids(prompt.text)
+        return self.encode(self.text(prompt))
 
     def text(self, prompt: Content) -> str:
         """Return the prompt as text, special tokens included: what people read in the database."""
         if prompt.ids:
             return prompt.text or self.tokenizer.decode(list(prompt.ids), skip_special_tokens=False)
         messages = self.conversation(prompt)
-        return prompt.text if messages is None else self._rendered(messages, add_generation_prompt=True)
+        if messages is None:
+            return prompt.text
+        return self._rendered([as_map(message) for message in messages], self._variables(prompt))
 
-    def conversation_ids(self, messages: Iterable[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the token ids of a conversation, rendered by the chat template."""
-        text = self._rendered(messages, add_generation_prompt=add_generation_prompt)
+    def text_with(self, prompt: Content, response: Message) -> str | None:
+        """Return a whole conversation as text, None if the prompt is not rendered by a chat template."""
+        messages = self.conversation(prompt)
+        if messages is None:
+            return None
+        whole = [as_map(message) for message in (*messages, response)]
+        return self._rendered(whole, self._variables(prompt), add_generation_prompt=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that has its special tokens."""
         return [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
 
-    def after_answer(self) -> str:
-        """Return what the chat template writes behind an answer, "" if that cannot be told."""
+    def after_answer(self, prompt: Content) -> str:
+        """Return what the chat template writes behind an answer, "" if there is none or that cannot be told."""
         try:
-            messages = [("user", _PROBE), ("assistant", _PROBE)]
-            _, _, after = self._rendered(messages, add_generation_prompt=False).rpartition(_PROBE)
+            whole = self.text_with(prompt, ("assistant", _PROBE))
         except ValueError:
             return ""
-        return after
+        return whole.rpartition(_PROBE)[2] if whole and _PROBE in whole else ""
 
     def settings(self, prompts: Iterable[Content]) -> str:
         """Return all that the ids depend on besides the prompts and the vocabulary; "" if none is rendered as a chat.
@@ -119,28 +185,71 @@ class PromptRenderer:
         if not prompt.text and prompt.messages:
             why = 'task.template is "raw"' if mode == "raw" else "the model's tokenizer has no chat template"
             raise ValueError(f"it has messages and no text, and {why}: give it a text, or use a chat model's tokenizer")
-        if self._config.system or self._config.template_kwargs:
+        if self._config.system or self._variables(prompt):
             raise ValueError(
-                "it is rendered without a chat template, so task.system and task.template_kwargs have no effect: "
-                'set task.template = "chat", or remove them'
+                "it is rendered without a chat template, so task.system and task.template_kwargs have no effect, and "
+                'neither have its own tools and variables: set task.template = "chat", or remove them'
             )
         return None
 
-    def _rendered(self, messages: Iterable[Message], *, add_generation_prompt: bool) -> str:
+    def require_complete(self, prompt: Content, response: Message | None = None) -> None:
+        """Raise ValueError if the chat template ignores tools, calls, names, or the thoughts of the response.
+
+        Each is left out once: if the text stays the same, the template does not write it.
+        """
+        if prompt.ids or (messages := self.conversation(prompt)) is None:
+            return
+        whole = [as_map(message) for message in (*messages, *([response] if response else []))]
+        variables = self._variables(prompt)
+        for name in (*_SAID, *(_THOUGHT if response else ())):
+            kept = len(whole) - 1 if name in _THOUGHT else 0
+            # A tool's messages keep it: their name is that of the call.
+            lacking = [message if message["role"] == "tool" else _without(message, name) for message in whole[kept:]]
+            less = [*whole[:kept], *lacking], _without(variables, name)
+            if less != (whole, variables) and self._same_text((whole, variables), less, asks=response is None):
+                raise ValueError(f"the chat template does not write its `{name}`: remove it, or use another template")
+
+    def warn_of_date(self, prompt: Content) -> str:
+        """Return a sentence, which is also logged, if the chat template writes today's date into a prompt; else ""."""
+        messages = None if prompt.ids else self.conversation(prompt)
+        variables = self._variables(prompt)
+        if messages is None or _CLOCK in variables or _CLOCK not in str(self.tokenizer.chat_template):
+            return ""
+        whole = [as_map(message) for message in messages]
+        if self._same_text(*((whole, {**variables, _CLOCK: f"{year}-01-01"}) for year in (2001, 2002))):
+            return ""
+        sentence = (
+            "the chat template writes today's date, so prompts change every day: set it, as in "
+            f'task.template_kwargs = {{ {_CLOCK} = "{datetime.now():%Y-%m-%d}" }}'
+        )
+        log.warning(sentence)
+        return sentence
+
+    def _same_text(self, *inputs: tuple[list[dict[str, Any]], dict[str, Any]], asks: bool = True) -> bool:
+        """Return whether conversations are rendered to one text. A template may refuse one that lacks something."""
+        try:
+            return len({self._rendered(*one, add_generation_prompt=asks) for one in inputs}) == 1
+        except ValueError:
+            return False
+
+    def _variables(self, prompt: Content) -> dict[str, Any]:
+        return {**self._config.template_kwargs, **prompt.template_kwargs}
+
+    def _rendered(
+        self, conversation: list[dict[str, Any]], variables: dict[str, Any], *, add_generation_prompt: bool = True
+    ) -> str:
         if not self.tokenizer.chat_template:
             raise ValueError(
                 'the model\'s tokenizer has no chat template: write the prompt as text and set task.template = "raw"'
             )
-        conversation = [{"role": role, "content": content} for role, content in messages]
         if self._config.system and not (conversation and conversation[0]["role"] == _SYSTEM):
-            conversation.insert(0, {"role": _SYSTEM, "content": self._config.system})
+            conversation = [{"role": _SYSTEM, "content": self._config.system}, *conversation]
         try:
+            if isinstance(date := variables.get(_CLOCK), str):
+                variables = {**variables, _CLOCK: datetime.fromisoformat(date).strftime}
             return str(
                 self.tokenizer.apply_chat_template(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **self._config.template_kwargs,
+                    conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
                 )
             )
         # A template is a program that comes with the model, and may raise anything.
@@ -154,7 +263,7 @@ class PromptRenderer:
         before it a second time. The model was not trained on two, so one is dropped. What the tokenizer puts behind a
         text, such as an end token, would end the response before it begins.
         """
-        ids = [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
+        ids = self.encode(text)
         begin, before = self.tokenizer.bos_token_id, self._before
         return [*before, *ids[1:]] if begin is not None and before[-1:] == ids[:1] == [begin] else [*before, *ids]
 
@@ -164,3 +273,7 @@ class PromptRenderer:
         with_special, plain = (self.tokenizer.encode(_PROBE, add_special_tokens=flag) for flag in (True, False))
         places = range(len(with_special) - len(plain) + 1)
         return next(([*with_special[:n]] for n in places if [*with_special[n : n + len(plain)]] == [*plain]), [])
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name or not value}

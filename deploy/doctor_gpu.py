@@ -108,11 +108,14 @@ def check_caches(_: Config) -> Result:
             return "unchecked", f"{UNITS_ENVIRONMENT}: {error.strerror}"
         return _caches_of_units(dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line)))
     places = {
-        name: Path(os.environ.get(name) or Path.home() / default)
+        name: Path(os.environ.get(name) or os.path.expanduser(f"~/{default}"))
         for name, default in _CACHES.items()
         if os.environ.get(name) or default
     }
     for name, place in places.items():
+        # As the containers of a user id that the system does not know.
+        if place.parts[0] == "~":
+            return "warn", f"this user has no home directory: set {name}, or HOME"
         if not os.access(nearest_existing(place), os.W_OK | os.X_OK):
             return "warn", f"{place} cannot be written to: set {name}, or each start compiles again"
     return "ok", ", ".join(str(place) for place in places.values())

@@ -27,7 +27,7 @@ path = {model}
 dtype = {dtype}
 
 [task]
-# arithmetic, gsm8k, math, reasoning_gym, or your own file.py (`tba task new` writes one): docs/tasks.md.
+# arithmetic, answers, gsm8k, math, reasoning_gym, or your own file.py (`tba task new` writes one): docs/tasks.md.
 name = {task}
 {data}
 [buffer]
@@ -68,7 +68,6 @@ keep_snapshot_every = 20
 # Evaluate the kept snapshots when training is done, and draw the run.
 at_end = true
 """
-_FROM_FILES = ("gsm8k", "math")
 
 # `tba run --dry-run`. Raises TbaError if the run would not start.
 DryRun = Callable[[ConfigOptions], None]
@@ -81,8 +80,8 @@ def init_command(dry_run: DryRun) -> Callable[..., None]:
         file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = DEFAULT_FILE,
         model: Annotated[str | None, typer.Option(help="A model directory or a hub id.")] = None,
         task: Annotated[str | None, typer.Option(help="A built-in task, or the file of your own.")] = None,
-        train_data: Annotated[str | None, typer.Option(help="gsm8k, math: a jsonl file or a hub id.")] = None,
-        test_data: Annotated[str | None, typer.Option(help="gsm8k, math: the held-out jsonl file.")] = None,
+        train_data: Annotated[str | None, typer.Option(help="answers, gsm8k, math: a file or a hub id.")] = None,
+        test_data: Annotated[str | None, typer.Option(help="answers, gsm8k, math: the held-out file.")] = None,
         gpus: Annotated[
             str | None, typer.Option(metavar="SEARCH:TRAIN", help="GPUs of searchers and trainer, such as 0-6:7.")
         ] = None,
@@ -127,13 +126,18 @@ def _ask(question: str, option: str, default: str | None = None) -> str:
 
 def _data(task: str, train: str | None, test: str | None) -> str:
     """Return the lines of [task] that name data."""
-    if task not in _FROM_FILES:
+    from tba.common.config.task import FROM_FILES
+    from tba.common.data_files import is_data_file
+
+    if task not in FROM_FILES:
         if train or test:
-            raise UsageError(f"task {task} brings its prompts: --train-data and --test-data are for gsm8k and math")
+            raise UsageError(
+                f"task {task} brings its prompts: --train-data and --test-data are for {', '.join(FROM_FILES)}"
+            )
         return ""
-    train = train or _ask("Data to train on (a jsonl file or a hub id)", "--train-data")
-    if test is None and train.endswith(".jsonl"):
-        test = _ask("Held-out data (a jsonl file)", "--test-data")
+    train = train or _ask("Data to train on (a file or a hub id)", "--train-data")
+    if test is None and is_data_file(train):
+        test = _ask("Held-out data (a file)", "--test-data")
     return f"train = {_quoted(train)}\n" + (f"test = {_quoted(test)}\n" if test else "")
 
 

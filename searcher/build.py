@@ -23,6 +23,11 @@ def context_of(config: Config) -> int | None:
     model = read_json(model_directory(config.model.path) / "config.json")
     model = model.get("text_config", model)
     positions: int | None = model.get("max_position_embeddings")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+        # Longer sequences are rotated in another way: `Rotation`.
+        key = "original_max_position_embeddings"
+        positions = rope.get(key) or model.get(key) or positions
     if config.search.engine == "vllm":
         # vLLM derives the context of models with scaled positions.
         scaled = model.get("rope_scaling") or "factor" in (model.get("rope_parameters") or {})

@@ -52,7 +52,8 @@ _AGAIN_SECONDS = 10.0
 def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     """Yield findings: {"check", "result": ok, warn, fail or unchecked, "detail"}."""
     training, held_out = task.prompts(), task.held_out()
-    yield _found("load", "ok", f"task {task.name}, in {load_seconds:.1f} s")
+    notes = getattr(task, "notes", [])
+    yield _found("load", "warn" if notes else "ok", "; ".join([f"task {task.name}, in {load_seconds:.1f} s", *notes]))
     prompts = _prompts(task, training, held_out)
     yield prompts
     # What is not a prompt can neither be scored nor rendered.
@@ -206,11 +207,12 @@ def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding
         tokens = [len(renderer.ids(prompt)) for prompt in prompts]
         # Decoded: what the model reads, whatever the text was.
         text = renderer.tokenizer.decode(renderer.ids(prompts[0]), skip_special_tokens=False)
-        warning = unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, prompts)
+        unstopped = unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, prompts)
+        warnings = list(filter(None, (renderer.warn_of_date(prompts[0]), unstopped)))
     except (TbaError, ValueError) as error:
         return _found("rendering", "fail", str(error))
     detail = f"{min(tokens)} to {max(tokens)} tokens; the model reads the first prompt as {text!r:.500}"
-    return _found("rendering", "warn" if warning else "ok", f"{detail}; {warning}" if warning else detail)
+    return _found("rendering", "warn" if warnings else "ok", "; ".join([*warnings, detail]))
 
 
 def _main() -> None:

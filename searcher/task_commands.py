@@ -111,7 +111,7 @@ def _row(task: "Task", prompt: "Prompt", response: str) -> dict[str, Any]:
     from tba.searcher.scoring.scoring import score
 
     reward, error = score(task, prompt, response, finished=True)
-    text = prompt.text or "\n".join(f"{role}: {content}" for role, content in prompt.messages)
+    text = prompt.text or "\n".join(f"{role}: {content}" for role, content, *_ in prompt.messages)
     return {
         "key": prompt.key,
         "prompt": text[:_TEXT_CHARACTERS],

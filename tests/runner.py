@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -31,6 +32,13 @@ _failed: list[str] = []
 # compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Servers refuse keys that a group may write to, which is what 002 permits, the mask of users on many distributions.
+# `tba` sets a mask of its own; the functions that tests call do not.
+os.umask(0o022)
+# Tests bind sockets in directories of their own, and the path of a socket has at most 107 bytes (unix(7)), of which
+# pytest's folders and the name take up to 85.
+if len(os.fsencode(tempfile.gettempdir())) > 22:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")
 # A shell script starts background commands with SIGINT ignored, and nohup ignores SIGHUP. Processes that tests start
 # would inherit that; a signal with a handler they get as usual.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -85,6 +93,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Remember failures for `pytest_keyboard_interrupt`, where the results of all workers arrive."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         _failed.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write the exit status, which make replaces by its own, to pytest's cache: .ci/run reads it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.cache is not None:
+        session.config.cache.set("tba/status", int(exitstatus))
 
 
 def pytest_keyboard_interrupt() -> None:

@@ -35,12 +35,13 @@ def sft_command(train_together: Together) -> Callable[..., None]:
     @with_config
     def sft(
         data: Annotated[
-            list[Path], typer.Argument(metavar="DATA", help="jsonl files: prompt and response, or chat messages.")
+            list[Path],
+            typer.Argument(metavar="DATA", help="jsonl, csv or parquet files: prompt and response, or chat messages."),
         ],
         out: Annotated[Path, typer.Option(help="The model directory to write.")],
         options: ConfigOptions,
         model: Annotated[str | None, typer.Option(help="The model to start from, instead of model.path.")] = None,
-        held_out: Annotated[Path | None, typer.Option(help="jsonl file to measure the loss on.")] = None,
+        held_out: Annotated[Path | None, typer.Option(help="File to measure the loss on.")] = None,
         epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data; 1 by default.")] = None,
         steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of epochs.")] = None,
         batch_size: Annotated[int, typer.Option(min=1, help="Rows per optimiser step.")] = 64,

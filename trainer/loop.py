@@ -127,7 +127,7 @@ class Trainer:
         self.learner, self._unwrapped = build(config, self._model_files, device, ranks, report)
         self._watch = self.learner.watch = Stopwatch(self._clock, wait_for_compute(device))
         self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
-        self._health, self._skipped_in_a_row = Health(config.objective), 0
+        self._health, self._skipped_in_a_row = Health(config.objective, config.model.dtype), 0
         self._unreported = msgspec.convert(found and found.unreported, messages.ReportStep | None)
         if found is not None:
             checkpoint.restore(found, self.learner)

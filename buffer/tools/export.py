@@ -16,7 +16,8 @@ from tba.buffer.store.reader import open_reader
 from tba.buffer.tools.backup import check_target, replacing
 from tba.buffer.tools.query import reading_only
 from tba.buffer.tools.show import arrays_of_blobs
-from tba.common.errors import MissingExtra, UsageError
+from tba.common import data_files
+from tba.common.errors import UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, MAP_FIELDS, ROW_FIELDS
 
 JSONL, PARQUET = "jsonl", "parquet"
@@ -132,7 +133,7 @@ def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
 
 
 def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:
-    pa, pq = _pyarrow()
+    pa, pq = data_files.pyarrow()
     integers = ("id", "epoch", "sequence", "policy_version", "policy_step")
     floats = ("received_at", *(name for name, kind in ROW_FIELDS.items() if kind is float))
     types = dict.fromkeys(integers, pa.int64()) | dict.fromkeys(floats, pa.float64())
@@ -154,27 +155,14 @@ def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:
     return write
 
 
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise MissingExtra("pyarrow", "parquet") from None
-    return pyarrow, pyarrow.parquet
-
-
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a parquet file, with maps parsed. Raises MissingExtra, or UsageError for another file."""
-    pa, pq = _pyarrow()
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_ROW_GROUP // 4):
-                for row in batch.to_pylist():
-                    for name in MAP_FIELDS:
-                        if isinstance(row.get(name), str):
-                            row[name] = json.loads(row[name])
-                    # A null is an absent key, except for `reward`: its default of 1 must be explicit.
-                    yield {name: value for name, value in row.items() if value is not None or name == "reward"}
-    # ValueError: a map is not JSON.
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise UsageError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+    for row in data_files.read_parquet(path, UsageError):
+        for name in MAP_FIELDS:
+            if isinstance(row.get(name), str):
+                try:
+                    row[name] = json.loads(row[name])
+                except ValueError as error:
+                    raise UsageError(f"{path} is not a readable parquet file: {error}") from error
+        # A null is an absent key, except for `reward`: its default of 1 must be explicit.
+        yield {name: value for name, value in row.items() if value is not None or name == "reward"}

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.tools.tokenizer import Tokenizer
+from tba.common.data_files import require_unicode
 from tba.common.errors import UsageError, WireError, first_problem
 from tba.common.wire import fields, messages
 from tba.common.wire.codec import decode_request, encode_request
@@ -102,6 +103,7 @@ class Parser:
         return trajectory
 
     def _trajectory(self, line: Line) -> Trajectory:
+        require_unicode([line.prompt, line.response])
         prompt_ids, response_ids = line.prompt_ids, line.response_ids
         if prompt_ids is None:
             prompt_ids = self._tokenizer().prompt(line.prompt or "")
@@ -157,13 +159,14 @@ def _key(line: Line, prompt_ids: list[int]) -> str:
 
 def _check(trajectory: Trajectory) -> None:
     """Raise the error that the buffer would raise, so that the user sees the line number."""
+    # The database stores neither values that JSON lacks nor text that is not Unicode, such as a lone surrogate.
+    texts = [trajectory.prompt_key, trajectory.text, trajectory.error, trajectory.metadata, trajectory.reward_parts]
+    json.dumps(texts, allow_nan=False)
+    require_unicode(texts)
     columns, frames = pack([trajectory])
     message = messages.PutTrajectories(first_sequence=0, rows=messages.Rows(**columns))
     encoded = encode_request(message, id=1, role="importer", sender="import", run="", frames=frames)
     to_columns(decode_request([memoryview(frame) for frame in encoded]))
-    # The database stores neither values that JSON lacks nor text that is not Unicode, such as a lone surrogate.
-    texts = [trajectory.prompt_key, trajectory.text, trajectory.error, trajectory.metadata, trajectory.reward_parts]
-    json.dumps(texts, allow_nan=False, ensure_ascii=False).encode()
 
 
 def _sentence(error: ValidationError) -> str:

@@ -4,6 +4,7 @@ Encoding needs transformers: the ids of tokenizer.json alone differ for families
 Reading rows needs only the library `tokenizers`.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -28,21 +29,28 @@ class Tokenizer:
     def __init__(self, model: str) -> None:
         directory = model_directory(model)
         self._renderer = PromptRenderer(load_tokenizer(directory), TaskSection(template="raw"))
-        self._eos = eos_ids(directory, self._renderer.tokenizer.eos_token_id)[:1]
+        self._ends = eos_ids(directory, self._renderer.tokenizer.eos_token_id)
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt, as a searcher encodes a text that no chat template renders."""
         return self._renderer.raw_ids(text)
 
     def response(self, text: str, *, finished: bool) -> list[int]:
-        """Return the ids of a response. A finished one ends with the model's end token, like a generated one."""
-        ids = self._renderer.tokenizer.encode(text, add_special_tokens=False)
-        return [*ids, *(self._eos if finished else [])]
+        """Return the ids of a response. A finished one ends with the model's end token, like a generated one.
+
+        Raises ValueError for a text that spells an end token: no engine would have gone on after it.
+        """
+        ids = self._renderer.encode(text)
+        if spelt := set(ids) & set(self._ends):
+            token = self._renderer.tokenizer.decode([min(spelt)], skip_special_tokens=False)
+            raise ValueError(f"the response spells the end token {token!r}: remove it")
+        return [*ids, *(self._ends[:1] if finished else [])]
 
 
 def decoder_of(model: str) -> Callable[[list[int]], str] | None:
     """Return a function from token ids to text; None if the model is not a local directory with a tokenizer."""
-    path = Path(model).expanduser() / _FILE
+    # Not Path.expanduser, which raises for a user without a home.
+    path = Path(os.path.expanduser(model), _FILE)
     if not model or not path.is_file():
         return None
     try:

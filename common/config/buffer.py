@@ -11,7 +11,7 @@ from tba.common.config.section import Fraction, NonNegative, NonNegativeFloat, P
 class BufferSection(Section):
     """The replay buffer: address, durability, limits, and sampling."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S+)$")] = "auto"
+    address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = "auto"
     """ZeroMQ endpoint that the buffer binds and all clients connect to: tcp://HOST:PORT, or ipc://PATH for one machine.
     auto is a socket file in run.dir that only this user can connect to, or one in /dev/shm if run.dir is too long for
     the path of a socket."""

@@ -3,6 +3,7 @@
 Each layer is a flat map from dotted keys (`train.learning_rate`) to values with their origin.
 """
 
+import contextlib
 import difflib
 import os
 import sys
@@ -295,9 +296,29 @@ def _validate(values: Mapping[str, _Value]) -> Config:
         # Report a cross-key error only if no key is unknown: a misspelt one may be its cause.
         mistakes += [sentence for key, sentence in found if key in values or not mistakes]
         raise ConfigError(_together(mistakes)) from error
-    if mistakes:
+    if mistakes := mistakes or [*_unusable_names(config)]:
         raise ConfigError(_together(mistakes))
     return config
+
+
+def _unusable_names(config: Config) -> Iterator[str]:
+    """Yield a sentence for each path that Python and ZeroMQ, which writes UTF-8, would not take for the same file."""
+    for key, _ in fields():
+        value = value_of(config, key)
+        if not isinstance(value, Path):
+            continue
+        # The working directory may be deleted.
+        with contextlib.suppress(FileNotFoundError):
+            value = value.absolute()
+        try:
+            usable = os.fsencode(value) == str(value).encode()
+        except UnicodeEncodeError:
+            usable = False
+        if not usable:
+            yield (
+                f"{key} {str(value)!r} is not a UTF-8 name here, where file names are {sys.getfilesystemencoding()}: "
+                "set PYTHONUTF8=1 or a UTF-8 locale such as LC_ALL=C.UTF-8, or choose another name"
+            )
 
 
 def _together(mistakes: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tba.common.config import Config, TaskSection
 from tba.common.config.engine_arguments import check_arguments, installed_arguments
+from tba.common.data_files import is_data_file
 from tba.common.errors import ConfigError, HubUnavailable, MissingExtra
 from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name
@@ -119,21 +120,16 @@ def check_data(task: TaskSection) -> None:
         for key, path in (("task.train", source.train), ("task.test", source.test))
     ]
     for key, path in named:
-        # Unlike Path.is_file, this is False in a directory that this user may not enter.
-        if path.endswith((".json", ".jsonl")) and not os.path.isfile(path):
+        # Unlike Path.exists, this is False in a directory that this user may not enter.
+        if is_data_file(path) and not os.path.exists(path):
             raise ConfigError(f"{key} {path} does not exist")
 
 
 def hub_data(task: TaskSection) -> list[str]:
     """Return the data sets of a task that are on the hub, and not files here."""
     named = [name for source in task.sources if source.reads_files for name in (source.train, source.test)]
-    remote = [name for name in named if _is_on_hub(name)]
+    remote = [name for name in named if name and not is_data_file(name) and is_hub_name(name)]
     return list(dict.fromkeys(remote))
-
-
-def _is_on_hub(name: str) -> bool:
-    is_file = name.endswith((".json", ".jsonl")) or os.path.exists(name)
-    return bool(name) and not is_file and is_hub_name(name)
 
 
 def nearest_existing(path: Path) -> Path:

@@ -131,7 +131,7 @@ def _check(config: Config) -> None:
 def _check_task(config: Config) -> None:
     for source in config.task.sources:
         if source.reads_files and not source.train:
-            raise ValueError(f"task.train is not set, and {source.name} needs it: name a jsonl file or a hub id")
+            raise ValueError(f"task.train is not set, and {source.name} needs it: name a data file or a hub id")
 
 
 def _check_staleness(config: Config) -> None:

@@ -9,9 +9,9 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from tba.common.config.section import NonNegative, Positive, PositiveFloat, Section
 
 MIXTURE = "mixture"
-TASKS = ("arithmetic", "gsm8k", "math", "reasoning_gym", "redteam", MIXTURE)
-_FROM_FILES = ("gsm8k", "math")
-_WITHOUT_CODE = ("arithmetic", "gsm8k")
+TASKS = ("arithmetic", "answers", "gsm8k", "math", "reasoning_gym", "redteam", MIXTURE)
+FROM_FILES = ("answers", "gsm8k", "math")
+_WITHOUT_CODE = ("answers", "arithmetic", "gsm8k")
 _OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[^:]+\.py(:[A-Za-z_]\w*)?")
 _LARGEST_REWARD = 1e9
 # What becomes of a response that was cut off.
@@ -32,12 +32,13 @@ class TaskSource(Section):
     """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: arithmetic, gsm8k, math, reasoning_gym, redteam, mixture, or your own as `path/to/file.py`,
+    """The task: arithmetic, answers, gsm8k, math, reasoning_gym, redteam, mixture, or your own as `path/to/file.py`,
     `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH, see docs/tasks.md."""
     train: str = ""
-    """gsm8k, math: a local jsonl file with a question and an answer per line, or a hub id such as openai/gsm8k."""
+    """answers, gsm8k, math: a local jsonl, csv or parquet file with questions and answers, or a hub id such as
+    openai/gsm8k."""
     test: str = ""
-    """gsm8k, math: the held-out jsonl file; empty uses the test split of the hub id."""
+    """answers, gsm8k, math: the held-out file; empty uses the test split of the hub id."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the task: keyword arguments of its class, listed in docs/tasks.md for the built-in ones."""
     limit: NonNegative = 0
@@ -58,7 +59,7 @@ class TaskSource(Section):
     @property
     def reads_files(self) -> bool:
         """Whether the task reads its prompts from `train` and `test`. The others bring their own."""
-        return self.name in _FROM_FILES
+        return self.name in FROM_FILES
 
 
 class MixturePart(TaskSource):

@@ -89,7 +89,7 @@ class TrainSection(Section):
     min_free_mib: NonNegative = 512
     """Free disk space, in MiB, that a snapshot must leave. If there is less, the newest snapshot waits, older waiting
     ones are dropped, and training continues; 0 never waits."""
-    serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S+)$")] = ""
+    serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir.
     Searchers learn it from the announcement, with the name of this machine if HOST is `*`. Empty serves none."""
     checkpoint_every: Positive = 50

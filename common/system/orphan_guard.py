@@ -99,10 +99,10 @@ def kill_all(find: Callable[[], list[int]]) -> None:
 def session_of(pid: int) -> int | None:
     """Return the session of a running process, None if it has ended or is a zombie."""
     with contextlib.suppress(OSError, ValueError):
-        # The fields after the command, which is in parentheses and may contain any character: state, parent, group,
+        # The fields after the command, which is in parentheses and may contain any byte: state, parent, group,
         # session.
-        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-        return None if state in "ZX" else int(session)
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:4]
+        return None if state in b"ZX" else int(session)
     return None
 
 

@@ -167,12 +167,13 @@ def kill_descendants() -> None:
     Python's resource tracker is spared: it frees the memory that the others shared, and ends by itself.
     """
     session = os.getsid(0)
-    kill_all(lambda: [pid for pid in _descendants(os.getpid()) if session_of(pid) == session and not _is_tracker(pid)])
+    kill_all(lambda: [pid for pid in descendants(os.getpid()) if session_of(pid) == session and not _is_tracker(pid)])
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the process ids of a process's descendants, those of a child before the child."""
     for child in child_pids(pid):
-        yield from _descendants(child)
+        yield from descendants(child)
         yield child
 
 

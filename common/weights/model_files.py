@@ -19,6 +19,8 @@ _HUB_SECONDS = 10
 _REFUSALS = (401, 403, 404)
 # A directory with a tokenizer has at least one of these.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+# What transformers reads without an index, and what makes it load a directory as an adapter.
+_WEIGHTS, _ADAPTER = "model.safetensors", "adapter_config.json"
 # What `weights_digest` reads of each file.
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -53,11 +55,13 @@ def local_model(path: str, *, setting: str = "model.path") -> Path | None:
             f"{setting} is not set: name a Hugging Face model directory or a hub id in ./tba.toml, or in the file that "
             "--config names"
         )
-    local = Path(path).expanduser()
+    # Unlike Path.expanduser, this leaves `~` to a user without a home directory.
+    local = Path(os.path.expanduser(path))
     # False without permission, where `Path.is_dir` raises.
     if os.path.isdir(local):
         if not os.path.isfile(local / "config.json"):
             raise ConfigError(f"{setting} {path} has no config.json: it is not a Hugging Face model directory")
+        _refuse_adapter(os.listdir(local), path, setting)
         return local
     if os.path.isfile(local):
         raise ConfigError(f"{setting} {path} is a file: name the directory of a model")
@@ -79,6 +83,7 @@ def check_model(path: str, *, setting: str = "model.path") -> bool:
 
 
 def _check_files(directory: Path, path: str, setting: str) -> None:
+    _refuse_adapter(os.listdir(directory), path, setting)
     need_tokenizer(os.listdir(directory), path, setting)
     try:
         missing = [file.name for file in weight_files(directory) if not file.is_file()]
@@ -86,6 +91,15 @@ def _check_files(directory: Path, path: str, setting: str) -> None:
         raise ConfigError(f"{setting}: {error}") from error
     if missing:
         raise ConfigError(f"{setting} {path} lacks {', '.join(missing)}, which its index names: copy the model again")
+
+
+def _refuse_adapter(names: Sequence[str], path: str, setting: str) -> None:
+    """Raise ConfigError for the files of an adapter: transformers would load its base instead, and freeze it."""
+    if _ADAPTER in names:
+        raise ConfigError(
+            f"{setting} {path} has an {_ADAPTER}, which belongs to an adapter: merge it into its base model "
+            f"(merge_and_unload of PEFT), or remove {_ADAPTER} if the directory has all weights of a model"
+        )
 
 
 def need_tokenizer(names: Sequence[str], path: str, setting: str) -> None:
@@ -115,6 +129,7 @@ def check_hub(path: str, *, setting: str = "model.path") -> str:
         return str(hf_hub_download(path, "config.json"))
 
     names = [name for name in _from_hub(list_files, path, setting) if "/" not in name]
+    _refuse_adapter(names, path, setting)
     need_tokenizer(names, path, setting)
     if not fnmatch.filter(names, "*.safetensors"):
         raise ConfigError(f"{setting} {path} has no safetensors files on the hub; other weight formats are not loaded")
@@ -182,19 +197,23 @@ def config_here(path: str) -> Path | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The model's safetensors files: those of its index if it has one, since some models also ship another copy.
+    """The model's safetensors files: those of its index, or model.safetensors. Some models also ship another copy.
 
-    Raises ConfigError if there are none, or if the index is malformed.
+    Raises ConfigError if there are neither, or if the index is malformed.
     """
-    index = directory / "model.safetensors.index.json"
+    index = directory / f"{_WEIGHTS}.index.json"
     try:
         named = sorted({directory / name for name in read_json(index).get("weight_map", {}).values()})
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is malformed ({first_line(error)}): copy the model again") from error
-    files = named or sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
-    return files
+    if named or (directory / _WEIGHTS).is_file():
+        return named or [directory / _WEIGHTS]
+    if others := sorted(path.name for path in directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"{directory} has neither {_WEIGHTS} nor {index.name}, which transformers reads, but {others[0]}: copy the "
+            "model again, or convert it to the format of transformers"
+        )
+    raise ConfigError(f"{directory} has no safetensors files; other weight formats are not loaded")
 
 
 def weights_digest(directory: Path) -> str:

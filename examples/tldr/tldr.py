@@ -4,19 +4,16 @@ Columns are those of vwxyzjn/summarize_from_feedback_tldr_3_filtered: `post`, `t
 itself gives no reward: `[reward_model]` does, and `[gold_model]` compares answers with the human summaries.
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tba.common.errors import TaskError
-from tba.searcher.tasks.rows import read_rows, without_repeated
+from tba.searcher.tasks.rows import RowsTask, key_of, text_in
 from tba.searcher.tasks.task import Prompt, Reward
 
 _COLUMNS = ("subreddit", "title", "post", "summary")
 
 
-class TldrTask:
-    """Posts to summarise. `data` is a hub id, or a jsonl file; then `held_out` names another one.
+class TldrTask(RowsTask):
+    """Posts to summarise. `data` is a hub id, or a file; then `held_out` names another one.
 
     Raises TaskError if the data is missing or malformed.
     """
@@ -24,23 +21,12 @@ class TldrTask:
     name = "tldr"
 
     def __init__(self, data: str, held_out: str = "", split: str = "train", held_out_split: str = "validation") -> None:
-        self._prompts = without_repeated(_prompts(read_rows(self.name, data, split, None)))
-        self._held_out = without_repeated(_prompts(read_rows(self.name, held_out or data, held_out_split, None)))
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
+        self._load(data, held_out, [(name,) for name in _COLUMNS], splits=(split, held_out_split))
 
     def score(self, _prompt: Prompt, _response: str, _finished: bool) -> Reward:
         return Reward(0.0, {})
 
-
-def _prompts(rows: Iterable[Any]) -> Iterable[Prompt]:
-    for number, row in enumerate(rows, 1):
-        if missing := [name for name in _COLUMNS if not isinstance(row.get(name), str)]:
-            raise TaskError(f"task tldr: row {number} has no text in the column {missing[0]}")
-        text = f"SUBREDDIT: r/{row['subreddit']}\n\nTITLE: {row['title']}\n\nPOST: {row['post']}\n\nTL;DR:"
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        yield Prompt(key, text, answer=f" {row['summary'].strip()}")
+    def _prompt(self, row: Any, *columns: str) -> Prompt:
+        subreddit, title, post, summary = (text_in(row, name) for name in columns)
+        text = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+        return Prompt(key_of(text), text, answer=f" {summary.strip()}")

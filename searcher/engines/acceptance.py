@@ -4,7 +4,7 @@ The check before reads headers and the manifest; no tensor is loaded here.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,21 @@ class Acceptance:
     """
 
     def __init__(
-        self, shapes: TensorShapes, *, tied: bool, vocabulary: int, tolerance: float, routed: bool = False
+        self,
+        shapes: TensorShapes,
+        *,
+        copies: Collection[str] = (),
+        vocabulary: int,
+        tolerance: float,
+        routed: bool = False,
     ) -> None:
-        """`tied` is whether embedding and head are one tensor, `vocabulary` the number of token ids.
+        """`copies` are names that a snapshot may hold too: the model has these tensors under one of `shapes`.
 
-        `routed` is whether rounding may choose other experts, or weights are quantized: single tokens then differ by
-        several nats.
+        `vocabulary` is the number of token ids. `routed` is whether rounding may choose other experts, or weights are
+        quantized: single tokens then differ by several nats.
         """
         self._shapes = shapes
-        self._tied = tied
+        self._copies = copies
         self.vocabulary = vocabulary
         self.routed = routed
         self._limits = Limits.of(tolerance, routed=routed)
@@ -104,7 +110,7 @@ class Acceptance:
         name = f"v{snapshot.manifest.version}"
         if not snapshot.weight_files:
             raise SnapshotError(f"{name} is based on v{snapshot.manifest.base}, and its complete weights are missing")
-        if difference := shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, tied=self._tied)):
+        if difference := shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, without=self._copies)):
             raise SnapshotRefused(f"{name} does not hold the weights of the model that is served: {difference}")
         if snapshot.adapter is not None and (problem := self._adapter_problem(snapshot.adapter)):
             raise SnapshotRefused(f"{name} is an adapter of another model: {problem}")
@@ -182,11 +188,8 @@ def mismatch(engine: NDArray[Any], trainer: NDArray[Any]) -> Mismatch:
     return Mismatch(float(np.abs(difference).max()), float(np.abs(difference).mean()), float(kl))
 
 
-def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
-    """Names, dtypes and shapes in safetensors files, from their headers. Raises SnapshotError.
-
-    With tied embeddings a copy of the head may or may not have been saved, so it is left out.
-    """
+def tensor_shapes(files: Sequence[Path], *, without: Collection[str] = ()) -> TensorShapes:
+    """Names, dtypes and shapes in safetensors files, from their headers, `without` some. Raises SnapshotError."""
     from safetensors import SafetensorError, safe_open
 
     shapes: TensorShapes = {}
@@ -199,9 +202,7 @@ def tensor_shapes(files: Sequence[Path], *, tied: bool) -> TensorShapes:
                     shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
         except (OSError, SafetensorError) as error:
             raise SnapshotError(f"{path} is not readable safetensors: {error}") from error
-    if tied:
-        shapes.pop("lm_head.weight", None)
-    return shapes
+    return {name: shape for name, shape in shapes.items() if name not in without}
 
 
 def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
@@ -209,7 +210,7 @@ def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
     if missing := sorted(expected.keys() - found.keys()):
         return f"{quantity(len(missing), 'tensor is', 'tensors are')} missing, for example {missing[0]!r}"
     if unknown := sorted(found.keys() - expected.keys()):
-        return f"{quantity(len(unknown), 'tensor is', 'tensors are')} unknown, for example {unknown[0]!r}"
+        return f"{quantity(len(unknown), 'tensor has', 'tensors have')} no place in it, for example {unknown[0]!r}"
     for name, (dtype, shape) in expected.items():
         found_dtype, found_shape = found[name]
         if found_shape != shape:

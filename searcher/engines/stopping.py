@@ -68,11 +68,12 @@ def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterab
 
     The model was trained to write that token, so that most responses would go on behind it up to their length limit.
     """
-    if not any(not prompt.ids and renderer.conversation(prompt) is not None for prompt in prompts):
+    rendered = (prompt for prompt in prompts if not prompt.ids and renderer.conversation(prompt) is not None)
+    if (first := next(rendered, None)) is None:
         return ""
-    after = renderer.after_answer()
+    after = renderer.after_answer(first)
     special = {id_: text for text, id_ in _special_tokens(renderer.tokenizer).items()}
-    turn = [id_ for id_ in renderer.tokenizer.encode(after, add_special_tokens=False) if id_ in special]
+    turn = [id_ for id_ in renderer.encode(after) if id_ in special]
     if not turn or stopping.ids & {*turn} or any(string in after for string in stopping.strings):
         return ""
     return (

@@ -20,13 +20,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from tba.common.errors import ConfigError, EngineFaulty, SnapshotError
+from tba.common.errors import ConfigError, EngineFaulty, SnapshotError, SnapshotRefused
+from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.weights import adapter
 from tba.common.weights.model_files import model_directory, weight_files
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
+from tba.common.weights.tied import tied_names
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
 from tba.searcher.engines.acceptance import (
     Acceptance,
@@ -74,12 +77,7 @@ class TransformersEngine:
     ) -> None:
         transformers_logging.disable_progress_bar()
         directory = model_directory(model)
-        with loading(f"the model in {directory}", device):
-            self._model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=getattr(torch, dtype), use_safetensors=True
-            )
-            self._model.to(device).eval().requires_grad_(False)
-        _use_grouped_attention(self._model, directory)
+        self._model = _load(directory, getattr(torch, dtype), device)
         self._cache_argument = cache_argument(self._model)
         self._device = device
         self.max_in_flight = max_in_flight
@@ -87,23 +85,28 @@ class TransformersEngine:
         self.metrics: dict[str, float] = {}
         self._generator = np.random.default_rng(seed)
         self._stopping = stopping
-        config = self._model.config
-        self._context = int(config.max_position_embeddings)
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        shapes = tensor_shapes(weight_files(directory), tied=tied)
-        self._shapes = shapes
-        self._acceptance = Acceptance(
-            shapes,
-            tied=tied,
-            vocabulary=int(config.vocab_size),
-            tolerance=canary_tolerance,
-            routed=routes_or_quantizes(config.to_dict()),
-        )
-        if other := sorted(shapes.keys() - self._model.state_dict().keys()):
+        config = self._model.config.get_text_config()
+        # Cached keys keep their rotation, which is another one above the limit.
+        self._context = min(config.max_position_embeddings, Rotation.of(config).limit or config.max_position_embeddings)
+        # By name in the files.
+        self._names = _names_in_files(self._model)
+        tied = tied_names(self._model)
+        copies = {name for name, own in self._names.items() if own in tied}
+        files = tensor_shapes(weight_files(directory), without=copies)
+        # Others are ignored by transformers, so the trainer does not publish them.
+        self._shapes = {name: shape for name, shape in files.items() if name in self._names}
+        if stale := self._unaccounted():
             raise ConfigError(
-                f"the files in {directory} name tensors differently from transformers (for example {other[0]!r}): "
+                f"{stale[0]!r} of the model has another form in the files of {directory}, such as experts one by one: "
                 'this engine cannot reload such models, use search.engine = "vllm"'
             )
+        self._acceptance = Acceptance(
+            self._shapes,
+            copies=copies,
+            vocabulary=int(config.vocab_size),
+            tolerance=canary_tolerance,
+            routed=routes_or_quantizes(self._model.config.to_dict()),
+        )
         self._version = 0
         # Whose files the weights are from: at the start, the model's.
         self._served = Snapshot(directory, Manifest("", 0, 0, 0.0, {}, Canary([], [])), weight_files(directory))
@@ -150,6 +153,8 @@ class TransformersEngine:
         never use refused weights. Their KV cache keeps what older weights computed.
         """
         self._acceptance.check(snapshot)
+        if stale := self._unaccounted():
+            raise SnapshotRefused(f"v{snapshot.manifest.version} would leave {stale[0]!r} of the model as it is")
         with refused_without_memory(snapshot.manifest.version):
             report = self._exchange(snapshot)
         self._version = snapshot.manifest.version
@@ -274,9 +279,15 @@ class TransformersEngine:
     # ------------------------------------------------------------ weights
 
     def _targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that a snapshot overwrites, by name. A tied head is not among them: it is the embedding."""
+        """The tensors that a snapshot overwrites, by name in its files. A tied head is not among them: it is the
+        embedding."""
         state: dict[str, torch.Tensor] = self._model.state_dict()
-        return {name: tensor for name, tensor in state.items() if name in self._shapes}
+        return {name: state[self._names[name]] for name in self._shapes}
+
+    def _unaccounted(self) -> list[str]:
+        """Names of parameters that a snapshot does not overwrite, and that are not tied to one that it does."""
+        written, tied = {self._names[name] for name in self._shapes}, tied_names(self._model)
+        return sorted(name for name, _ in self._model.named_parameters() if tied.get(name, name) not in written)
 
     def _score_one(self, sequence: list[int]) -> Float32:
         if len(sequence) < 2:
@@ -287,9 +298,23 @@ class TransformersEngine:
         return scores
 
 
+def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
+    """Load a model for generation. Raises ConfigError for one that this engine cannot serve, MemoryShort."""
+    with loading(f"the model in {directory}", device):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        if missing := info["missing_keys"]:
+            # transformers would initialise them at random.
+            raise ConfigError(f"the files in {directory} lack weights of the model, {min(missing)} for one")
+        model.to(device).eval().requires_grad_(False)
+    _use_grouped_attention(model, directory)
+    return model
+
+
 def _use_grouped_attention(model: Any, directory: Path) -> None:
     """Raise ConfigError for a model whose state is more than the keys and values of attention."""
-    if other := set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES:
+    if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES:
         raise ConfigError(
             f"the model in {directory} has layers of type {min(other)!r}, which this engine cannot batch: "
             'use search.engine = "vllm"'
@@ -297,6 +322,14 @@ def _use_grouped_attention(model: Any, directory: Path) -> None:
     # A model without sdpa, such as one with extra terms in its attention, keeps its own implementation.
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
+
+
+def _names_in_files(model: Any) -> dict[str, str]:
+    """Map names in the model's files to those in the model, without tensors that loading changes, such as experts."""
+    state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    names = {id(tensor): name for name, tensor in state.items()}
+    saved = revert_weight_conversion(model, state)
+    return {name: names[id(tensor)] for name, tensor in saved.items() if id(tensor) in names}
 
 
 def _are_equal(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> bool:

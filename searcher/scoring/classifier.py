@@ -5,6 +5,7 @@ masked. Shape suffixes: N pairs, T tokens of the longest.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
-from tba.common.rendering import Message
+from tba.common.rendering import Message, as_map
+from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory, weight_files
@@ -55,7 +57,7 @@ class RewardModel:
         """
         if self._config.template == "chat":
             whole = (*(messages or [("user", prompt)]), ("assistant", response))
-            chat = [{"role": role, "content": content} for role, content in whole]
+            chat = [as_map(message) for message in whole]
             # A template is a program that comes with the model and may raise anything.
             try:
                 text = self._tokenizer.apply_chat_template(chat, tokenize=False)
@@ -80,8 +82,8 @@ class RewardModel:
 
         A batch has fewer pairs than the vocabulary has tokens, so that there is a token that none of them ends with.
         """
-        lengths = [len(pair) for pair in pairs]
-        return cut_by_tokens(lengths, self._config.batch_tokens, padded=True, max_rows=self._vocabulary - 1)
+        cut = partial(cut_by_tokens, limit=self._config.batch_tokens, padded=True, max_rows=self._vocabulary - 1)
+        return Rotation.of(self._model.config).split([len(pair) for pair in pairs], cut)
 
     def score(self, pairs: Sequence[Sequence[int]], begin: Callable[[int, int], None]) -> list[Score]:
         """One score per pair, computed in one batch, or in halves of it when memory is short.

@@ -14,6 +14,7 @@ from typing import Any, Self
 from tba.common.config import ScoringModelSection
 from tba.common.errors import HttpRefused
 from tba.common.http_json import JsonClient
+from tba.common.rendering import as_map
 from tba.searcher.tasks.task import Prompt
 
 _ROUTES = {"classify": "/classify", "pooling": "/pooling", "score": "/score"}
@@ -53,7 +54,7 @@ class HttpModel:
             body["task"] = "classify"
         if config.template == "chat":
             whole = (*(prompt.messages or [("user", prompt.text)]), ("assistant", response))
-            return body | {"messages": [{"role": role, "content": content} for role, content in whole]}
+            return body | {"messages": [as_map(message) for message in whole]}
         if prompt.messages and not prompt.text:
             raise ValueError(f'the prompt has messages and no text: set {self._section}.template = "chat"')
         if config.api == "score":

@@ -11,12 +11,14 @@ V vocabulary.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory
@@ -41,6 +43,7 @@ class ReferenceModel:
             if self._autocast:
                 halve(self._model)
             self._model.to(device).eval().requires_grad_(False)
+        self._rotation = Rotation.of(self._model.config)
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
     @torch.inference_mode()
@@ -51,7 +54,8 @@ class ReferenceModel:
         """
         found: list[float | None] = [None] * len(rows)
         usable = [n for n, row in enumerate(rows) if self._is_usable(row)]
-        for batch in cut_by_tokens([_tokens(rows[n]) for n in usable], _BATCH_TOKENS, padded=True):
+        cut = partial(cut_by_tokens, limit=_BATCH_TOKENS, padded=True)
+        for batch in self._rotation.split([_tokens(rows[n]) for n in usable], cut):
             indices = [usable[index] for index in batch]
             for n, logprob in zip(indices, self._batch([rows[n] for n in indices]), strict=True):
                 found[n] = logprob if math.isfinite(logprob) else None
@@ -70,6 +74,7 @@ class ReferenceModel:
             tokens[n, : _tokens(row)] = np.concatenate([row.prompt_ids, row.response_ids])
             attention[n, : _tokens(row)] = 1
         tokens_NT, attention_NT = (torch.from_numpy(array).to(self._device) for array in (tokens, attention))
+        self._rotation.forget(self._model)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
             hidden_NTH = self._model.base_model(
                 input_ids=tokens_NT, attention_mask=attention_NT, use_cache=False

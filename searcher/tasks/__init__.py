@@ -7,6 +7,7 @@ from typing import Any
 from tba.common.config import TaskSection
 from tba.common.config.task import MIXTURE, TaskSource
 from tba.common.errors import MissingExtra, TaskError, TbaError
+from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
@@ -27,6 +28,7 @@ def _make_red_team(**options: Any) -> Task:
 
 # The names are those of `tba.common.config.task.TASKS`, without the mixture.
 _SHIPPED: dict[str, Callable[..., Task]] = {
+    "answers": AnswersTask,
     "arithmetic": ArithmeticTask,
     "gsm8k": Gsm8kTask,
     "math": MathTask,

@@ -1,40 +1,38 @@
 """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): grade-school word problems; the answer is the last number.
 
 Prompt format and reward follow the TBA paper (section B.1): the reward is 1 if the response is finished and its last
-number is the gold answer. The data is a JSON-lines file with `question` and `answer` (final answer after `#### `), or a
-data set on the Hugging Face hub.
+number is the gold answer. The data is a file with the columns `question` and `answer` (final answer after `#### `), or
+a data set on the Hugging Face hub.
 """
 
-import hashlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from tba.common.errors import TaskError
-from tba.searcher.tasks.rows import is_file, read_rows, without_repeated
+from tba.searcher.tasks.answers import why_no_gold
+from tba.searcher.tasks.rows import RowsTask, answers_in, key_of, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
+# Thousands are separated as in 1,234,567 and, in India, as in 12,34,567.
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
-_NUMBER = re.compile(r"(?:(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
-# The minus sign of Unicode, and the ways of LaTeX to write a comma between digits without a space after it.
-_SPELLINGS = (("\N{MINUS SIGN}", "-"), ("{,}", ","), (",\\!", ","))
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d)+,\d{3}|\d+)"
+_NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
+# The minus sign of Unicode, also before a currency sign, and the ways of LaTeX to separate thousands.
+_SPELLINGS = (
+    (re.compile("\N{MINUS SIGN}"), "-"),
+    (re.compile(r"(?<!\d)(?<!\d\$)-(?:US)?\\*[$€£¥₹]\s?(?=[\d.])"), "-"),
+    (re.compile(r"\{,\}|,\\!"), ","),
+    (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
+)
 _SUBSET = "main"
 
 
-class Gsm8kTask:
+class Gsm8kTask(RowsTask):
     """GSM8K from local files or the hub. Raises TaskError if the data is missing or malformed."""
 
     name = "gsm8k"
 
     def __init__(self, train: str, test: str = "") -> None:
-        self._prompts = _load(train, "train")
-        self._held_out = _load(test or train, "test") if test or not is_file(train) else []
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
+        self._load(train, test, (("question",), ("answer",)), subset=_SUBSET)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         found = last_number(response)
@@ -42,29 +40,17 @@ class Gsm8kTask:
         correct = float(finished and found is not None and found == last_number(prompt.answer))
         return Reward(total=correct, parts={CORRECT: correct, "has_number": float(found is not None)})
 
+    def _prompt(self, row: Any, *columns: str) -> Prompt:
+        question, (solution,) = text_in(row, columns[0]), answers_in(row, columns[1])
+        answer = solution.rpartition("####")[2].strip()
+        if last_number(answer) is None or why_no_gold(answer):
+            raise ValueError(f"the answer {answer!r:.60} has no final number")
+        return Prompt(key_of(question), f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)
+
 
 def last_number(text: str) -> float | None:
     """Return the last number in a text, or None if it has none. Thousands separators and exponents are allowed."""
     for spelling, plain in _SPELLINGS:
-        text = text.replace(spelling, plain)
+        text = spelling.sub(plain, text)
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
-
-
-def _load(source: str, split: str) -> list[Prompt]:
-    rows = enumerate(read_rows("gsm8k", source, split, _SUBSET), 1)
-    prompts = without_repeated(_prompt(row, source, number) for number, row in rows)
-    if not prompts:
-        raise TaskError(f"task gsm8k: {source} has no rows")
-    return prompts
-
-
-def _prompt(row: Any, source: str, number: int) -> Prompt:
-    try:
-        question, answer = row["question"], row["answer"].rpartition("####")[2].strip()
-    except (KeyError, TypeError, AttributeError):
-        raise TaskError(f"task gsm8k: row {number} of {source} has no question and answer") from None
-    if last_number(answer) is None:
-        raise TaskError(f"task gsm8k: the answer in row {number} of {source} has no final number")
-    key = hashlib.sha256(question.encode()).hexdigest()[:16]
-    return Prompt(key, f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)

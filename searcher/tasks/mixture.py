@@ -49,6 +49,7 @@ class MixtureTask:
     def __init__(self, tasks: dict[str, Task], weights: dict[str, float] | None) -> None:
         self.tasks = tasks
         self.least_reward = min(map(least_reward, tasks.values()))
+        self.notes = [f"{label}: {note}" for label, task in tasks.items() for note in getattr(task, "notes", [])]
         self._weights = weights
 
     def prompts(self) -> Sequence[Prompt]:

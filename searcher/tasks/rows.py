@@ -1,45 +1,171 @@
-"""Rows of a task's data: a local file with JSON lines, or a data set on the Hugging Face hub."""
+"""Rows of a task's data, a local file or a data set on the Hugging Face hub, and the prompts that they become."""
 
-from collections.abc import Iterable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.common import jsonl
+from tba.common import data_files
 from tba.common.errors import MissingExtra, TaskError
+from tba.common.log import get_logger
+from tba.common.quantity import quantity
+from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.task import Prompt
+
+log = get_logger(__name__)
 
 
 def is_file(source: str) -> bool:
     """Return whether `task.train` or `task.test` names a local file. Other names are hub ids."""
-    return source.endswith((".jsonl", ".json")) or Path(source).exists()
+    return data_files.is_data_file(source)
 
 
-def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterable[Any]:
-    """Yield the rows of a file, or of a split of the data set with this id on the hub.
+def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of a file, or of a split of the data set with this id on the hub.
 
-    `subset` is the configuration of a hub data set, None for its only one. Raises TaskError if the data is missing or
-    malformed, MissingExtra without the package `datasets`.
+    `place` is `file:line` or a row number, for messages. `subset` is the configuration of a hub data set, None for its
+    only one. Raises TaskError if the data is missing or malformed, MissingExtra without the package that reads it.
     """
-    return _read_file(task, Path(source)) if is_file(source) else _read_hub(task, source, split, subset)
-
-
-def without_repeated(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Return the first prompt of each key, in order: a question that appears twice is one prompt."""
-    found: dict[str, Prompt] = {}
-    for prompt in prompts:
-        found.setdefault(prompt.key, prompt)
-    return list(found.values())
-
-
-def _read_file(task: str, path: Path) -> Iterable[Any]:
+    if not is_file(source):
+        rows = enumerate(_read_hub(task, source, split, subset), 1)
+        yield from ((f"row {n} of {source}", data_files.without_nested_nulls(row)) for n, row in rows)
+        return
     try:
-        yield from (row for _, row in jsonl.read(path))
-    except OSError as error:
-        raise TaskError(
-            f"task {task}: {path} cannot be read: {error.strerror}: set task.train and task.test"
-        ) from error
-    except ValueError as error:
-        raise TaskError(f"task {task}: {error}") from error
+        yield from data_files.read(Path(source))
+    except TaskError as error:
+        advice = ": set task.train and task.test" if isinstance(error.__cause__, OSError) else ""
+        raise TaskError(f"task {task}: {error}{advice}") from error
+
+
+class RowsTask:
+    """A task whose prompts are rows of data. A subclass has `name`, `_prompt` and `score`, and calls `_load` once.
+
+    `_prompt` gets a row and the names of its columns, and raises ValueError for a row that it cannot use. `notes` says
+    how many rows repeat a prompt.
+    """
+
+    name: str
+    _prompt: Callable[..., Prompt]
+
+    def _load(
+        self,
+        train: str,
+        test: str,
+        columns: Sequence[Sequence[str]],
+        *,
+        subset: str = "",
+        splits: tuple[str, str] = ("train", "test"),
+    ) -> None:
+        """Read both files, or the splits of a hub data set. Raises TaskError with the place of a row, MissingExtra.
+
+        Of each group of `columns` a file has one, the first that its first row has, so that a column that is empty in
+        some rows is not replaced by another one there.
+        """
+        self.notes: list[str] = []
+        self._prompts = self._read(train, splits[0], subset, columns)
+        held_out = test or ("" if is_file(train) else train)
+        self._held_out = self._read(held_out, splits[1], subset, columns) if held_out else []
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out
+
+    def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[str]]) -> list[Prompt]:
+        """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""
+        found: dict[str, tuple[str, Prompt]] = {}
+        chosen: list[str] = []
+        repeated, others = 0, []
+        for place, row in read_rows(self.name, source, split, subset or None):
+            try:
+                if not isinstance(row, dict):
+                    raise ValueError(f"a row is an object with named columns, and not {row!r:.60}")
+                chosen = chosen or [_column_of(row, names) for names in columns]
+                prompt = self._prompt(row, *chosen)
+            except ValueError as error:
+                raise TaskError(f"task {self.name}: {place}: {error}") from error
+            first_place, first = found.setdefault(prompt.key, (place, prompt))
+            repeated += first is not prompt
+            if (first.answer, first.accepted) != (prompt.answer, prompt.accepted):
+                others.append(f"{place} ({prompt.answer!r:.40}) and {first_place} ({first.answer!r:.40})")
+        if not found:
+            raise TaskError(f"task {self.name}: {source} has no rows")
+        if repeated:
+            note = (
+                f"{quantity(repeated, 'row repeats', 'rows repeat')} the prompt of an earlier one, whose answer counts"
+            )
+            note += f"; {len(others)} with another answer, such as {others[0]}" if others else ""
+            log.info(note, task=self.name)
+            self.notes.append(note)
+        return [prompt for _, prompt in found.values()]
+
+
+def key_of(text: str) -> str:
+    """Return the key of a prompt, which depends on its text alone. Raises ValueError for a lone surrogate."""
+    data_files.require_unicode(text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def value_in(row: Any, column: str) -> Any:
+    """Return the value of a column, or of a field below one, as in `reward_model.ground_truth`. Raises ValueError."""
+    value = row[column] if column in row else _below(row, column)
+    if value is None:
+        what = "is null" if column in row else f"is missing; the row has {', '.join(map(str, row)) or 'none'}"
+        raise ValueError(f"the column {column} {what}")
+    return value
+
+
+def text_in(row: Any, column: str) -> str:
+    """Return the text of a column. Raises ValueError for another value."""
+    value = value_in(row, column)
+    if not isinstance(value, str):
+        raise ValueError(f"the column {column} is not a text: {value!r:.60}")
+    return value
+
+
+def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, Any]:
+    """Return what a column and the template variables of its row give a Prompt. Raises ValueError.
+
+    The column has a text, which stands for `place` in `format_`, or a list of messages, which are used as they are.
+    """
+    variables = {"template_kwargs": variables_of(row)}
+    if not isinstance(asked := value_in(row, column), list):
+        text = text_in(row, column)
+        return {"key": key_of(text), "text": format_.replace(place, text), **variables}
+    messages = [message_of(message) for message in asked]
+    if not messages or messages[-1][0] == "assistant":
+        raise ValueError(f"the column {column} has no message, or ends with the assistant's: remove the answer")
+    return {"key": key_of(json.dumps(messages)), "messages": messages, **variables}
+
+
+def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
+    """Return the texts or finite numbers of a column as texts: one, or with `several` a list. Raises ValueError."""
+    value = value_in(row, column)
+    values = value if several and isinstance(value, list) else [value]
+    for one in values:
+        number = isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)
+        if not isinstance(one, str) and not number:
+            raise ValueError(f"the column {column} has {one!r:.60}, which is neither a text nor a finite number")
+    if not values:
+        raise ValueError(f"the column {column} is an empty list")
+    return [str(one) for one in values]
+
+
+def _column_of(row: Any, names: Sequence[str]) -> str:
+    for name in names:
+        if name in row or _below(row, name) is not None:
+            return name
+    advice = ": name the column in task.options" if len(names) > 1 else ""
+    raise ValueError(f"it has no {' or '.join(names)}, only {', '.join(map(str, row)) or 'no column'}{advice}")
+
+
+def _below(row: Any, path: str) -> Any:
+    for name in path.split("."):
+        row = row.get(name) if isinstance(row, dict) else None
+    return row
 
 
 def _read_hub(task: str, name: str, split: str, subset: str | None) -> Iterable[Any]:

@@ -6,11 +6,12 @@ import json
 import sys
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tba.common.data_files import require_unicode
 from tba.common.errors import TaskError, TbaError
-from tba.common.rendering import Message, PromptRenderer
+from tba.common.rendering import Message, PromptRenderer, message_of
 
 # The reward part that is averaged as accuracy: 1 for a right answer, 0 for a wrong one.
 CORRECT = "correct"
@@ -22,9 +23,13 @@ _ADDED = 16
 class Prompt:
     """One problem. `key` is unique within the task and the same in every process and run.
 
-    It is a text; or messages, pairs (role, content) or maps of these two, that the model's chat template renders; or
-    token ids, which are used as they are. With both text and messages, the text is used where there is no template.
-    Lists become tuples. Raises ValueError for a message of another form.
+    It is a text; or messages, pairs (role, content) or maps of these two and other fields such as `tool_calls`, that
+    the model's chat template renders; or token ids, which are used as they are. With both text and messages, the text
+    is used where there is no template. `template_kwargs` are variables of the template, such as `tools`, and replace
+    those of `task.template_kwargs`. `accepted` are right answers besides `answer`.
+
+    Lists become tuples, and a map with other fields becomes (role, content, the map as JSON). Raises ValueError for a
+    message of another form, and for a text with a lone surrogate.
     """
 
     key: str
@@ -32,17 +37,17 @@ class Prompt:
     answer: str = ""
     messages: Sequence[Message] = ()
     ids: Sequence[int] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    accepted: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "messages", tuple(_message(self.key, message) for message in self.messages))
+        try:
+            object.__setattr__(self, "messages", tuple(message_of(message) for message in self.messages))
+            require_unicode([self.key, self.text, self.answer, self.messages, self.template_kwargs, self.accepted])
+        except ValueError as error:
+            raise ValueError(f"prompt {self.key!r} has {error}") from error
         object.__setattr__(self, "ids", tuple(int(id_) for id_ in self.ids))
-
-
-def _message(key: str, message: Any) -> Message:
-    pair = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else tuple(message)
-    if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-        raise ValueError(f"prompt {key!r} has the message {message!r}: write (role, content), two strings")
-    return pair
+        object.__setattr__(self, "accepted", tuple(self.accepted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Task(Protocol):
 
     - `least_reward: float`, the lowest reward that it gives (0 without it), which `objective.reward_floor = "task"`
       refers to;
+    - `notes: list[str]`, sentences on its data for `tba task check`, such as how many rows occur twice;
     - `check() -> None`, which raises TaskError for prompts that cannot be scored. It is called once before a searcher
       or an evaluation starts, not in reward workers.
 
@@ -154,6 +160,8 @@ def fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:
         digest.update(f"{prompt.key}\0{prompt.text}\0{prompt.answer}\0".encode())
         if prompt.messages or prompt.ids:
             digest.update(json.dumps([prompt.messages, prompt.ids]).encode())
+        if prompt.template_kwargs or prompt.accepted:
+            digest.update(json.dumps([prompt.template_kwargs, prompt.accepted], default=str).encode())
     return digest.hexdigest()
 
 
@@ -180,13 +188,15 @@ def check_answers(task: Task) -> None:
 def check_rendering(task: Task, prompts: Sequence[Prompt], renderer: PromptRenderer, context: int | None) -> None:
     """Raise TaskError for a prompt that cannot be rendered or leaves no room for a response.
 
-    `context` is the largest number of tokens of prompt and response, None if it is not known.
+    `context` is the largest number of tokens of prompt and response, None if it is not known. Logs a warning if prompts
+    have today's date.
     """
     for prompt in prompts:
         try:
             # A token is at least one byte of the text, so only long texts are tokenised here.
             most = len(prompt.ids) or len(renderer.text(prompt).encode("utf-8", "replace")) + _ADDED
             tokens = len(renderer.ids(prompt)) if context is not None and most >= context else 0
+            renderer.require_complete(prompt)
         except ValueError as error:
             raise TaskError(f"task {task.name}: the prompt {prompt.key!r} cannot be rendered: {error}") from error
         if context is not None and tokens >= context:
@@ -194,3 +204,5 @@ def check_rendering(task: Task, prompts: Sequence[Prompt], renderer: PromptRende
                 f"task {task.name}: the prompt {prompt.key!r} has {tokens} tokens, and the context of the model has "
                 f"room for {context}, with at least one of a response: drop the prompt, or raise search.max_model_len"
             )
+    if prompts:
+        renderer.warn_of_date(prompts[0])

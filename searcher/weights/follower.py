@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tba.common.clock import Clock
-from tba.common.errors import EngineError, SnapshotError, SnapshotMissing, SnapshotRefused
+from tba.common.errors import CanaryMismatch, EngineError, SnapshotError, SnapshotMissing, SnapshotRefused
 from tba.common.log import get_logger
 from tba.common.system.backoff import backoff
 from tba.common.wire.messages import WeightsRef
@@ -147,7 +147,10 @@ class WeightsFollower:
         log.warning("weights refused", **about)
         self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, SnapshotRefused) else 0
         if self._refused_by_engine == _MOST_REFUSED:
-            raise EngineError(
-                f"the engine refused {_MOST_REFUSED} snapshots in a row, and serves {serving}; the last: {error}. If "
-                "engine and trainer run the same model and settings, raise search.canary_tolerance"
+            advice = (
+                "If engine and trainer run the same model and settings, raise search.canary_tolerance"
+                if isinstance(error, CanaryMismatch)
+                else "Engine and trainer must load the same model directory"
             )
+            refused = f"the engine refused {_MOST_REFUSED} snapshots in a row, and serves {serving}"
+            raise EngineError(f"{refused}; the last: {error}. {advice}")

@@ -1,76 +1,43 @@
 """The trainer on one GPU: its speed as a share of the peak, and what it does when memory runs out."""
 
-import time
-from typing import Any
+from statistics import mean
 
-import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tba.common.config import Config, ObjectiveSection, TrainSection
-from tba.common.config.run import ModelSection
+from tba.common.config import TrainSection
 from tba.common.errors import MemoryShort
-from tba.tests.helpers.trainer import make_batch, make_row, objective
-from tba.trainer.batch.batch import Row, TrainBatch
+from tba.tests.helpers.gpu_steps import GIB, estimate_for, little_memory, qwen, random_model, random_steps, timed
+from tba.tests.helpers.trainer import objective
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.model.packing import packs
-from tba.trainer.preflight.check import report_on
 from tba.trainer.step.learner import Learner
-
-VOCABULARY = 32_000
-GIB = 1 << 30
-# The model of examples/gsm8k/node.toml, and a small one.
-LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
-SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
-
-
-def make_model(shape: dict[str, int]) -> Any:
-    """Return a random Llama with float32 weights on the GPU."""
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=4, max_position_embeddings=4096, **shape)
-    with torch.device("cuda"):
-        return LlamaForCausalLM(config).float()
-
-
-def batch_of(step: int, *, prompts: int, samples: int, prompt_tokens: int, response_tokens: int) -> TrainBatch:
-    rng = np.random.default_rng(step)
-    rows: list[Row] = []
-    for _ in range(prompts):
-        prompt = rng.integers(0, VOCABULARY, prompt_tokens)
-        rows += [make_row(len(rows) + n, prompt, rng.integers(0, VOCABULARY, response_tokens)) for n in range(samples)]
-    return make_batch(rows, rng.random((prompts, samples)), step=step)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 def test_a_step_reaches_a_share_of_the_peak_in_the_memory_of_the_estimate(tmp_path, checkpointing, record_property):
-    """32,768 tokens a step in bfloat16: an H100 should reach 0.3 to 0.5 without recomputation."""
+    """About 32,768 tokens a step in bfloat16: an H100 should reach 0.3 to 0.5 without recomputation."""
     total = torch.cuda.get_device_properties(0).total_memory
-    large = total > 60 * GIB
+    shape = qwen("1.5B" if total > 60 * GIB else "0.5B")
     torch.cuda.reset_peak_memory_stats()
-    model = make_model(LARGE if large else SMALL)
+    model = random_model(shape, "cuda")
     train = TrainSection(micro_batch_tokens=8192, gradient_checkpointing=checkpointing, warmup_steps=0)
     packed = packs("auto", model, "cuda", half=True)
     learner = Learner(model, None, train, objective("rloo"), autocast=True, packed=packed)
-    shape = {"prompts": 8, "samples": 8, "prompt_tokens": 128, "response_tokens": 384}
-    seconds, steps = 0.0, 6
-    for step in range(2 + steps):
-        batch = batch_of(step, **shape)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        assert learner.step_in_memory(batch).metrics["skipped"] == 0
-        torch.cuda.synchronize()
-        # The first steps choose kernels and allocate memory.
-        seconds += time.perf_counter() - started if step >= 2 else 0.0
-    found = Throughput(model, "auto").metrics(batch, seconds / steps)
+    batches = random_steps(shape.vocab_size, 8, (8, 8, 128, 384, 2048))
+    made = [timed("cuda", learner.step_in_memory, batch) for batch in batches]
+    assert all(result.metrics["skipped"] == 0 for result, _ in made)
+    # The first steps choose kernels and allocate memory.
+    seconds = [elapsed for _, elapsed in made[2:]]
+    throughput = Throughput(model, "auto")
+    rates = [throughput.metrics(batch, elapsed) for batch, elapsed in zip(batches[2:], seconds, strict=True)]
+    found = {name: mean(rate[name] for rate in rates) for name in rates[0]}
     for name, value in found.items():
         record_property(name, value)
     record_property("parameters", sum(parameter.numel() for parameter in model.parameters()))
-    record_property("seconds_step", seconds / steps)
-    model.config.save_pretrained(tmp_path)
-    config = Config(model=ModelSection(dtype="bfloat16"), train=train, objective=ObjectiveSection(name="rloo"))
-    estimate = sum(report_on(config, tmp_path, ranks=1, gpu_total=total).device.values())
+    record_property("seconds_step", mean(seconds))
+    estimate = sum(estimate_for(shape, train, tmp_path).device.values())
     peak = torch.cuda.max_memory_allocated()
     record_property("peak_gib", peak / GIB)
     record_property("estimated_gib", estimate / GIB)
@@ -79,17 +46,10 @@ def test_a_step_reaches_a_share_of_the_peak_in_the_memory_of_the_estimate(tmp_pa
 
 
 def test_a_trainer_that_runs_out_of_memory_says_so_and_can_go_on():
-    learner = Learner(
-        make_model(SMALL), None, TrainSection(micro_batch_tokens=1 << 20), objective("rloo"), autocast=True
-    )
-    batch = batch_of(0, prompts=4, samples=8, prompt_tokens=128, response_tokens=896)
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GIB) / total)
-    try:
-        with pytest.raises(MemoryShort, match="out of memory in step 0"):
-            learner.step_in_memory(batch)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    short = batch_of(0, prompts=2, samples=2, prompt_tokens=32, response_tokens=32)
+    shape, train = qwen("0.5B"), TrainSection(micro_batch_tokens=1 << 20)
+    learner = Learner(random_model(shape, "cuda"), None, train, objective("rloo"), autocast=True)
+    (batch,) = random_steps(shape.vocab_size, 1, (4, 8, 128, 2000, 896))
+    with little_memory("cuda"), pytest.raises(MemoryShort, match="out of memory in step 0"):
+        learner.step_in_memory(batch)
+    (short,) = random_steps(shape.vocab_size, 1, (2, 2, 32, 32, 64))
     assert learner.step_in_memory(short).metrics["skipped"] == 0

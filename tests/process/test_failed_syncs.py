@@ -72,7 +72,10 @@ class Disk:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"LD_PRELOAD": str(self.library), "DISK_DATABASE": str(self.database), "DISK_FAULT": str(self.fault)}
+        # By its name: a path in LD_PRELOAD ends at a space.
+        folders = os.pathsep.join(filter(None, (str(self.library.parent), os.environ.get("LD_LIBRARY_PATH"))))
+        preload = {"LD_PRELOAD": self.library.name, "LD_LIBRARY_PATH": folders}
+        return preload | {"DISK_DATABASE": str(self.database), "DISK_FAULT": str(self.fault)}
 
     @property
     def log(self) -> Path:
@@ -124,7 +127,7 @@ def wait_for_acknowledged(producers, puts: int) -> None:
 def assert_ends_with_a_sentence(server, folder) -> None:
     assert server.wait(60) == 1
     output = (folder / "tba0.log").read_text()
-    assert re.search(r"error: the disk of \S+ failed to write data \(.+\): nothing more is ack", output)
+    assert re.search(r"error: the disk of .+ failed to write data \(.+\): nothing more is ack", output)
     assert "Traceback" not in output
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -14,17 +13,19 @@ from msgspec.structs import replace
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights
 from tba.tests.process.conftest import clean_environment
 
-# What PrivateTmp=, ProtectSystem=strict and StateDirectory= do: a tmpfs on /tmp, a read-only tree, and a mount of the
-# state directory ($STATE) on /mnt, which stands for /var/lib/tba.
+# What PrivateTmp=, ProtectSystem=strict and StateDirectory= do: a private temporary directory, a read-only tree, and a
+# mount of the state directory. The clone or the interpreter may lie in /tmp or /mnt, so all mounts are in directories
+# of the test: $SEEN stands for /var/lib/tba, and the temporary directory hides $STATE.
 UNIT = """
 set -e
 mount --make-rprivate /
-mount --bind "$STATE" /mnt
-mount -t tmpfs tmpfs /tmp
-mount --bind / /
+mount --bind "$STATE" "$SEEN"
+mount -t tmpfs tmpfs "$STATE"
 mount -o remount,bind,ro /
-exec "$@"
+TMPDIR=$STATE exec "$@"
 """
+# The second one is for users who are not root: it takes a user namespace, too.
+UNSHARE = ["unshare", "--mount"], ["unshare", "--mount", "--map-current-user", "--keep-caps"]
 # Assembles a snapshot as a searcher does, and prints where it lies.
 SEARCHER = """
 import json, sys
@@ -48,55 +49,79 @@ print(json.dumps([str(found.path), status.st_ino, status.st_nlink, len(hashed)])
 """
 
 
-def can_unshare() -> bool:
-    return subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+def may_mount(unshare: list[str]) -> bool:
+    mounts = "mount --make-rprivate / && mount -t tmpfs tmpfs /proc && mount -o remount,bind,ro /"
+    try:
+        done = subprocess.run([*unshare, "sh", "-c", mounts], capture_output=True, check=False)
+    # This system has no unshare.
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0
 
 
-pytestmark = pytest.mark.skipif(not can_unshare(), reason="this user may not create mount namespaces")
+@pytest.fixture(scope="module")
+def unshare():
+    """The command that starts a program in a mount namespace. Skips the test if this user may not create one."""
+    allowed = next((command for command in UNSHARE if may_mount(command)), None)
+    return allowed or pytest.skip("this user may not mount file systems in a namespace of its own")
 
 
 @pytest.fixture
-def state():
-    """The state directory, with a snapshot of a trainer."""
-    with tempfile.TemporaryDirectory(prefix="tba-state-") as directory:
-        yield Path(directory)
+def state(tmp_path):
+    """The state directory as the trainer sees it."""
+    (tmp_path / "state").mkdir()
+    return tmp_path / "state"
 
 
-def in_unit(state, settings, ref):
-    command = ["unshare", "-m", "sh", "-c", UNIT, "sh", sys.executable, "-c", SEARCHER]
-    done = subprocess.run(
-        [*command, json.dumps(settings), msgspec.json.encode(ref).decode()],
-        env=clean_environment() | {"STATE": str(state)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def seen(tmp_path):
+    """The state directory as the searchers see it."""
+    (tmp_path / "seen").mkdir()
+    return tmp_path / "seen"
 
 
-def publish(state):
-    ref = RandomWeights(state / "runs/snapshots").full()
-    return replace(ref, path=ref.path.replace(str(state), "/mnt"))
+@pytest.fixture
+def in_unit(unshare, state, seen):
+    """Runs a searcher as a unit does."""
+
+    def run(settings, ref):
+        command = [*unshare, "sh", "-c", UNIT, "sh", sys.executable, "-c", SEARCHER]
+        done = subprocess.run(
+            [*command, json.dumps(settings), msgspec.json.encode(ref).decode()],
+            env=clean_environment() | {"STATE": str(state), "SEEN": str(seen)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
 
 
-def test_instances_share_weights_in_memory(state):
-    name = f"namespaces-{os.getpid()}"
-    settings, ref = {"run": {"dir": "/mnt/runs", "name": name}, "model": {"path": "none"}}, publish(state)
-    path, inode, links, hashed = in_unit(state, settings, ref)
+@pytest.fixture
+def ref(state, seen):
+    """A snapshot of the trainer, with the path by which searchers know it."""
+    published = RandomWeights(state / "runs/snapshots").full()
+    return replace(published, path=published.path.replace(str(state), str(seen)))
+
+
+def test_instances_share_weights_in_memory(in_unit, seen, ref):
+    settings = {"run": {"dir": f"{seen}/runs", "name": f"namespaces-{os.getpid()}"}, "model": {"path": "none"}}
+    path, inode, links, hashed = in_unit(settings, ref)
     try:
         assert path.startswith("/dev/shm/")
         assert (links, hashed) == (1, 2)
         # The other instance finds the same files, and trusts them.
-        assert in_unit(state, settings, ref)[:2] == [path, inode]
-        assert in_unit(state, settings, ref)[3] == 0
+        assert in_unit(settings, ref)[:2] == [path, inode]
+        assert in_unit(settings, ref)[3] == 0
     finally:
         subprocess.run(["rm", "-r", str(Path(path).parent)], check=True)
 
 
-def test_weights_in_the_state_directory_are_links_to_the_trainers_files(state):
-    settings, ref = {"run": {"dir": "/mnt/runs"}, "search": {"weights_dir": "/mnt/weights"}}, publish(state)
-    path, inode, links, _ = in_unit(state, settings, ref)
-    assert path.startswith("/mnt/weights/")
+def test_weights_in_the_state_directory_are_links_to_the_trainers_files(in_unit, state, seen, ref):
+    settings = {"run": {"dir": f"{seen}/runs"}, "search": {"weights_dir": f"{seen}/weights"}}
+    path, inode, links, _ = in_unit(settings, ref)
+    assert path.startswith(f"{seen}/weights/")
     assert (inode, links) == ((state / "runs/snapshots/v00000000" / WEIGHTS).stat().st_ino, 2)
-    assert in_unit(state, settings, ref)[1:4] == [inode, 2, 0]
+    assert in_unit(settings, ref)[1:4] == [inode, 2, 0]

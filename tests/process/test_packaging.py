@@ -8,16 +8,17 @@ import zipfile
 
 import pytest
 
+from tba.tests.helpers.source_files import ROOT, source_files
+
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory, pytestconfig):
-    """Return a wheel built from the files that git tracks."""
-    root = pytestconfig.rootpath
+def wheel(tmp_path_factory):
+    """Return a wheel built from a copy of the sources."""
     copy = tmp_path_factory.mktemp("build") / "a folder of any name"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / name, copy / name)
+    for file in source_files("*"):
+        target = copy / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
     command = [
         sys.executable,
         "-m",

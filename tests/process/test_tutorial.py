@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -23,8 +24,9 @@ def shell(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     programs = tmp_path / "bin"
     programs.mkdir()
+    python = shlex.quote(sys.executable)
     # Scripts, since a symbolic link to the interpreter of a virtual environment does not find its packages.
-    for name, command in {"tba": f"{sys.executable} -m tba", "python": sys.executable}.items():
+    for name, command in {"tba": f"{python} -m tba", "python": python}.items():
         (programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (programs / name).chmod(0o755)
     # The parent of `tba` is the shell, not this process.

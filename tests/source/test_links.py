@@ -1,21 +1,15 @@
 """Links in the documentation lead to files and headings that exist."""
 
 import re
-import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tba.tests.helpers.source_files import ROOT, source_files
+
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
-
-
-def pages() -> list[Path]:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return [ROOT / name for name in listed if (ROOT / name).exists()]
 
 
 @cache
@@ -25,7 +19,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", source_files("*.md"), ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page):
     broken = []
     for target in LINK.findall(CODE.sub("", page.read_text())):

@@ -1,20 +1,18 @@
 """The size of files and functions: what a reader can hold in mind."""
 
 import ast
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tba.tests.helpers.source_files import ROOT, source_files
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 
 
 def sources() -> list[Path]:
-    """The tracked Python files of the package and its benchmarks."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return [ROOT / name for name in listed if not name.startswith("tests/") and (ROOT / name).exists()]
+    """The Python files of the package and its benchmarks."""
+    return [path for path in source_files("*.py") if not path.is_relative_to(ROOT / "tests")]
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -2,12 +2,12 @@
 
 import io
 import re
-import subprocess
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tba.tests.helpers.source_files import ROOT, source_files
+
 # Words that no reader searches for, each with what to write instead. docs/glossary.md has the project's own terms.
 RETIRED = {
     r"anew": "again, from scratch",
@@ -33,9 +33,7 @@ SHORT_COMMENT_WORDS = 4
 
 
 def files(*patterns: str) -> list[Path]:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return [ROOT / name for name in listed if (ROOT / name).exists() and ROOT / name != Path(__file__)]
+    return [path for path in source_files(*patterns) if path != Path(__file__)]
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,5 +1,6 @@
 """Fixtures of the unit tests: `tba buffer` commands, filled databases, a publisher."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,13 @@ def filled(tmp_path: Path, filled_once: bytes) -> Path:
 def hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes huggingface_hub answer from its cache alone, as if HF_HUB_OFFLINE was set when it was imported."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    """The user has no home directory, as a number that the system does not know."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
 
 
 @pytest.fixture

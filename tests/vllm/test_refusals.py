@@ -126,7 +126,7 @@ def test_tensors_that_differ_from_the_models_are_refused_before_anything_is_chan
     saved, problem = {
         "missing": (without(new, name), "1 tensor is missing"),
         "mis-shaped": (with_tensor(new, name, torch.zeros(32, 65)), r"has shape \[32, 65\], not \[32, 64\]"),
-        "unknown": (with_tensor(new, "extra", torch.zeros(2)), "1 tensor is unknown, for example 'extra'"),
+        "unknown": (with_tensor(new, "extra", torch.zeros(2)), "1 tensor has no place in it, for example 'extra'"),
         "integer": (with_tensor(new, name, torch.zeros(32, 64, dtype=torch.int32)), "has dtype I32, not F32"),
     }[kind]
     version = lab.serve(engine, old)
@@ -139,7 +139,7 @@ def test_tensors_that_differ_from_the_models_are_refused_before_anything_is_chan
 def test_a_snapshot_of_another_architecture_is_refused(lab, engine, old):
     version = lab.serve(engine, old)
     deeper = lab.model(seed=3, num_hidden_layers=3)
-    with pytest.raises(SnapshotError, match=r"12 tensors are unknown, for example 'model\.layers\.2"):
+    with pytest.raises(SnapshotError, match=r"12 tensors have no place in it, for example 'model\.layers\.2"):
         engine.load_weights(lab.snapshot(deeper))
     assert engine.weights_version == version
 

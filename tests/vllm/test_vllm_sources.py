@@ -58,10 +58,22 @@ FILES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "model_executor/model_loader/base_loader.py": ("cba765f6e669c518", [(WORKER, "super().load_model")]),
     "model_executor/model_loader/default_loader.py": (
         "3101d49e14d78321",
-        [(WORKER, "DefaultModelLoader"), (WORKER, "super().load_")],
+        [(WORKER, "DefaultModelLoader"), (WORKER, "super().load_"), (WORKER, "super()._prepare_weights(")],
     ),
     "model_executor/model_loader/utils.py": ("3091a9f64cbe42ad", [(WORKER, "ProcessingWatch(model)")]),
-    "model_executor/model_loader/weight_tying.py": ("8b950c56edb5f758", [(f"{ENGINE}weight_swap.py", "A tied head")]),
+    "model_executor/model_loader/weight_tying.py": (
+        "8b950c56edb5f758",
+        [(f"{ENGINE}weight_swap.py", "A tied head"), (WORKER, "tied_names(model)")],
+    ),
+    # Positions.
+    "model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py": (
+        "013f3d8660460a61",
+        [(f"{ENGINE}engine.py", "unlike the trainer")],
+    ),
+    "model_executor/layers/rotary_embedding/dynamic_ntk_scaling_rope.py": (
+        "e3794451c3a84448",
+        [(f"{ENGINE}engine.py", "does not scale dynamic NTK")],
+    ),
     "model_executor/model_loader/weight_checksum.py": ("bc9fa527624335ee", [(WORKER, "reset_weights()")]),
     "model_executor/model_loader/reload/inplace.py": ("e7f0fc47b5d616dc", [(WORKER, "worker.reload_weights(")]),
     "model_executor/model_loader/reload/layerwise.py": ("0d395b3889a3d5e8", [(WORKER, "worker.reload_weights(")]),

@@ -12,12 +12,15 @@ one that has less to do makes empty passes.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tba.common.token_batches import cut_by_tokens
+
+# Of the lengths of some rows, the forward passes over them, as indices.
+Split = Callable[[Sequence[int]], list[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,12 @@ class MicroBatch:
 
 
 def micro_batches(
-    lengths: Sequence[int], group_size: int, *, limit: int, pass_overhead: int | None, rank: int, ranks: int
+    lengths: Sequence[int], group_size: int, *, limit: int, split: Split, rank: int, ranks: int
 ) -> list[MicroBatch]:
     """Return the micro-batches of one rank. All ranks have equally many, of equally many chunks and passes.
 
     `lengths` are the tokens of each row, of which `group_size` after one another form a group; `limit` is the largest
-    number of tokens of a chunk with more than one row. `pass_overhead` is that of `forward_passes`.
+    number of tokens of a chunk with more than one row. `split` divides a chunk into forward passes.
     """
     groups = [range(first, first + group_size) for first in range(0, len(lengths), group_size)]
     sizes = [sum(lengths[row] for row in group) for group in groups]
@@ -59,7 +62,7 @@ def micro_batches(
     for parts in itertools.zip_longest(*parts_of_ranks, fillvalue=[]):
         rows_of_ranks = [[row for group in part for row in groups[group]] for part in parts]
         lengths_of_ranks = [[lengths[row] for row in rows] for rows in rows_of_ranks]
-        plan.append(MicroBatch(parts[rank], rows_of_ranks[rank], _chunks(lengths_of_ranks, limit, pass_overhead, rank)))
+        plan.append(MicroBatch(parts[rank], rows_of_ranks[rank], _chunks(lengths_of_ranks, limit, split, rank)))
     return plan
 
 
@@ -74,7 +77,7 @@ def partition(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return parts
 
 
-def _chunks(lengths_of_ranks: Sequence[Sequence[int]], limit: int, pass_overhead: int | None, rank: int) -> list[Chunk]:
+def _chunks(lengths_of_ranks: Sequence[Sequence[int]], limit: int, split: Split, rank: int) -> list[Chunk]:
     """Return the chunks of one rank in a micro-batch, given the lengths of every rank's rows in it."""
     slices_of_ranks = [
         [slice(part[0], part[-1] + 1) for part in cut_by_tokens(lengths, limit, in_order=True)]
@@ -82,9 +85,7 @@ def _chunks(lengths_of_ranks: Sequence[Sequence[int]], limit: int, pass_overhead
     ]
     chunks = []
     for slices in itertools.zip_longest(*slices_of_ranks, fillvalue=slice(0, 0)):
-        passes_of_ranks = [
-            forward_passes(lengths[rows], pass_overhead) for lengths, rows in zip(lengths_of_ranks, slices, strict=True)
-        ]
+        passes_of_ranks = [split(lengths[rows]) for lengths, rows in zip(lengths_of_ranks, slices, strict=True)]
         mine, count = passes_of_ranks[rank], max(map(len, passes_of_ranks))
         chunks.append(Chunk(slices[rank], [*mine, *([] for _ in range(count - len(mine)))]))
     return chunks

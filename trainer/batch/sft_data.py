@@ -1,25 +1,25 @@
 """Read demonstrations, prompts with their desired responses, as rows of a batch.
 
-A file has JSON lines of two kinds; other keys are ignored:
+A file (`tba.common.data_files`) has rows of two kinds; other columns are ignored:
 
     {"prompt": "47+38=", "response": "85"}                      `answer` is an alias of `response`
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
 Prompts are rendered as a searcher does it (`task.template`), and responses end with the end token that stops its
 engine, so the model learns what it will be sampled for. The last message of a conversation is the response, the others
-are its prompt.
+are its prompt. The chat template gets all fields of the messages, and `tools` and `chat_template_kwargs` of the row.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba.common import jsonl
+from tba.common import data_files
 from tba.common.errors import TaskError
-from tba.common.rendering import Message, PromptRenderer
+from tba.common.rendering import Message, PromptRenderer, as_map, message_of, variables_of
 from tba.trainer.batch.batch import Row
 
 
@@ -28,6 +28,7 @@ class _Prompt:
     text: str = ""
     messages: Sequence[Message] = ()
     ids: Sequence[int] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,67 +47,100 @@ class Encoder:
 def read_rows(paths: Sequence[Path], encoder: Encoder) -> list[Row]:
     """Read the rows of some files in order, numbered from 0. Raises TaskError, with file and line."""
     rows: list[Row] = []
-    for path in paths:
+    conversation: _Prompt | None = None
+    for place, value in (row for path in paths for row in data_files.read(path)):
         try:
-            for number, value in jsonl.read(path, malformed=TaskError):
-                try:
-                    prompt, response = _tokens(value, encoder)
-                    _check(prompt, response, encoder)
-                # Raised by the functions below or by a chat template.
-                except ValueError as error:
-                    raise TaskError(f"{path}:{number}: {error}") from error
-                rows.append(_row(len(rows), prompt, response))
-        except OSError as error:
-            raise TaskError(f"{path} cannot be read: {error.strerror}") from error
-    if not rows:
+            prompt, response = _read(value)
+            tokens = _tokens(prompt, response, encoder)
+            _check(*tokens, encoder)
+        # Raised by the functions below or by a chat template.
+        except ValueError as error:
+            raise TaskError(f"{place}: {error}") from error
+        conversation = conversation or prompt
+        rows.append(_row(len(rows), *tokens))
+    if conversation is None:
         raise TaskError(f"{', '.join(map(str, paths))}: no rows")
+    encoder.renderer.warn_of_date(conversation)
     return rows
 
 
-def _tokens(value: Any, encoder: Encoder) -> tuple[list[int], list[int]]:
-    """Tokenise prompt and response, the response with its end token. Raises ValueError."""
+def _read(value: Any) -> tuple[_Prompt, Message]:
+    """Return prompt and response of a row. Raises ValueError."""
     if not isinstance(value, dict):
         raise ValueError("a row is a JSON object")
-    prompt, response = _of_messages(value["messages"]) if "messages" in value else _of_texts(value)
-    if not response:
+    variables = variables_of(value)
+    if (said := value.get("messages")) is not None:
+        *before, response = _messages(said)
+        prompt = _Prompt(messages=before, template_kwargs=variables)
+    else:
+        texts = value.get("prompt"), value.get("response", value.get("answer"))
+        if not isinstance(texts[0], str) or not isinstance(texts[1], str):
+            raise ValueError(
+                "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "
+                + ", ".join(f"{key} ({type(one).__name__})" for key, one in value.items())
+            )
+        prompt, response = _Prompt(texts[0], template_kwargs=variables), ("assistant", texts[1])
+    data_files.require_unicode([prompt.text, prompt.messages, response, variables])
+    if not any(inner for key, inner in as_map(response).items() if key != "role"):
         raise ValueError("the response is empty")
-    renderer = encoder.renderer
-    prompt_ids, conversation = renderer.ids(prompt), renderer.conversation(prompt)
-    if conversation is None:
-        return prompt_ids, _ended(renderer.tokenizer.encode(response, add_special_tokens=False), encoder)
-    # The template may end a message with another token than the first end token.
-    whole = renderer.conversation_ids([*conversation, ("assistant", response)], add_generation_prompt=False)
-    if whole[: len(prompt_ids)] != prompt_ids:
-        raise ValueError("the chat template renders the prompt differently once the response follows it")
-    return prompt_ids, _ended(whole[len(prompt_ids) :], encoder)
+    return prompt, response
 
 
-def _of_texts(value: dict[str, Any]) -> tuple[_Prompt, str]:
-    prompt, response = value.get("prompt"), value.get("response", value.get("answer"))
-    if not isinstance(prompt, str) or not isinstance(response, str):
-        raise ValueError("a row has `messages`, or `prompt` and `response` (or `answer`), which are strings")
-    return _Prompt(prompt), response
-
-
-def _of_messages(messages: Any) -> tuple[_Prompt, str]:
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+def _messages(said: Any) -> list[Message]:
+    if not isinstance(said, list) or not all(isinstance(message, dict) for message in said):
         raise ValueError("`messages` is a list of objects with the strings `role` and `content`")
-    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+    if len(said) < 2 or said[-1].get("role") != "assistant":
         raise ValueError("`messages` ends with the assistant's, after at least one other")
-    said = [(message["role"], message["content"]) for message in messages]
-    return _Prompt(messages=said[:-1]), said[-1][1]
+    # Whether a message is trained on, in the format of OpenAI.
+    weights = [message.get("weight") for message in said]
+    if any(weights[:-1]) or weights[-1] not in (None, 1):
+        raise ValueError(
+            f"the weights of its messages are {weights}: the last message alone is trained on, so its weight is 1 and "
+            "that of the others 0; write one row for each message to train on"
+        )
+    return [message_of({key: inner for key, inner in message.items() if key != "weight"}) for message in said]
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+def _tokens(prompt: _Prompt, response: Message, encoder: Encoder) -> tuple[list[int], list[int]]:
+    """Tokenise prompt and response, the response with its end token. Raises ValueError."""
+    renderer = encoder.renderer
+    prompt_ids, text = renderer.ids(prompt), renderer.text_with(prompt, response)
+    if text is None:
+        return prompt_ids, _ended(renderer.encode(response[1]), response, encoder)
+    renderer.require_complete(prompt, response)
+    ids = renderer.encode(text)
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return prompt_ids, _ended(ids[len(prompt_ids) :], response, encoder)
+    # Tokens of the whole may span both: two line breaks are often one token. A run generates after the prompt's ids.
+    rest = text.removeprefix(renderer.text(prompt))
+    if rest == text:
+        raise ValueError(
+            "the chat template renders the prompt differently once the response follows it: set the variables of the "
+            "template that fit the row, such as task.template_kwargs = { enable_thinking = false }, or write the row "
+            'with `prompt` and `response` as the model is to see them, for task.template = "raw"'
+        )
+    # After an end token, since some tokenizers put a space before the first word of a text.
+    own = renderer.encode(renderer.tokenizer.decode([encoder.end_ids[0]], skip_special_tokens=False) + rest)[1:]
+    whole, apart = (renderer.tokenizer.decode(one, skip_special_tokens=False) for one in (ids, [*prompt_ids, *own]))
+    if whole != apart:
+        raise ValueError(f"its response cannot be tokenised apart from the prompt: {whole!r:.80} becomes {apart!r:.80}")
+    return prompt_ids, _ended(own, response, encoder)
 
 
-def _ended(response: list[int], encoder: Encoder) -> list[int]:
-    """Cut a response after its first end token: templates add line breaks after it that no engine would sample."""
-    for position, id_ in enumerate(response):
-        if id_ in encoder.end_ids:
-            return response[: position + 1]
-    return [*response, encoder.end_ids[0]]
+def _ended(ids: list[int], response: Message, encoder: Encoder) -> list[int]:
+    """Cut a response after its first end token: templates add line breaks after it that no engine would sample.
+
+    Raises ValueError if more follows because the response itself spells an end token.
+    """
+    end = next((n + 1 for n, id_ in enumerate(ids) if id_ in encoder.end_ids), None)
+    if end is None:
+        return [*ids, encoder.end_ids[0]]
+    if encoder.renderer.tokenizer.decode(ids[end:], skip_special_tokens=False).strip():
+        spelt = set(encoder.renderer.encode(" ".join(response[1:]))) & set(encoder.end_ids)
+        if spelt:
+            token = encoder.renderer.tokenizer.decode([*spelt][:1], skip_special_tokens=False)
+            raise ValueError(f"the response contains {token!r}, at which the engines stop: remove or respell it")
+    return ids[:end]
 
 
 def _check(prompt: Sequence[int], response: Sequence[int], encoder: Encoder) -> None:

@@ -22,11 +22,47 @@ _REPEAT_STEPS = 100
 # second limit is per token.
 _LOST_NATS = 1.0
 _LOST_NATS_PER_TOKEN = 0.005
+# In nats per token: rounding of one computation, and of bfloat16 in an engine.
+_FLOAT32_MISMATCH, _BFLOAT16_MISMATCH = 1e-3, 0.05
 # In nats. The estimate of log Z may exceed its bound by noise.
 _LOG_Z_NOISE = 0.5
 # Of the probability of sampled responses, where they have most of it: then other responses are unlikely to be good.
 _LOST_SHARE = 0.15
 _MOST = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The largest mean of a metric that is healthy, and the sentence about a larger one. `steps` are those it takes."""
+
+    value: float
+    steps: int
+    sentence: str
+
+
+def limits(dtype: str) -> dict[str, Limit]:
+    """By metric, the limits of docs/metrics.md that are a number. `dtype` is `model.dtype`."""
+    return {
+        # Exact at the first step, and in an asynchronous run there is no other.
+        "mismatch_mean": Limit(
+            _BFLOAT16_MISMATCH if dtype == "bfloat16" else _FLOAT32_MISMATCH,
+            1,
+            "engine and trainer differ by {mean:.2g} nats per token for the same weights, above {limit:g}: one of them "
+            "computes another model than you think; compare their versions and settings",
+        ),
+        "truncated_fraction": Limit(
+            0.2,
+            _FIRST_STEPS,
+            "{mean:.0%} of the ratios are outside the range of the objective, above {limit:.0%}: lower "
+            "train.learning_rate or buffer.max_staleness",
+        ),
+        "truncated_share": Limit(
+            0.05,
+            _FIRST_STEPS,
+            "{mean:.0%} of the responses have no end token, above {limit:.0%}: they are cut off and cannot be right; "
+            "raise search.max_tokens, or see docs/prompts.md for what ends a response",
+        ),
+    }
 
 
 @dataclass(slots=True)
@@ -52,7 +88,9 @@ class Health:
     """Watches the metrics of the steps. `warning` says which limits are exceeded now; empty if none is."""
 
     objective: ObjectiveSection
+    dtype: str = "float32"
     warning: str = ""
+    _means: dict[str, Smoothed] = field(default_factory=dict)
     _lost: Smoothed = field(default_factory=Smoothed)
     _log_z: Smoothed = field(default_factory=Smoothed)
     _bound: Smoothed = field(default_factory=Smoothed)
@@ -74,12 +112,22 @@ class Health:
             "log_ratio_positive": self._lost_nats(metrics),
             "log_z": self._impossible_log_z(metrics, largest_reward) if at_temperature_1 else "",
         }
-        for name, sentence in found.items():
+        above = {name: self._above(name, limit, metrics) for name, limit in limits(self.dtype).items()}
+        for name, sentence in (found | above).items():
             if sentence and step - self._logged_at.get(name, -_REPEAT_STEPS) >= _REPEAT_STEPS:
                 self._logged_at[name] = step
-                log.warning(f"{sentence}: {self._remedy}", step=step)
+                log.warning(sentence if name in above else f"{sentence}: {self._remedy}", step=step)
         signs = "; ".join(filter(None, found.values()))
-        self.warning = f"{signs}: {self._remedy}" if signs else ""
+        self.warning = "; ".join(filter(None, [signs and f"{signs}: {self._remedy}", *above.values()]))
+
+    def _above(self, name: str, limit: Limit, metrics: Mapping[str, float]) -> str:
+        """Return the sentence of a limit that the mean of its metric exceeds."""
+        mean = self._means.setdefault(name, Smoothed())
+        if name in metrics:
+            mean.add(metrics[name])
+        if mean.count < limit.steps or mean.value <= limit.value:
+            return ""
+        return limit.sentence.format(mean=mean.value, limit=limit.value)
 
     @property
     def _remedy(self) -> str:

@@ -8,7 +8,7 @@ The last token of a response predicts nothing that is used, and is left out. Ope
 difference; attention does (`tba.trainer.model.packed_attention`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from tba.common.errors import ConfigError, first_line
 from tba.common.log import get_logger
+from tba.common.rotation import Rotation
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.trajectory import Int32
 from tba.trainer.batch.batch import Layout, Row
@@ -121,21 +122,14 @@ def obstacle(model: PreTrainedModel, *, half: bool = False) -> str:
     name = type(model).__name__
     if not (model._supports_flash_attn and model._supports_attention_backend):
         return f"{name} does not support other attention implementations"
-    if moving := sorted(kind for kind in _rope_types(model) if "dynamic" in kind or kind == "longrope"):
-        return f"in {name} the longest sequence of a pass changes the rotation of all of them (RoPE {moving[0]})"
+    if moving := Rotation.of(model.config).limits:
+        return f"in {name} the longest sequence of a pass changes the rotation of all of them (RoPE {moving[0][0]})"
     try:
         return _trial(model, half=half)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         if out_of_memory(error):
             raise
         return f"{name} does not run on packed rows: {first_line(error)}"
-
-
-def _rope_types(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the RoPE types of a model's modules, each of which has one, or one per kind of layer."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", "")
-        yield from map(str, kinds.values() if isinstance(kinds, dict) else [kinds])
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ H hidden size, V vocabulary.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
+from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
+from tba.common.weights.tied import tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad
 from tba.trainer.batch.micro_batches import forward_passes
 from tba.trainer.model.chunked_logprobs import token_logprobs
@@ -42,6 +45,8 @@ _CPU_PASS_TOKENS = 64
 _GPU_PASS_TOKENS = 4096
 # Enough that dropout or noise of any rate changes one of their logits.
 _PROBE_TOKENS = 64
+# More than any cap of logits.
+_LARGE_LOGIT = 1e4
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
@@ -140,11 +145,22 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, autocast: bool) -> 
 
 @torch.no_grad()
 def _check_head(model: PreTrainedModel) -> None:
-    """Reject models that scale or cap the logits of their linear head: `Scorer` applies the head alone."""
-    tokens_NT = torch.arange(min(8, model.config.vocab_size), device=model.device)[None]
-    logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
+    """Reject models that scale or cap the logits of their linear head: `Scorer` applies the head alone.
+
+    The head's output is replaced by large numbers, which a cap changes whatever the weights are.
+    """
+    head, inputs = model.get_output_embeddings(), []
+
+    def replace(_: nn.Module, arguments: tuple[Tensor], output: Tensor) -> Tensor:
+        inputs.append(arguments[0])
+        return torch.linspace(-_LARGE_LOGIT, _LARGE_LOGIT, output.shape[-1]).to(output).expand_as(output)
+
+    tokens_NT = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device)[None]
+    with head.register_forward_hook(replace):
+        logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
     hidden_NTH = model.base_model(input_ids=tokens_NT, use_cache=False).last_hidden_state
-    if not torch.allclose(model.get_output_embeddings()(hidden_NTH), logits_NTV, atol=1e-3, rtol=1e-3):
+    unchanged = inputs and torch.equal(logits_NTV, replace(head, (hidden_NTH,), logits_NTV))
+    if not unchanged or not torch.allclose(inputs[0], hidden_NTH, atol=1e-3, rtol=1e-3):
         raise ConfigError(f"{type(model).__name__} scales or caps its logits: this release cannot train it")
 
 
@@ -180,6 +196,7 @@ class Scorer(nn.Module):
         self._autocast = autocast
         self._packed = packed
         self._exact_logits = exact_logits
+        self._rotation = Rotation.of(model.config)
         if autocast:
             # Hidden states are float32 between the layers, also where the embeddings are in bfloat16.
             model.get_input_embeddings().register_forward_hook(_float32_output)
@@ -199,6 +216,10 @@ class Scorer(nn.Module):
             return None
         return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
 
+    def passes(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Split rows of these lengths into forward passes, in which no row depends on the others; indices of each."""
+        return self._rotation.split(lengths, partial(forward_passes, overhead=self.pass_overhead))
+
     def score(
         self,
         rows: Sequence[Row],
@@ -210,12 +231,12 @@ class Scorer(nn.Module):
     ) -> Scores:
         """Score rows, in their order. `tempered`, `pooled` and `entropy` ask for the optional fields of `Scores`.
 
-        `passes` are the forward passes as indices into `rows`, by default those of `forward_passes`. All of them are
+        `passes` are the forward passes as indices into `rows`, by default those of `passes`. All of them are
         parts of one graph, so a loss on all rows is exact. An empty pass runs over a single token and yields nothing:
         FSDP's collectives need it where other ranks have more passes.
         """
         if passes is None:
-            passes = forward_passes([row.tokens for row in rows], self.pass_overhead)
+            passes = self.passes([row.tokens for row in rows])
         filled, all_rows = [], list(rows)
         for part in passes:
             filled.append(part or [len(all_rows)])
@@ -243,6 +264,7 @@ class Scorer(nn.Module):
         pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             for part in passes:
+                self._rotation.forget(self.model)
                 layout = (pack if self._packed else pad)([rows[n] for n in part], self.device)
                 output = self.model.base_model(input_ids=layout.tokens_NT, use_cache=False, **layout.model_kwargs)
                 hidden_PH = output.last_hidden_state.flatten(0, 1)
@@ -283,5 +305,5 @@ def sequence_logprobs(logprob_R: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state dict with each tied tensor once, under the name by which transformers saves it."""
-    tied = set(model.all_tied_weights_keys)
+    tied = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

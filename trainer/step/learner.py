@@ -306,7 +306,7 @@ class Learner:
             [row.tokens for row in rows],
             group_size,
             limit=self._config.micro_batch_tokens,
-            pass_overhead=self.scorer.pass_overhead,
+            split=self.scorer.passes,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
-from tba.common.errors import EngineFaulty
+from tba.common.errors import ConfigError, EngineFaulty
 from tba.common.system.process import KV_CACHE_NOTICE, notify_systemd
 from tba.common.weights.model_files import model_directory, read_json, weight_files
 from tba.common.weights.snapshot import Snapshot
@@ -76,6 +76,7 @@ class VllmEngine:
             adapter=adapter_of_all() if lora_rank else None,
         )
         try:
+            _limit_context(self._running)
             acceptance = _acceptance(self._running, directory, canary_tolerance)
             self._hot_reload = HotReload(self._running, files, acceptance)
         except BaseException:
@@ -153,13 +154,30 @@ class VllmEngine:
             leave_process_groups()
 
 
+def _limit_context(running: RunningVllm) -> None:
+    """Keep to the sequences that vLLM and the trainer rotate alike. Raises ConfigError if vLLM does so for none."""
+    limit = running.rotation.limit
+    if limit is None or running.context <= limit:
+        return
+    if running.rotation.switches:
+        raise ConfigError(
+            f"above {limit} tokens this model rotates positions by other factors (LongRoPE), which vLLM then uses for "
+            f"short sequences too, unlike the trainer: set search.max_model_len to at most {limit}"
+        )
+    # Beyond it vLLM does not scale dynamic NTK.
+    running.context = limit
+
+
 def _acceptance(running: RunningVllm, directory: Path, tolerance: float) -> Acceptance:
     """Return the checks of snapshots for the model in a directory, which vLLM serves."""
     config = read_json(directory / "config.json")
-    tied = bool(config.get("tie_word_embeddings", False))
+    files = weight_files(directory)
+    workers = running.call("tba_unplaced", [*map(str, files)])
+    # With several workers each holds a part of the model.
+    unplaced = set.intersection(*map(set, workers))
     return Acceptance(
-        tensor_shapes(weight_files(directory), tied=tied),
-        tied=tied,
+        tensor_shapes(files, without=unplaced),
+        copies={name for name in unplaced if any(one[name] for one in workers)},
         vocabulary=running.vocabulary,
         tolerance=tolerance,
         routed=routes_or_quantizes(config) or running.quantized,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tba.common.errors import EngineError, EngineFaulty, SnapshotError
+from tba.common.rotation import Rotation
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings, fit_request, in_vocabulary
 from tba.searcher.engines.vllm.fair_lock import FairLock
@@ -72,6 +73,7 @@ class RunningVllm:
         self.version = 0
         llm.set_weight_version("0")
         self.context = int(llm.model_config.max_model_len)
+        self.rotation = Rotation.of(llm.model_config.hf_config)
         self.vocabulary = int(llm.model_config.get_vocab_size())
         self.quantized = llm.model_config.quantization is not None
         self.uses_adapters = adapter is not None

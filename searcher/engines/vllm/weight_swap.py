@@ -69,6 +69,10 @@ class WeightSwap:
         self._prepared = None
         tensors = self._mapped.open(files)
         copies = [(one, tensors[one.name]) for one in self._slices if one.name in tensors]
+        # Of a tied head and its embedding one is enough.
+        written = {(one.parameter, one.offset) for one, _ in copies}
+        if stale := [one for one in self._slices if (one.parameter, one.offset) not in written]:
+            raise EngineError(f"the files lack {stale[0].name} and would leave a part of {stale[0].parameter} as it is")
         for _, source in copies:
             touch(source)
         self._prepared = _Prepared(copies, self._samples(tensors, seed))

@@ -27,9 +27,10 @@ from tba.common.errors import EngineError
 from tba.common.quantity import quantity
 from tba.common.system.background import Background
 from tba.common.weights.model_files import weight_files
+from tba.common.weights.tied import tied_names
 from tba.searcher.engines.vllm.running import FAILURE
 from tba.searcher.engines.vllm.tensor_files import TensorFiles, map_files
-from tba.searcher.engines.vllm.weight_layout import differing, record
+from tba.searcher.engines.vllm.weight_layout import differing, record, same_bits
 from tba.searcher.engines.vllm.weight_state import (
     Derived,
     ProcessingWatch,
@@ -83,6 +84,11 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
         extra = dict(load_config.model_loader_extra_config)
         self._packed = extra.pop("packed", True)
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
+
+    def _prepare_weights(self, model_name_or_path: str, *arguments: Any) -> tuple[Any, ...]:
+        """Choose the model's own files: the directory may have others, such as consolidated.safetensors."""
+        folder, _, *rest = super()._prepare_weights(model_name_or_path, *arguments)
+        return folder, [*map(str, weight_files(Path(folder)))], *rest
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Load, then record and compare with the files."""
@@ -141,6 +147,23 @@ class WeightWorker:
             except EngineError as error:
                 obstacle = str(error)
         return obstacle
+
+    @_reported
+    def tba_unplaced(self, files: list[str]) -> dict[str, bool]:
+        """Return the tensors of the files that the model does not hold, and whether each is a copy of one that it does.
+
+        With a tied head these are a copy of it. Empty if the layout is unknown.
+        """
+        model: Any = self._tba_model()
+        parameters = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        placed = {one.name for one in model.tba_slices if one.parameter in parameters}
+        tensors = dict(map_files(files).items())
+        held = [one for name, one in tensors.items() if name in placed]
+        return {
+            name: any(one.shape == copy.shape and same_bits(one, copy) for one in held)
+            for name, copy in tensors.items()
+            if held and name not in placed
+        }
 
     @_reported
     def tba_try(self, files: list[str], in_place: bool) -> list[str]:
@@ -305,9 +328,9 @@ def _repack_tied_heads(worker: Any) -> None:
     tensors, and a tied head receives none, so it would silently keep the old weights (vLLM 0.32.0: log-probabilities
     are off by up to 2). Remove this when tests/vllm/test_swap_traps.py finds no stale head without it.
     """
-    if not getattr(worker.model_config.hf_text_config, "tie_word_embeddings", False):
-        return
+    model = worker.get_model()
+    tied = {id(model.get_parameter(name)) for name in tied_names(model)}
     with set_current_vllm_config(worker.vllm_config):
-        for layer in worker.get_model().modules():
-            if isinstance(layer, ParallelLMHead):
+        for layer in model.modules():
+            if isinstance(layer, ParallelLMHead) and id(layer.weight) in tied:
                 layer.quant_method.process_weights_after_loading(layer)

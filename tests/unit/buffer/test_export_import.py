@@ -277,7 +277,7 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (GOOD | {"response_ids": []}, "a trajectory without an error has empty response_ids"),
         (GOOD | {"prompt_key": ""}, "rows.prompt_key[0]: Expected `str` of length >= 1"),
         (GOOD | {"metadata": {"x": float("inf")}}, "Out of range float values are not JSON compliant"),
-        (GOOD | {"text": "\ud800"}, "'utf-8' codec can't encode character"),
+        (GOOD | {"text": "\ud800"}, "half of a character"),
         (FULL | {"logprobs": [-1.0, -1.0]}, "logprobs and response_ids differ in length"),
         (FULL | {"version_runs": [[0, 2]]}, "the version runs of row 0 do not cover its 1 response token"),
         (FULL | {"version_runs": []}, "version_runs must be pairs"),

@@ -1,6 +1,7 @@
 """The buffer of an offline run: the batches it hands out, what it records, and what it refuses."""
 
 import hashlib
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -310,7 +311,7 @@ def test_a_file_with_an_older_or_unknown_schema_is_refused_with_instructions(sou
 
 def test_an_offline_record_is_refused_as_a_source_and_names_its_own(offline, source, tmp_path):
     offline().close()
-    with pytest.raises(UsageError, match=f"trained offline from {source.store.path}"):
+    with pytest.raises(UsageError, match=re.escape(f"trained offline from {source.store.path}")):
         read_recorded_run(tmp_path / "offline/buffer.sqlite", run=None, as_of=None)
 
 

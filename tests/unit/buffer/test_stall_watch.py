@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import shlex
 import socket
 import threading
 
@@ -45,17 +46,17 @@ def test_a_stall_is_logged_once_for_each_reason_and_alarms_once(caplog):
 
 
 def test_the_command_of_an_alarm_gets_the_sentence_and_its_output_is_no_code(tmp_path):
-    section = AlarmSection(command=f'printf "%s|" "$TBA_STALL" "$TBA_STALL_REASON" $TBA_STALL_RUN > {tmp_path}/out')
-    alarm = Alarm(section, "r7")
-    alarm.send(_SILENT, 600)
     out = tmp_path / "out"
+    command = f'printf "%s|" "$TBA_STALL" "$TBA_STALL_REASON" $TBA_STALL_RUN > {shlex.quote(str(out))}'
+    alarm = Alarm(AlarmSection(command=command), "r7")
+    alarm.send(_SILENT, 600)
     wait_until(lambda: out.exists() and out.read_text().count("|") == 3, 60, "the command")
     assert out.read_text() == f"{_SILENT.sentence}|searcher_silent|r7|"
     alarm.close()
 
 
 def test_a_command_that_does_not_end_is_killed_at_the_end_of_the_server(tmp_path, caplog):
-    alarm = Alarm(AlarmSection(command=f"echo > {tmp_path}/started; sleep 600"), "r")
+    alarm = Alarm(AlarmSection(command=f"echo > {shlex.quote(str(tmp_path))}/started; sleep 600"), "r")
     alarm.send(_SILENT, 600)
     wait_until((tmp_path / "started").exists, 60, "the command")
     alarm.send(_SLOW, 600)

@@ -3,12 +3,11 @@
 import contextlib
 import fcntl
 import os
-import shutil
+import re
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import closing
@@ -21,6 +20,7 @@ from tba.common.errors import AddressInUse, ConfigError
 from tba.common.wire.channels import ClientChannel, Peer, ServerChannel
 from tba.common.wire.socket_files import make_socket_directory, socket_of
 from tba.tests.helpers.checks import not_none, wait_until
+from tba.tests.helpers.users import closed_directory
 
 
 def outcome(address: str, all_ready: threading.Barrier, all_tried: threading.Barrier) -> str:
@@ -54,7 +54,7 @@ def test_a_server_with_a_full_backlog_keeps_its_socket_file(tmp_path):
         stuck.bind(f"{tmp_path}/socket")
         stuck.listen(0)
         waiting.connect(f"{tmp_path}/socket")
-        with pytest.raises(AddressInUse, match=f"buffer.address ipc://{tmp_path}/socket is in use"):
+        with pytest.raises(AddressInUse, match=re.escape(f"buffer.address ipc://{tmp_path}/socket is in use")):
             ServerChannel(f"ipc://{tmp_path}/socket")
         assert Path(tmp_path, "socket").is_socket()
 
@@ -152,22 +152,18 @@ def held():
 def test_a_directory_locked_by_another_program_is_an_address_in_use(tmp_path, held, monkeypatch):
     monkeypatch.setattr("tba.common.wire.socket_files._LOCK_SECONDS", 0.05)
     held(tmp_path)
-    with pytest.raises(AddressInUse, match=f"ipc://{tmp_path}/socket cannot be bound: another program keeps a lock"):
+    with pytest.raises(
+        AddressInUse, match=rf"{re.escape(str(tmp_path))}/socket cannot be bound: another program keeps a lock"
+    ):
         ServerChannel(f"ipc://{tmp_path}/socket")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def closed_folder():
-    """A directory that its user may enter and write to but not read. Root may read all, so it becomes another user."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o300)
-    yield folder
-    os.seteuid(user)
-    shutil.rmtree(folder)
+    """A directory that its user may enter and write to but not read."""
+    with closed_directory(0o300) as folder:
+        yield folder
 
 
 def test_an_unreadable_directory_can_hold_a_socket_file(closed_folder):

@@ -1,7 +1,9 @@
 """The configuration: layers, origins, and one sentence per mistake."""
 
+import os
 import re
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 
@@ -157,6 +159,26 @@ def test_an_unknown_key_in_the_environment_is_an_error():
 def test_an_unrelated_variable_is_a_warning(capsys):
     assert resolve(None, environment={"TBA_HOME": "/srv/tba"}).origins == {}
     assert "TBA_HOME sets nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["buffer.address", "train.serve_snapshots"])
+def test_the_path_of_a_socket_may_have_spaces(key):
+    assert value_of(resolve(None, assignments=[f"{key}=ipc:///my runs/a"]).config, key) == "ipc:///my runs/a"
+    assert key in refusal(assignments=[f"{key}=ipc:// "])
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_refused_with_the_remedy():
+    name = os.fsdecode(b"h\xe4user")
+    assert "is not a UTF-8 name here" in refusal(assignments=[f"run.dir={name}"])
+
+
+def test_a_directory_whose_name_the_locale_does_not_have_is_refused_with_the_remedy(tmp_path):
+    write(tmp_path, '[run]\ndir = "h\\u00E4user"')
+    code = "from pathlib import Path; from tba.common.config.layers import resolve; resolve(Path('run.toml'))"
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True)
+    assert b"ConfigError: run.dir '" in done.stderr
+    assert b"file names are ascii: set PYTHONUTF8=1" in done.stderr
 
 
 def test_a_database_in_place_of_a_configuration_is_named_as_such(tmp_path):

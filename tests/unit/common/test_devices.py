@@ -1,5 +1,7 @@
 """Lists of GPUs and the output of nvidia-smi, which a small program on PATH replaces."""
 
+import shlex
+
 import pytest
 
 from tba.common.config import Config, TrainSection
@@ -82,7 +84,8 @@ def nvidia_smi(tmp_path, monkeypatch):
         fails = f"echo '{failure}'; exit 9" if failure else ""
         program = tmp_path / "nvidia-smi"
         program.write_text(
-            f'#!/bin/sh\n{fails}\ncase "$1" in --query-gpu=*) cat {tmp_path}/gpus;; *) cat {tmp_path}/apps;; esac\n'
+            f"#!/bin/sh\n{fails}\ncd {shlex.quote(str(tmp_path))}\n"
+            'case "$1" in --query-gpu=*) cat gpus;; *) cat apps;; esac\n'
         )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

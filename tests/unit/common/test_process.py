@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tba.common.system.orphan_guard import session_of
 from tba.common.system.process import NotifySocket, StopSignal, notify_systemd, objects_frozen
 from tba.common.terminal import own_command
+from tba.tests.helpers.checks import not_none
 
 # Each block is larger than the previous one, so that glibc's adaptive threshold does not keep it.
 FAULTS = """
@@ -101,3 +103,12 @@ def test_the_command_to_type_again_is_the_one_that_was_typed(tmp_path, monkeypat
     assert own_command() == ["tba"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/tba/__main__.py"])
     assert own_command() == [sys.executable, "-m", "tba"]
+
+
+def test_a_process_whose_name_is_not_utf_8_has_a_session():
+    # Linux cuts names after 15 bytes, also inside a character.
+    code = "open('/proc/self/comm', 'wb').write(b'h\\xc3'); print(flush=True); open(0).read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        not_none(process.stdout).readline()
+        assert session_of(process.pid) == os.getsid(0)
+        not_none(process.stdin).close()

@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -103,8 +104,9 @@ def node(tmp_path, monkeypatch) -> Callable[..., None]:
         program = tmp_path / "bin/nvidia-smi"
         program.parent.mkdir(exist_ok=True)
         program.write_text(
-            f'#!/bin/sh\ncase "$1" in topo) cat {tmp_path}/matrix;; --query-gpu=driver*) cat {tmp_path}/driver;; '
-            f'*bus_id) cat {tmp_path}/buses;; --query-gpu=*) cat {tmp_path}/gpus;; "") cat {tmp_path}/header;; esac\n'
+            f"#!/bin/sh\ncd {shlex.quote(str(tmp_path))}\n"
+            'case "$1" in topo) cat matrix;; --query-gpu=driver*) cat driver;; *bus_id) cat buses;; '
+            '--query-gpu=*) cat gpus;; "") cat header;; esac\n'
         )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
@@ -249,12 +251,29 @@ def test_the_shipped_environment_sets_the_caches_of_the_units(units):
     assert (result, "VLLM_CACHE_ROOT = /home/ann/vllm is hidden from the units" in detail) == ("fail", True)
 
 
+@pytest.fixture
+def no_units(monkeypatch, tmp_path):
+    """No unit is installed, and the caches are in directories that can be written to."""
+    monkeypatch.setattr(doctor_gpu, "UNITS_ENVIRONMENT", tmp_path / "tba.env")
+    (tmp_path / "caches").mkdir()
+    for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "caches"))
+
+
+@pytest.mark.usefixtures("no_units")
 def test_a_cache_of_this_user_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "closed/triton"))
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
     result, detail = check_caches(ON_GPUS)
     assert (result, f"{tmp_path}/closed/triton cannot be written to: set TRITON_CACHE_DIR" in detail) == ("warn", True)
+
+
+@pytest.mark.usefixtures("no_units", "no_home")
+def test_a_user_without_a_home_directory_is_told_where_caches_are_set(monkeypatch):
+    assert check_caches(ON_GPUS)[0] == "ok"
+    monkeypatch.delenv("VLLM_CACHE_ROOT")
+    assert check_caches(ON_GPUS) == ("warn", "this user has no home directory: set VLLM_CACHE_ROOT, or HOME")
 
 
 @pytest.fixture
@@ -384,9 +403,9 @@ def test_what_was_not_looked_at_is_unchecked(tmp_path, hub_offline):
     assert findings["task"]["detail"] == "openai/gsm8k: data of the hub, downloaded at the start"
 
 
-def test_a_file_without_the_ending_of_json_is_no_data_of_the_hub(tmp_path, monkeypatch):
+def test_a_file_without_the_ending_of_a_data_file_is_no_data_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    section = TaskSection(name="gsm8k", train="g.csv", test="openai/gsm8k")
-    assert hub_data(section) == ["g.csv", "openai/gsm8k"]
-    Path("g.csv").touch()
+    section = TaskSection(name="gsm8k", train="g.data", test="openai/gsm8k")
+    assert hub_data(section) == ["g.data", "openai/gsm8k"]
+    Path("g.data").touch()
     assert hub_data(section) == ["openai/gsm8k"]

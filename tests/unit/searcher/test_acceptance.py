@@ -20,7 +20,7 @@ def scoring(*scores):
 
 
 def acceptance(tolerance, *, routed=False):
-    return Acceptance({}, tied=False, vocabulary=2, tolerance=tolerance, routed=routed)
+    return Acceptance({}, vocabulary=2, tolerance=tolerance, routed=routed)
 
 
 def snapshot(logprobs):

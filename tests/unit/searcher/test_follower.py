@@ -266,6 +266,18 @@ def test_a_searcher_gives_up_when_its_engine_refuses_five_snapshots_in_a_row(lab
         follower.settle(with_wrong_canary(lab, lab.publish(5)))
 
 
+def test_the_tolerance_is_advised_only_where_it_helps(lab, follower):
+    """Other tensors stay other tensors, whatever the canary's limits are."""
+    assert follower.settle(lab.publish(0))
+    del follower.engine._shapes["model.norm.weight"]
+    for step in (1, 2, 3, 4):
+        assert not follower.settle(lab.publish(step))
+    with pytest.raises(
+        EngineError, match=r"model.norm.weight.*\. Engine and trainer must load the same model directory"
+    ):
+        follower.settle(lab.publish(5))
+
+
 @pytest.mark.slow
 def test_a_snapshot_that_is_accepted_in_between_starts_the_count_again(lab, follower):
     for step in range(8):

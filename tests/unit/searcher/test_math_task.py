@@ -11,7 +11,7 @@ from tba.searcher.tasks.task import Prompt
 
 pytest.importorskip("math_verify", reason="the extra math is not installed")
 
-from tba.searcher.tasks import mathematics
+from tba.searcher.tasks import verdict
 from tba.searcher.tasks.mathematics import MathTask
 
 # (gold answer, response, whether it is right)
@@ -109,8 +109,8 @@ def test_an_answer_that_was_cut_off_is_wrong(task):
 
 
 def test_a_comparison_that_takes_too_long_is_a_part(task, monkeypatch):
-    monkeypatch.setattr(mathematics, "_LIMIT_SECONDS", 1)
-    reward = task.score(Prompt("p", "", r"10^{10^{8}}+1"), r"\boxed{\frac{10^{10^{8}}}{7^{10^{8}}}}", True)
+    monkeypatch.setattr(verdict, "LIMIT_SECONDS", 1)
+    reward = task.score(Prompt("p", "", "5"), r"\boxed{9^{9^{9^9}}}", True)
     assert (reward.total, reward.parts["verify_error"]) == (0.0, 1.0)
 
 
@@ -144,14 +144,22 @@ def test_columns_are_found_or_named(make_task, row, options, gold):
 
 
 def test_a_row_without_the_columns_names_them(make_task):
-    with pytest.raises(TaskError, match=r"row 1 of .* has no text in problem or question or prompt"):
+    with pytest.raises(
+        TaskError, match=r"rows.jsonl:1: it has no problem or question or prompt, only text: name the column"
+    ):
         make_task({"text": "q"})
 
 
 def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
-    task = make_task({"problem": "q", "answer": ""})
-    with pytest.raises(TaskError, match=rf"gold answer '' of prompt {task.prompts()[0].key} cannot be read"):
+    task = make_task({"problem": "q", "answer": r"\frac{1}{"})
+    with pytest.raises(TaskError, match=rf"gold answer '.*' of prompt {task.prompts()[0].key} cannot be read"):
         task.check()
+
+
+@pytest.mark.parametrize("gold", ["", " ", "proof", "Proof", "notfound", "None", "nan", "N/A", "https://a.org/12"])
+def test_a_gold_answer_that_is_none_is_refused_with_its_file_and_row(make_task, gold):
+    with pytest.raises(TaskError, match=r"row 2 of .*rows.jsonl has the gold answer .*: it .*: correct or remove"):
+        make_task({"problem": "p", "answer": "none"}, {"problem": "q", "answer": gold})
 
 
 @pytest.mark.parametrize(
@@ -194,8 +202,7 @@ def test_a_space_between_two_numbers_is_kept(one, other):
 
 def test_many_spaces_between_two_numbers_take_linear_time():
     # Quadratic time would be hours.
-    answer = f"2{' ' * 1_000_000}1"
-    assert normalised(answer) == answer
+    assert normalised(f"2{' ' * 1_000_000}1") == "2 1"
 
 
 def test_a_long_number_stays_as_it_is():

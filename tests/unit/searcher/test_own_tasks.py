@@ -1,6 +1,7 @@
 """Tasks of the user: where they come from, their options, and mixtures of tasks."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_an_error_of_the_code_that_makes_prompts_names_the_line(file, method):
     number = lines.index(f"    def {method}(self):") + 1
     lines.insert(number, "        {}['split']")
     file.write_text("\n".join(lines))
-    sentence = rf"task spell: {method}\(\) failed at {file}:{number + 1}: KeyError: 'split'"
+    sentence = rf"task spell: {method}\(\) failed at {re.escape(str(file))}:{number + 1}: KeyError: 'split'"
     with pytest.raises(TaskError, match=sentence):
         getattr(load_task(TaskSection(name=str(file))), method)()
 

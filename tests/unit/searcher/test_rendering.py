@@ -13,6 +13,7 @@ from tba.buffer.tools.tokenizer import Tokenizer as ImportTokenizer
 from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, TaskError
 from tba.common.rendering import PromptRenderer
+from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.messages import Visit
 from tba.searcher.checks import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping
@@ -74,7 +75,7 @@ def ids_of_sft(prompt: Prompt, renderer: PromptRenderer, folder) -> list[int]:
 
 
 def row_of_sft(prompt: Prompt, renderer: PromptRenderer, folder, *end_ids: int) -> Row:
-    messages = [{"role": role, "content": content} for role, content in (*prompt.messages, ("assistant", "5"))]
+    messages = [{"role": role, "content": content} for role, content, *_ in (*prompt.messages, ("assistant", "5"))]
     row = {"messages": messages} if prompt.messages else {"prompt": prompt.text, "response": "5"}
     file = folder / "rows.jsonl"
     file.write_text(json.dumps(row))
@@ -233,3 +234,12 @@ def test_stop_strings_that_are_special_tokens_mean_their_ids_and_end_tokens_have
     with pytest.raises(ConfigError, match="contains the special token"):
         Stopping(tokenizer, ("<|start_header_id|>\n",), ())
     assert Stopping(SimpleNamespace(decode=tokenizer.decode), (), ()).scored_text([begin]) == ""
+
+
+def test_a_sentencepiece_model_that_cannot_be_read_names_the_extra(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    # Without the extra, transformers takes it for a file of tiktoken; this one is neither.
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0e")
+    with pytest.raises(ConfigError, match=r"to read a tokenizer.model alone, pip install '.\[sentencepiece\]'"):
+        load_tokenizer(tmp_path)

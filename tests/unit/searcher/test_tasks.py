@@ -10,6 +10,7 @@ from tba.searcher import tasks
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask, last_number
 from tba.searcher.tasks.task import LimitedTask, Prompt, Reward, check_prompts, fingerprint
+from tba.tests.helpers.verdicts import read_rows
 
 
 @pytest.fixture
@@ -47,6 +48,12 @@ def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
 
 
+@pytest.mark.parametrize("kind", RESPONSES := read_rows("gsm8k_answers.txt"))
+def test_gsm8k_reads_the_number_that_a_response_states(kind):
+    found = [(number, response, last_number(response)) for number, response in RESPONSES[kind]]
+    assert [row for row in found if row[2] != (None if row[0] == "none" else float(row[0]))] == []
+
+
 def test_gsm8k_scores_the_last_number(gsm8k):
     prompt = gsm8k.prompts()[1]
     assert gsm8k.score(prompt, "It is 1, no, 2", finished=True).parts == {"correct": 1.0, "has_number": 1.0}
@@ -68,8 +75,9 @@ def test_gsm8k_uses_the_format_of_the_paper(gsm8k):
     ("line", "sentence"),
     [
         ("{", "is not JSON"),
-        ("{}", "has no question and answer"),
+        ("{}", "the column question is missing; the row has none"),
         ('{"question": "q", "answer": "#### x"}', "has no final number"),
+        ('{"question": "q", "answer": "https://a.org/12"}', "has no final number"),
     ],
 )
 def test_the_error_names_a_malformed_row(tmp_path, line, sentence):

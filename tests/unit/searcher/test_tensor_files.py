@@ -127,7 +127,8 @@ def test_without_registration_the_files_are_only_mapped_and_one_warning_names_th
 def test_a_disk_that_refuses_registration_does_not_keep_weights_in_memory_from_it(tmp_path, cudart):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         on_disk, in_memory = write(tmp_path / "own", 1.0), write(Path(memory, "served"), 2.0)
-        assert os.stat(on_disk).st_dev != os.stat(in_memory).st_dev
+        if os.stat(on_disk).st_dev == os.stat(in_memory).st_dev:
+            pytest.skip("the temporary directory is in /dev/shm")
         mapped = MappedFiles(pin=True)
         cudart.allowed = lambda flags: False
         mapped.open([on_disk])

@@ -79,6 +79,14 @@ def test_a_tensor_that_was_not_copied_is_found_by_reading_back(model, swap, tmp_
         swap.exchange()
 
 
+def test_files_that_would_leave_a_part_of_a_parameter_as_it_is_are_refused_before_the_exchange(swap, tmp_path):
+    tensors = dict(map_files(files(tmp_path, 1)).items())
+    del tensors["k"]
+    save_file(tensors, tmp_path / "less.safetensors")
+    with pytest.raises(EngineError, match="the files lack k and would leave a part of qk as it is"):
+        swap.prepare([str(tmp_path / "less.safetensors")], seed=1)
+
+
 @pytest.mark.parametrize("changed", [torch.zeros(4, 10), torch.zeros(10, 4, dtype=torch.bfloat16)])
 def test_a_parameter_reshaped_or_converted_after_loading_rules_out_swaps_in_place(model, swap, layouts, changed):
     model.qk = torch.nn.Parameter(changed, requires_grad=False)

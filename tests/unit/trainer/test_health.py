@@ -1,9 +1,13 @@
 """Warnings before a run is lost."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import tba
 from tba.common.config import ObjectiveSection
-from tba.trainer.metrics.health import Health
+from tba.trainer.metrics.health import Health, limits
 
 
 def watch(name: str = "tb", **keys) -> Health:
@@ -94,3 +98,44 @@ def test_a_skipped_step_and_a_run_without_reference_give_no_warning():
     assert after(health, range(1, 9)) == ""
     health.update(9, {"log_ratio_positive": 0.0, "response_tokens_mean": 5.0}, 1.0)
     assert health.warning == ""
+
+
+DOCUMENT = (Path(tba.__file__).parent / "docs/metrics.md").read_text(encoding="utf-8")
+NUMBER = re.compile(r"(?:above|below|at least|more than) (?:about )?[−-]?(\d[\d.e-]*\d|\d)")
+
+
+def documented_limits():
+    """By metric, the numbers that the column "when to worry" names."""
+    rows = [
+        line.strip("| ").split(" | ") for line in DOCUMENT.split("## Warnings")[0].splitlines() if line[:3] == "| `"
+    ]
+    return {re.findall(r"`(\w+)`", row[0])[0]: [float(one) for one in NUMBER.findall(row[-1])] for row in rows}
+
+
+def test_every_limit_that_the_page_of_metrics_names_has_its_rule():
+    exact, rounded = limits("float32"), limits("bfloat16")
+    rules = {name: sorted({exact[name].value, rounded[name].value}) for name in exact}
+    assert {name: numbers for name, numbers in documented_limits().items() if numbers} == rules
+    signs = re.findall(r"^\| `(\w+)` \|", DOCUMENT.split("## Warnings")[1].split("## ")[0], re.M)
+    assert set(signs) == {"policy_mass", "log_ratio_positive", "log_z"}
+
+
+@pytest.mark.parametrize("name", limits("float32"))
+def test_a_metric_above_its_limit_is_reported_with_its_own_remedy(name, caplog):
+    limit = limits("float32")[name]
+    assert after(watch(), range(9), **{name: 0.9 * limit.value}) == ""
+    warning = after(watch(), range(limit.steps), **{name: 3 * limit.value})
+    assert f"above {limit.value:g}" in warning or f"above {limit.value:.0%}" in warning
+    assert caplog.text.count(warning) == 1
+
+
+def test_in_bfloat16_engine_and_trainer_may_differ_by_more():
+    health = Health(ObjectiveSection(), "bfloat16")
+    assert after(health, range(1), mismatch_mean=0.04) == ""
+    assert after(health, range(1, 9), mismatch_mean=0.2).startswith("engine and trainer differ by 0.1")
+
+
+def test_responses_of_1_5_nats_of_mismatch_are_reported_at_the_first_step_with_another_sign():
+    warning = after(watch("dr_grpo"), range(5), log_ratio_positive=-1.2, mismatch_mean=1.5)
+    assert "have lost 1.2 nats" in warning
+    assert "; engine and trainer differ by 1.5 nats per token" in warning

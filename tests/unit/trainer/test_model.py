@@ -4,12 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BioGptConfig,
     BloomConfig,
     FalconConfig,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MixtralConfig,
@@ -79,12 +78,21 @@ def test_dropout_is_removed_even_in_training_mode(tmp_path):
     assert torch.equal(first, second)
 
 
-def test_a_model_that_caps_its_logits_is_rejected(tmp_path):
-    shape = Gemma2Config(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, initializer_range=1.0,
+SCALED = {
+    "gemma2": {"final_logit_softcapping": 0.5, "head_dim": 8},
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+}
+
+
+@pytest.mark.parametrize("width", [1.0, 1e-4], ids=["large logits", "small logits"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_model_that_scales_or_caps_its_logits_is_rejected_whatever_its_weights_are(kind, width, tmp_path):
+    shape = AutoConfig.for_model(
+        kind, vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=width, bos_token_id=1, eos_token_id=2, pad_token_id=0, **SCALED[kind],
     )  # fmt: skip
-    Gemma2ForCausalLM(shape).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="scales or caps its logits"):
         load_model(tmp_path, CPU)
 

@@ -40,9 +40,9 @@ class TensorBoardSink:
 class _ResumedSink(ABC):
     """One run of a tracker for one tba run, over all its starts.
 
-    `state` is a file with the tracker's id for this run and the next step to send. A resumed trainer repeats steps,
-    with the same metrics; they are not sent again, since none may appear twice. `texts` decodes the answers, which are
-    sent as a table; without it none are.
+    `state` is a file with the tracker's id for this run and the next step to send. A resumed trainer repeats steps, on
+    a CPU with the same metrics; they are not sent again, since none may appear twice. `texts` decodes the answers,
+    which are sent as a table; without it none are.
     """
 
     def __init__(self, state: Path, texts: AnswerTexts | None) -> None:

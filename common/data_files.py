@@ -1,0 +1,104 @@
+"""Rows of a data file: JSON lines, CSV or parquet, the first two also compressed by gzip."""
+
+import csv
+import gzip
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tba.common import jsonl
+from tba.common.errors import MissingExtra, TaskError, first_line
+
+_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
+# Rows of parquet in memory at once.
+_BATCH = 256
+
+
+def is_data_file(name: str) -> bool:
+    """Return whether a name is that of a local file, to be read by `read`. Other names may be hub ids."""
+    return name.removesuffix(".gz").endswith(_SUFFIXES) or os.path.exists(name)
+
+
+def read(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row); `place` is `file:line`, or `file row n` of parquet, for messages. Cells of CSV are texts.
+
+    Raises TaskError, with the place, for a file that cannot be read or is malformed; MissingExtra without pyarrow.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.peek(len(_PARQUET))
+            if magic.startswith(_PARQUET):
+                rows = enumerate(read_parquet(path, TaskError), 1)
+                yield from ((f"{path} row {number}", without_nested_nulls(row)) for number, row in rows)
+                return
+            plain: Any = gzip.GzipFile(fileobj=file) if magic.startswith(_GZIP) else file
+            separator = _SEPARATORS.get(Path(path.name.removesuffix(".gz")).suffix)
+            lines = _csv(plain, path, separator) if separator else jsonl.parse(plain, path, malformed=TaskError)
+            yield from ((f"{path}:{number}", row) for number, row in lines)
+    except IsADirectoryError:
+        inside = sorted(one.name for one in path.rglob("*") if one.name.removesuffix(".gz").endswith(_SUFFIXES))
+        raise TaskError(f"{path} is a directory: name one data file in it; it has {inside[:3] or 'none'}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise TaskError(f"{path} cannot be read: {getattr(error, 'strerror', '') or first_line(error)}") from error
+
+
+def _csv(file: Any, path: Path, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
+    # By default a cell has at most 131,072 characters.
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.DictReader((line.decode("utf-8-sig") for line in file), delimiter=separator, strict=True)
+    try:
+        for row in rows:
+            if None in row or None in row.values():
+                raise csv.Error("it has more or fewer cells than the header")
+            yield rows.line_num, row
+    # UnicodeDecodeError: the bytes are not UTF-8.
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}:{rows.line_num}: the row is not CSV: {error}") from error
+
+
+def read_parquet(path: Path, malformed: type[Exception]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file. Raises MissingExtra without pyarrow, `malformed` for another file."""
+    pa, pq = pyarrow()
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise malformed(f"{path} is not a readable parquet file: {first_line(error)}") from error
+
+
+def pyarrow() -> tuple[Any, Any]:
+    """Return pyarrow and its module for parquet. Raises MissingExtra."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise MissingExtra("pyarrow", "parquet") from None
+    return pyarrow, pyarrow.parquet
+
+
+def without_nested_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop the nulls below the columns of a table, where each row has the fields that any of them has."""
+    return {name: _dense(value) for name, value in row.items()}
+
+
+def _dense(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _dense(inner) for name, inner in value.items() if inner is not None}
+    return [_dense(inner) for inner in value] if isinstance(value, list) else value
+
+
+def require_unicode(value: Any) -> None:
+    """Raise ValueError if a text in a JSON value has a lone surrogate: half of a character, which UTF-8 lacks."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half, before, after = error.object[error.start], error.object[: error.start], error.object[error.end :]
+        near = before.rpartition('"')[2][-20:] + half + after.partition('"')[0][:20]
+        raise ValueError(f"half of a character ({half!r}, a lone surrogate) in {near!r}: correct the text") from error

@@ -1,0 +1,138 @@
+"""Questions and answers in columns of any names, graded as text, number, regular expression or choice.
+
+The graded part of a response is its last `\\boxed{...}`, else the rest of the last line that begins with `Answer:`,
+else all of it. Thoughts, up to `</think>`, are never graded.
+"""
+
+import math
+import re
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+from tba.common.errors import TaskError
+from tba.searcher.tasks.answers import last_boxed
+from tba.searcher.tasks.gsm8k import last_number
+from tba.searcher.tasks.rows import RowsTask, answers_in, question_in
+from tba.searcher.tasks.task import CORRECT, Prompt, Reward
+
+_PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
+_ANSWER_COLUMNS = ("answer", "answers", "reward_model.ground_truth")
+_PLAIN = "{prompt}"
+_ANSWER_LINE = re.compile(r"^[\s*#>_]*(?:the )?(?:final )?answer\s*(?:is\s*)?\**\s*:", re.IGNORECASE | re.MULTILINE)
+# The letter of a choice: in a sentence, alone or before its text, in brackets.
+_OPEN = r"[\s*$\\({\[]*(?:text\w*\{)?\(?"
+_NAMED = re.compile(rf"\b(?i:answer|option|choice)\b(?:\s+(?:is|was))?\s*:?{_OPEN}([A-HJ-Z])\b(?!')")
+_ALONE = re.compile(rf"^{_OPEN}([A-Za-z])(?:[\s*$)\]}}.:]*$|[)\]}}.:]\s*\S)")
+_BRACKETED = re.compile(r"\(([A-Z])\)")
+
+
+class AnswersTask(RowsTask):
+    """Prompts with answers from a local file or the hub. Raises TaskError if the data is missing or malformed.
+
+    `prompt` and `answer` are columns, or fields below one such as `reward_model.ground_truth`; empty takes the first
+    of prompt, question, problem, messages and of answer, answers, reward_model.ground_truth. A prompt is a text, which
+    stands for `{prompt}` in `format`, or a list of messages. An answer is a text, a number, or a list of right answers.
+    `grade` is "exact", "number", "regex" or "choice". `subset` and the splits are those of a data set on the hub.
+    """
+
+    name = "answers"
+
+    def __init__(
+        self,
+        train: str,
+        test: str = "",
+        prompt: str = "",
+        answer: str = "",
+        grade: str = "exact",
+        format: str = _PLAIN,
+        subset: str = "",
+        train_split: str = "train",
+        test_split: str = "test",
+    ) -> None:
+        if grade not in _READERS:
+            raise TaskError(f"task answers: task.options.grade = {grade!r}: use one of {', '.join(_READERS)}")
+        if _PLAIN not in format:
+            raise TaskError(f"task answers: task.options.format = {format!r} has no {_PLAIN}: write where it stands")
+        self._grade, self._format = grade, format
+        columns = ((prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
+        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
+        """Return 1 for a finished response with one of the right answers, else 0."""
+        read_gold, read_response = _READERS[self._grade]
+        found = read_response(response.rpartition("</think>")[2])
+        golds = map(read_gold, (prompt.answer, *prompt.accepted))
+        right = found is not None and any(_equal(gold, found) for gold in golds)
+        return Reward(
+            float(finished and right),
+            {CORRECT: float(finished and right), "has_answer": float(found not in (None, ""))},
+        )
+
+    def _prompt(self, row: Any, *columns: str) -> Prompt:
+        prompt, answer = columns
+        golds = answers_in(row, answer, several=True)
+        for gold in golds:
+            self._require_gradable(gold)
+        question = question_in(row, prompt, self._format, _PLAIN)
+        return Prompt(**question, answer=golds[0], accepted=golds[1:])
+
+    def _require_gradable(self, gold: str) -> None:
+        """Raise ValueError for an answer to which no response is right, or each."""
+        read_gold, read_response = _READERS[self._grade]
+        try:
+            expected = read_gold(gold)
+        except re.error as error:
+            raise ValueError(f"the answer {gold!r:.60} is not a regular expression: {error}") from error
+        if isinstance(expected, re.Pattern):
+            gradable = not expected.search("")
+        else:
+            gradable = expected is not None and expected == read_response(gold)
+        if not gradable:
+            raise ValueError(f"the answer {gold!r:.60} cannot be graded with task.options.grade = {self._grade!r}")
+
+
+def _equal(gold: Any, found: Any) -> bool:
+    return bool(gold.search(found)) if isinstance(gold, re.Pattern) else bool(gold == found)
+
+
+def _graded(text: str) -> str:
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    lines = list(_ANSWER_LINE.finditer(text))
+    return text[lines[-1].end() :].strip().partition("\n")[0] if lines else text
+
+
+def _plain(text: str) -> str | None:
+    """Return a text with single spaces, and without the asterisks and dollars around it; None if it is empty."""
+    return " ".join(unicodedata.normalize("NFC", text).split()).strip("*$ ") or None
+
+
+def _number(gold: str) -> float | None:
+    """Return the number that a text is; None if there is anything else."""
+    try:
+        number = float(gold.strip(" $%").replace("{,}", ",").replace(",", "").replace("\N{MINUS SIGN}", "-"))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _letter(gold: str) -> str | None:
+    return found[1].upper() if (found := _ALONE.search(gold.strip())) else None
+
+
+def _choice(text: str) -> str | None:
+    """Return the letter that a text chooses, None if it names none or several."""
+    if named := _NAMED.findall(text):
+        return str(named[-1])
+    bracketed = set(_BRACKETED.findall(text))
+    return _letter(text.strip().rpartition("\n")[2]) or (bracketed.pop() if len(bracketed) == 1 else None)
+
+
+# How an answer of the data is read, and a response.
+_READERS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
+    "exact": (_plain, lambda text: _plain(_graded(text))),
+    "number": (_number, lambda text: last_number(_graded(text))),
+    "choice": (_letter, lambda text: _choice(_graded(text))),
+    "regex": (re.compile, str),
+}

@@ -1,0 +1,193 @@
+"""The task `answers`: columns of any names, and which responses are right."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tba.common.config import Config
+from tba.common.errors import TaskError
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.answers_task import AnswersTask
+from tba.searcher.tasks.mathematics import MathTask
+from tba.searcher.tasks.task import Prompt
+
+DOCS = Path(__file__).parents[3] / "docs/tasks.md"
+THOUGHT = "<think>Is it (A)? Answer: 7. \\boxed{1}</think>"
+# (grade, right answer, response, whether it is right)
+VERDICTS = [
+    ("exact", "Paris", "Paris", True),
+    ("exact", "Paris", "  Paris \n", True),
+    ("exact", "New  York", "New York", True),
+    ("exact", "Paris", "paris", False),
+    ("exact", "Paris", "Paris is large", False),
+    ("exact", "Paris", "I thought of Rome.\nAnswer: Paris", True),
+    ("exact", "Paris", "**Answer:** Paris", True),
+    ("exact", "Paris", "**Final Answer: Paris**\nI hope it is right.", True),
+    ("exact", "Paris", "Answer: Rome\nAnswer: Paris", True),
+    ("exact", "Paris", "Answer: Paris\nAnswer: Rome", False),
+    ("exact", "Paris", r"It is \boxed{Paris}, not Rome", True),
+    ("exact", "Paris", THOUGHT + "Paris", True),
+    ("exact", "7", THOUGHT, False),
+    ("exact", "", "", None),
+    ("exact", " ** ", "", None),
+    ("exact", "caf\u00e9", "cafe\u0301", True),
+    ("exact", "Answer: 9", "Answer: 9", None),
+    ("exact", "Paris", "", False),
+    ("number", "34", "There are 34 apples.", True),
+    ("number", "34", "34 of 35", False),
+    ("number", "34", "34.0", True),
+    ("number", "34.5", "so 34.50", True),
+    ("number", "1,234", "1234", True),
+    ("number", "-5", "\N{MINUS SIGN}5", True),
+    ("number", "$12", "12 dollars", True),
+    ("number", "34", r"\boxed{34} as 2 + 32", True),
+    ("number", "34", "Answer: 34\nI counted 2 times.", True),
+    ("number", "34", "Answer: $34$", True),
+    ("number", "34", THOUGHT, False),
+    ("number", "0", "0", True),
+    ("number", "0", "none", False),
+    ("number", "3/4", "4", None),
+    ("number", "34 apples", "34", None),
+    ("number", "nan", "nan", None),
+    ("number", "1e999", "9" * 400, None),
+    ("number", "proof", "proof", None),
+    ("choice", "B", "B", True),
+    ("choice", "B", "b", True),
+    ("choice", "B", "(B)", True),
+    ("choice", "B", "B.", True),
+    ("choice", "B", "B) Paris", True),
+    ("choice", "(B)", "The answer is B", True),
+    ("choice", "B.", "The correct option is (B), not (A).", True),
+    ("choice", "b", "**Answer: B**", True),
+    ("choice", "B", r"\boxed{\text{(B)}}", True),
+    ("choice", "B", r"\textbf{(B)}\ 12", True),
+    ("choice", "B", "A is wrong, since Rome is in Italy.\nB", True),
+    ("choice", "B", "It can only be (B), as I know.", True),
+    ("choice", "B", "A", False),
+    ("choice", "B", "Either (A) or (B).", False),
+    ("choice", "A", "A cat", False),
+    ("choice", "B", "Because", False),
+    ("choice", "B", "The answer is A. Not B.", False),
+    ("choice", "A", THOUGHT, False),
+    ("choice", "AB", "A", None),
+    ("choice", "2", "B", None),
+    ("choice", "Paris", "Paris", None),
+    ("regex", r"(?i)\bparis\b", "It is PARIS!", True),
+    ("regex", r"^\d+$", "12", True),
+    ("regex", r"^\d+$", "12 or so", False),
+    ("regex", r"paris", THOUGHT.replace("7", "paris"), False),
+    ("regex", ".*", "anything", None),
+    ("regex", "(", "(", None),
+]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Make a task of rows; keyword arguments are its options."""
+
+    def of(*rows, **options) -> AnswersTask:
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return AnswersTask(str(tmp_path / "rows.jsonl"), **options)
+
+    return of
+
+
+@pytest.mark.parametrize(("grade", "gold", "response", "right"), VERDICTS)
+def test_a_response_is_right_or_an_answer_cannot_be_graded(make, grade, gold, response, right):
+    row = {"question": "q", "answer": gold}
+    if right is None:
+        with pytest.raises(TaskError, match=r"rows.jsonl:1: the answer .* (cannot be graded|is not a regular)"):
+            make(row, grade=grade)
+        return
+    task = make(row, grade=grade)
+    (prompt,) = task.prompts()
+    assert task.score(prompt, response, True).total == float(right)
+    assert task.score(prompt, response, False).total == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "prompt", "accepted"),
+    [
+        ({"question": "q", "answer": 34}, {}, "q", ("34",)),
+        ({"q": "q", "a": "x"}, {"prompt": "q", "answer": "a"}, "q", ("x",)),
+        ({"q": {"text": "q"}, "a.b": "x"}, {"prompt": "q.text", "answer": "a.b"}, "q", ("x",)),
+        ({"question": "q", "answers": ["x", 2]}, {}, "q", ("x", "2")),
+        ({"question": "q", "answers": {"text": ["x"]}}, {"answer": "answers.text"}, "q", ("x",)),
+        ({"question": "q", "answer": "x"}, {"format": "Q: {prompt}\nA:"}, "Q: q\nA:", ("x",)),
+    ],
+)
+def test_columns_of_any_names_are_read(make, row, options, prompt, accepted):
+    (found,) = make(row, **options).prompts()
+    assert (found.text, (found.answer, *found.accepted)) == (prompt, accepted)
+    rewards = [make(row, **options).score(found, one, True).total for one in (*accepted, "other")]
+    assert rewards == [1.0] * len(accepted) + [0.0]
+
+
+def test_rows_of_verl_and_dapo_are_read_from_parquet(tmp_path):
+    rows: list[dict[str, Any]] = [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": f"Solve {n}. The last line is Answer: $Answer."}],
+            "reward_model": {"ground_truth": str(n), "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": n},
+        }
+        for n in (34, 35, 34)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "dapo.parquet")
+    task = AnswersTask(str(tmp_path / "dapo.parquet"), answer="reward_model.ground_truth", grade="number")
+    first, second = task.prompts()
+    assert first.messages == (("user", rows[0]["prompt"][0]["content"]),)
+    assert [task.score(prompt, "so it is\nAnswer: $34$", True).total for prompt in (first, second)] == [1.0, 0.0]
+    assert task.notes == ["1 row repeats the prompt of an earlier one, whose answer counts"]
+    assert [prompt.answer for prompt in AnswersTask(str(tmp_path / "dapo.parquet")).prompts()] == ["34", "35"]
+    math = MathTask(str(tmp_path / "dapo.parquet"), answer="reward_model.ground_truth")
+    assert [(prompt.messages, prompt.answer) for prompt in math.prompts()] == [
+        (prompt.messages, prompt.answer) for prompt in task.prompts()
+    ]
+
+
+def test_tools_and_variables_of_a_row_are_those_of_its_prompt(make):
+    messages = [{"role": "user", "content": "2+2?"}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"prompt": messages, "answer": "4", "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    (prompt,) = make(row).prompts()
+    assert prompt.template_kwargs == {"enable_thinking": False, "tools": tools}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"question": "q", "answer": "x"}, {"grade": "fuzzy"}, "grade = 'fuzzy': use one of exact, number, choice, re"),
+        ({"question": "q", "answer": "x"}, {"format": "Q"}, "format = 'Q' has no {prompt}"),
+        ({"question": "q", "answer": "x"}, {"prompt": "text"}, "rows.jsonl:1: it has no text, only question, answer"),
+        ({"question": "q", "label": "x"}, {}, "it has no answer or answers or reward_model.ground_truth, only"),
+        ({"question": "q", "answer": []}, {}, "the column answer is an empty list"),
+        ({"question": "q", "answer": [None]}, {}, "the column answer has None"),
+        (
+            {"prompt": [{"role": "assistant", "content": "x"}], "answer": "x"},
+            {},
+            "ends with the assistant's: re",
+        ),
+        ({"prompt": [{"role": "user"}], "answer": "x"}, {}, "the message .* write"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(make, row, options, words):
+    with pytest.raises(TaskError, match=f"task answers: .*{words}"):
+        make(row, **options)
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    section = DOCS.read_text().partition("## Answers")[2].partition("\n## ")[0]
+    toml, rows = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1] for kind in ("toml", "json"))  # type: ignore[index]
+    monkeypatch.chdir(tmp_path)
+    Path("capitals.jsonl").write_text(rows)
+    task = load_task(Config.model_validate(tomllib.loads(toml)).task)
+    (first, second) = task.prompts()
+    assert [task.score(first, "Answer: Paris", True).total, task.score(second, "Rome", True).total] == [1.0, 0.0]  # type: ignore[union-attr]
+    assert isinstance(first, Prompt)

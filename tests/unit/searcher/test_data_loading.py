@@ -1,0 +1,143 @@
+"""What tasks read from data: answers that are numbers, columns that are empty in some rows, half characters."""
+
+import hashlib
+import json
+
+import pytest
+
+from tba.buffer.tools.import_row import Parser
+from tba.buffer.tools.tokenizer import Tokenizer
+from tba.common.config import Config, TaskSection
+from tba.common.errors import TaskError, UsageError
+from tba.searcher.task_check import check
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.answers_task import AnswersTask
+from tba.searcher.tasks.gsm8k import Gsm8kTask
+from tba.searcher.tasks.mathematics import MathTask
+from tba.searcher.tasks.task import Prompt, fingerprint
+
+pytest.importorskip("math_verify", reason="the extra math is not installed")
+
+TASKS = [MathTask, Gsm8kTask, AnswersTask]
+SOLVED = r"First \boxed{34} but later it says \boxed{30}."
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows to a file. Returns its name."""
+
+    def to_file(*rows) -> str:
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return str(tmp_path / "rows.jsonl")
+
+    return to_file
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("answer", "gold"), [(34, "34"), (-7, "-7"), (0, "0"), (34.5, "34.5"), (2.0, "2.0"), (10**20, "1" + "0" * 20)]
+)
+def test_a_number_is_an_answer(write, task, answer, gold):
+    (prompt,) = task(write({"question": "q", "answer": answer, "solution": SOLVED})).prompts()
+    assert prompt.answer == gold
+    assert task(write({"question": "q", "answer": answer})).score(prompt, f"\\boxed{{{gold}}}", True).total == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"question": "q", "answer": None, "solution": "By induction on 3 cases."}, "the column answer is null"),
+        ({"question": "q", "solution": "By induction on 3 cases."}, "the column answer is missing; the row has"),
+        ({"question": "q", "answer": float("nan")}, "answer has nan, which is neither a text nor a finite number"),
+        ({"question": "q", "answer": True}, "answer has True, which is neither"),
+        ({"question": "q", "answer": {"a": 1}}, "answer has {'a': 1}, which is neither"),
+        ({"question": None, "answer": "1"}, "the column question is null"),
+        ({"question": 7, "answer": "1"}, "the column question is not a text: 7"),
+        ({"question": None, "problem": "other", "answer": "1"}, "the column question is null"),
+        (["q", "1"], r"an object with named columns, and not \['q', '1'\]"),
+        ({"question": "a \ud83d b", "answer": "1"}, r"half of a character \('\\ud83d', a lone surrogate\) in 'a "),
+        ({"question": "q", "answer": "1 \udc00"}, r"half of a character \('\\udc00', a lone surrogate\) in '1 "),
+    ],
+)
+def test_a_value_that_is_no_answer_or_question_is_refused_with_file_and_line(write, task, row, found):
+    rows = write({"question": "first", "answer": "1", "solution": SOLVED}, row)
+    with pytest.raises(TaskError, match=rf"task {task.name}: .*rows.jsonl:2: .*{found}"):
+        task(rows)
+
+
+def test_the_columns_of_the_first_row_are_those_of_all(write):
+    rows = [{"problem": f"q{n}", "answer": "3", "solution": SOLVED} for n in range(2)]
+    assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == ["3", "3"]
+    del rows[0]["answer"]
+    assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == ["30", "30"]
+    with pytest.raises(TaskError, match="rows.jsonl:1: the column answer is null"):
+        MathTask(write(rows[0] | {"answer": None}))
+
+
+def test_a_list_is_no_single_answer(write):
+    for task in (MathTask, Gsm8kTask):
+        with pytest.raises(TaskError, match=r"answer has \['1', '2'\], which is neither"):
+            task(write({"question": "q", "answer": ["1", "2"]}))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_repeated_questions_are_counted_with_those_whose_answer_differs(write, task, caplog):
+    answers = ["1", "1", "2", "3"]
+    loaded = task(write(*({"question": "q", "answer": answer} for answer in answers)))
+    (note,) = loaded.notes
+    assert "3 rows repeat the prompt of an earlier one" in note
+    assert "2 with another answer, such as" in note
+    assert "rows.jsonl:3 ('2')" in note
+    assert [prompt.answer for prompt in loaded.prompts()] == ["1"]
+    finding = next(check(Config(), loaded, load_seconds=0.0))
+    assert (finding["check"], finding["result"]) == ("load", "warn")
+    assert note in finding["detail"]
+    assert task(write({"question": "q", "answer": "1"})).notes == []
+
+
+def test_the_notes_of_a_mixture_are_those_of_its_tasks(write):
+    rows = write({"question": "q", "answer": "1"}, {"question": "q", "answer": "1"})
+    parts = ({"name": "gsm8k", "train": rows}, {"name": "arithmetic"})
+    mixture: object = load_task(TaskSection.model_validate({"name": "mixture", "mixture": parts}))
+    assert mixture.notes == ["gsm8k: 1 row repeats the prompt of an earlier one, whose answer counts"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"key": "\ud83d"},
+        {"text": "a\ud83d"},
+        {"answer": "\ud83d"},
+        {"messages": [("user", "\ud83d")]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "\ud83d"}]}]},
+        {"template_kwargs": {"tools": [{"name": "\ud83d"}]}},
+        {"accepted": ["\ud83d"]},
+    ],
+)
+def test_a_prompt_of_a_task_of_ones_own_has_no_half_characters(fields):
+    with pytest.raises(ValueError, match="half of a character"):
+        Prompt(**{"key": "k", **fields})
+
+
+def test_the_fingerprint_covers_variables_and_further_answers():
+    plain = Prompt("k", "t", "a")
+    others = [Prompt("k", "t", "a", template_kwargs={"tools": []}), Prompt("k", "t", "a", accepted=["b"])]
+    assert len({fingerprint([prompt]) for prompt in (plain, *others)}) == 3
+    # That of runs which were started before prompts had these fields.
+    assert fingerprint([plain]) == hashlib.sha256(b"k\0t\0a\0").hexdigest()
+
+
+def test_an_import_refuses_a_response_that_spells_an_end_token(example_model):
+    parser = Parser("run", lambda: Tokenizer(str(example_model)), None)
+    assert parser.parse({"prompt": "1+1=", "response": "2"}, "file:3").response_ids.tolist() == [5, 1]
+    with pytest.raises(UsageError, match="file:3: the response spells the end token '<eos>': remove it"):
+        parser.parse({"prompt": "1+1=", "response": "2<eos>3"}, "file:3")
+
+
+def test_an_import_names_the_line_of_a_half_character(example_model):
+    parser = Parser("run", lambda: Tokenizer(str(example_model)), None)
+    for field in ("prompt", "response", "text", "prompt_key"):
+        line = {"prompt": "1", "response": "2"} | {field: "\ud83d"}
+        with pytest.raises(UsageError, match="file:3: half of a character"):
+            parser.parse(line, "file:3")

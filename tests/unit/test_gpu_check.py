@@ -1,0 +1,152 @@
+"""`make gpu-check` without its stages: what counts as passed, stages that hang, and the page of what was run."""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tba.tests.conftest import ROOT
+
+PAGE = ROOT / "docs/gpu.md"
+
+
+@pytest.fixture
+def gpu_check(monkeypatch) -> Any:
+    """The modules of the benchmark, which is no part of the installed package."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    names = ("__main__", "findings")
+    found = {name.strip("_"): importlib.import_module(f"benchmarks.gpu_check.{name}") for name in names}
+    return SimpleNamespace(**found, package=importlib.import_module("benchmarks.gpu_check"))
+
+
+@pytest.fixture
+def run(gpu_check, tmp_path, monkeypatch):
+    """A function that runs stages of these functions. Returns the report."""
+
+    def run_all(**functions: Any) -> Any:
+        monkeypatch.setitem(sys.modules, "benchmarks.gpu_check.stages_of_a_test", SimpleNamespace(**functions))
+        options = argparse.Namespace(work=tmp_path, tiny=False, device="cpu", method="fork")
+        report = gpu_check.findings.Report(tmp_path / "out", {"card": "none"})
+        for name in functions:
+            stage = gpu_check.package.Stage(name, "stages_of_a_test", 1.0 if name == "hangs" else 60.0, 0.5)
+            gpu_check.main.run(stage, options, report, time.monotonic() + 100)
+        return report
+
+    return run_all
+
+
+def agrees(findings: Any, _: object) -> None:
+    findings.relative("sum", 100.4, 100.0, 0.01)
+
+
+def test_a_stage_passes_if_all_it_compared_is_within_its_limit(run):
+    report = run(agrees=agrees)
+    assert report.stages["agrees"].result == "passed"
+    assert "| sum | 100.4 | 100.0 | 1.0 |  |" in (report.folder / "report.md").read_text()
+
+
+def differs(findings: Any, _: object) -> None:
+    findings.check("equal", 1, 1)
+    findings.check("near", 1.0, 1.2, 0.1)
+    findings.check("not a number", float("nan"), float("nan"), 0.1)
+    findings.at_most("peak", 5.0, 4.0)
+
+
+def test_a_finding_beyond_its_limit_makes_the_stage_fail(run):
+    report = run(differs=differs)
+    assert report.stages["differs"].result == "FAILED: 3 of 4 comparisons"
+    lines = (report.folder / "report.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in lines if "**FAILED**" in line] == [
+        "near", "not a number", "peak, beyond 4",
+    ]  # fmt: skip
+
+
+def test_a_stage_that_compared_nothing_has_failed(run):
+    assert run(notes=lambda findings, _: findings.note("speed", 3)).stages["notes"].result == "FAILED: nothing compared"
+
+
+def hangs(findings: Any, _: object) -> None:
+    findings.check("before it", 1, 1)
+    time.sleep(1000)
+
+
+def raises(findings: Any, _: object) -> None:
+    agrees(findings, _)
+    raise ValueError("a wrong\nvalue")
+
+
+def test_a_stage_that_hangs_or_raises_is_ended_and_the_rest_go_on(run):
+    report = run(hangs=hangs, raises=raises, dies=lambda *_: sys.exit(7), agrees=agrees)
+    assert {name: stage.result for name, stage in report.stages.items()} == {
+        "hangs": "FAILED: time limit",
+        "raises": "FAILED: ValueError: a wrong value",
+        "dies": "FAILED: exit code 7",
+        "agrees": "passed",
+    }
+    assert [name for name, _ in report.stages["hangs"].checks] == ["before it"]
+    assert "ValueError: a wrong" in (report.folder / "log.txt").read_text()
+
+
+def test_a_stage_that_cannot_run_is_skipped_with_a_reason(run, gpu_check):
+    def skips(*_: object) -> None:
+        raise gpu_check.findings.Skip("no room")
+
+    assert run(skips=skips).stages["skips"].result == "skipped: no room"
+
+
+def test_without_time_left_a_stage_is_not_started(gpu_check, tmp_path):
+    report = gpu_check.findings.Report(tmp_path, {"card": "none"})
+    options = argparse.Namespace(work=tmp_path, tiny=False)
+    gpu_check.main.run(gpu_check.package.STAGES[0], options, report, time.monotonic() + 1)
+    assert json.loads((tmp_path / "report.json").read_text())["stages"]["facts"]["result"] == "skipped: no time left"
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_where_a_fork_cannot_use_cuda_the_stages_are_new_interpreters(gpu_check, tmp_path, monkeypatch):
+    facts = importlib.import_module("benchmarks.gpu_check.facts")
+
+    def in_a_fork(*_: object) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    # The new interpreter imports the stage itself.
+    monkeypatch.setattr(facts, "facts", in_a_fork)
+    report = gpu_check.findings.Report(tmp_path, {"card": "none"})
+    options = argparse.Namespace(work=tmp_path, tiny=True, device="cpu", method="fork")
+    gpu_check.main.run(gpu_check.package.STAGES[0], options, report, time.monotonic() + 300)
+    assert (options.method, report.stages["facts"].result) == ("spawn", "passed")
+
+
+def test_a_stage_without_a_name_is_refused(gpu_check, capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main.parse(["--only", "facts,speed"])
+    assert "no stage is called speed; the stages are facts, kernel," in capsys.readouterr().err
+
+
+def checks_of_the_page() -> set[str]:
+    """What the page names as the check of a claim: `gpu-check STAGE`, or a test of tests/gpu."""
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {name for cells in rows if len(cells) == 7 for name in re.findall(r"`([^`]+)`", cells[3])}
+
+
+def test_each_check_on_the_page_of_gpus_exists(gpu_check):
+    stages = {f"gpu-check {stage.name}" for stage in gpu_check.package.STAGES}
+    found = checks_of_the_page()
+    assert stages - found == set(), "a stage is not on the page"
+    for name in found - stages:
+        file, _, test = name.partition("::")
+        assert file.startswith("tests/gpu/"), name
+        assert f"def {test}(" in Path(ROOT, file).read_text(), name
+
+
+def test_each_test_of_the_gpu_suite_is_on_the_page():
+    for path in (ROOT / "tests/gpu").glob("test_*.py"):
+        for test in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE):
+            assert f"tests/gpu/{path.name}::{test}" in checks_of_the_page()

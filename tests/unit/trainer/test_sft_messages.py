@@ -1,0 +1,219 @@
+"""Conversations in `tba sft`, with the templates of well-known models: what transformers renders, or a refusal."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AddedToken
+
+from tba.common.config import TaskSection
+from tba.common.errors import TaskError
+from tba.common.rendering import PromptRenderer
+from tba.searcher.tasks.task import Prompt, check_rendering
+from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
+from tba.trainer.batch.batch import Row
+from tba.trainer.batch.sft_data import Encoder, read_rows
+
+# The package has the chat templates of many families of models.
+TRL = find_spec("trl")
+pytestmark = pytest.mark.skipif(TRL is None, reason="trl is not installed")
+TEMPLATES = Path(TRL.origin or "").parent / "chat_templates" if TRL else Path()
+ENDS = ["<|im_end|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"]
+USER: dict[str, Any] = {"role": "user", "content": "2+2?"}
+PARAMETERS = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}, "required": ["b"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS}}]
+CALLS = [{"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"b": 2, "a": 2}}}]
+RESULT = {"role": "tool", "name": "add", "tool_call_id": "123456789", "content": "4"}
+
+
+def said(*before: Any, tools: Any = None, variables: Any = None, **response: Any) -> dict[str, Any]:
+    row = {"messages": [*(before or [USER]), {"role": "assistant", **response}]}
+    return row | ({"tools": tools} if tools else {}) | ({"chat_template_kwargs": variables} if variables else {})
+
+
+ROWS = {
+    "thoughts": said(content="4", reasoning_content="two and two"),
+    "thinking": said(content="4", thinking="two and two"),
+    "earlier thoughts": said(USER, {"role": "assistant", "content": "4", "reasoning_content": "t"}, USER, content="5"),
+    "call after a text": said(content="I add.", tool_calls=CALLS, tools=TOOLS),
+    "call alone": said(content="", tool_calls=CALLS, tools=TOOLS),
+    "call with null": said(content=None, tool_calls=CALLS, tools=TOOLS),
+    "call without content": said(tool_calls=CALLS, tools=TOOLS),
+    "earlier call": said(USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, RESULT, content="It is 4."),
+    "tools that are not called": said(content="4", tools=TOOLS),
+    "name": said({**USER, "name": "ann"}, content="4"),
+    "variables": said(content="4", variables={"enable_thinking": False}),
+}
+# What each template does not write; it renders the other rows.
+REFUSED = {
+    "qwen3": {"thinking", "name"},
+    "qwen3_instruct_2507": {"thoughts", "thinking", "name"},
+    "qwen2_5": {"thoughts", "thinking", "name"},
+    "gptoss": {"thoughts", "name", "call with null"},
+    "llama3_1": {"thoughts", "thinking", "name"},
+    "gemma": set(ROWS) - {"earlier thoughts", "variables"},
+}
+
+
+def tokenizer_of(template: str) -> Any:
+    tokenizer = chat_tokenizer("qwen 3")
+    tokenizer.add_tokens([AddedToken(end, special=True) for end in ENDS[1:]], special_tokens=True)
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+def row_of(folder: Path, tokenizer: Any, row: Any, **settings: Any) -> Row:
+    """Return a row as `tba sft` trains on it."""
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    ends = [tokenizer.convert_tokens_to_ids(end) for end in ENDS if end in tokenizer.get_vocab()]
+    ends = ends or [tokenizer.eos_token_id]
+    encoder = Encoder(PromptRenderer(tokenizer, TaskSection(**settings)), ends, vocabulary=9999, longest=9999)
+    (found,) = read_rows([folder / "rows.jsonl"], encoder)
+    return found
+
+
+def read(folder: Path, tokenizer: Any, row: Any) -> tuple[str, str]:
+    """Return prompt and response of a row as text."""
+    found = row_of(folder, tokenizer, row)
+    return tokenizer.decode(found.prompt_ids.tolist()), tokenizer.decode(found.response_ids.tolist())
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("template", REFUSED)
+def test_a_row_is_rendered_as_transformers_does_or_refused(tmp_path, template, name):
+    tokenizer, row = tokenizer_of(template), ROWS[name]
+    if name in REFUSED[template]:
+        with pytest.raises(TaskError, match=r"rows.jsonl:1: the chat template (does not write its|refuses it)"):
+            read(tmp_path, tokenizer, row)
+        return
+    variables = {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
+    *before, _ = row["messages"]
+    prompt, response = read(tmp_path, tokenizer, row)
+    text = {"tokenize": False, **variables}
+    assert prompt == tokenizer.apply_chat_template(before, add_generation_prompt=True, **text)
+    assert prompt + response == tokenizer.apply_chat_template(row["messages"], **text).rstrip()
+
+
+@pytest.mark.parametrize("template", ["qwen3", "gptoss", "llama3_1"])
+def test_a_prompt_of_a_task_is_rendered_as_transformers_does(template):
+    tokenizer = tokenizer_of(template)
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, RESULT]
+    prompt = Prompt("p", messages=messages, template_kwargs={"tools": TOOLS})  # type: ignore[arg-type]
+    renderer = PromptRenderer(tokenizer, TaskSection())
+    expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    assert renderer.text(prompt) == expected
+    assert renderer.ids(prompt) == tokenizer.encode(expected, add_special_tokens=False)
+    # The buffer and the reward workers get a prompt as lists and maps of texts.
+    assert Prompt(*json.loads(json.dumps([prompt.key, "", "", prompt.messages, [], prompt.template_kwargs]))) == prompt
+
+
+def test_a_prompt_whose_tools_the_template_ignores_is_refused_when_a_task_is_checked():
+    prompt = Prompt("p", messages=[("user", "2+2?")], template_kwargs={"tools": TOOLS})
+    task: Any = type("One", (), {"name": "one"})()
+    renderer = PromptRenderer(tokenizer_of("gemma"), TaskSection())
+    with pytest.raises(TaskError, match="the prompt 'p' cannot be rendered: the chat template does not write its `too"):
+        check_rendering(task, [prompt], renderer, None)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"), [([0, 1], None), ([None, 1], None), ([None, 0], r"\[None, 0\]"), ([1, 1], r"\[1, 1\]")]
+)
+def test_the_weights_of_messages_are_those_of_the_last_or_refused(tmp_path, weights, words):
+    messages = [USER, {"role": "assistant", "content": "4"}]
+    given = [message | ({"weight": weight} if weight is not None else {}) for message, weight in zip(messages, weights)]  # noqa: B905
+    tokenizer = chat_tokenizer("qwen 2.5")
+    if words is None:
+        assert read(tmp_path, tokenizer, {"messages": given}) == read(tmp_path, tokenizer, {"messages": messages})
+        return
+    with pytest.raises(TaskError, match=f"rows.jsonl:1: the weights of its messages are {words}"):
+        read(tmp_path, tokenizer, {"messages": given})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tools": "add"}, "`tools` is 'add': write a list of objects"),
+        ({"chat_template_kwargs": ["a"]}, r"`chat_template_kwargs` is \['a'\]: write an object"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "the message .*: write .role, content., two"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
+            "the message",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "half of a character"),
+        ({"prompt": "a\ud83d", "response": "4", "messages": None}, "half of a character"),
+        ({"prompt": "a", "response": "\ud83d", "messages": None}, "half of a character"),
+        ({"tools": [{"name": "\ud83d"}]}, "half of a character"),
+        ({"instruction": "a", "output": "b", "messages": None}, r"this one has .*instruction \(str\), output \(str\)"),
+    ],
+)
+def test_a_row_that_cannot_be_rendered_is_refused_with_file_and_line(tmp_path, change, words):
+    with pytest.raises(TaskError, match=rf"rows.jsonl:1: .*{words}"):
+        read(tmp_path, tokenizer_of("qwen3"), {"messages": [USER, {"role": "assistant", "content": "4"}]} | change)
+
+
+@pytest.mark.parametrize("answer", ["\nIt is 4.", "\n\nIt is 4.", " \n4", "  4", "4 \n\n", "\n"])
+@pytest.mark.parametrize("template", [*KINDS, "qwen3_instruct_2507", "phi3", "lfm2"])
+def test_an_answer_that_begins_with_a_line_break_follows_the_tokens_of_its_prompt(tmp_path, template, answer):
+    tokenizer = chat_tokenizer(template) if template in KINDS else tokenizer_of(template)
+    # The last answer of this template has an empty thought, which only a prompt without thinking has.
+    variables = {"enable_thinking": False} if template == "qwen 3" else {}
+    messages = [USER, {"role": "assistant", "content": answer}]
+    row = row_of(tmp_path, tokenizer, {"messages": messages}, template_kwargs=variables)
+    ids = {"tokenize": True, "return_dict": False, **variables}
+    assert row.prompt_ids.tolist() == tokenizer.apply_chat_template([USER], add_generation_prompt=True, **ids)
+    whole = tokenizer.decode([*row.prompt_ids.tolist(), *row.response_ids.tolist()])
+    assert whole.rstrip() == tokenizer.decode(tokenizer.apply_chat_template(messages, **ids)).rstrip()
+
+
+@pytest.mark.parametrize("template", ["deepseek_r1_distill", "deepseekv3"])
+def test_a_template_that_renders_the_prompt_differently_names_the_ways_out(tmp_path, template):
+    tokenizer = tokenizer_of(template)
+    with pytest.raises(TaskError, match=r"enable_thinking = false.*`prompt` and `response`.*task.template = \"raw\""):
+        read(tmp_path, tokenizer, said(content="4"))
+    rendered = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
+    raw = {"prompt": rendered, "response": "two and two\n</think>\n\n4"}
+    assert read(tmp_path, tokenizer, raw) == (rendered, raw["response"] + "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (said(content="It is <|im_end|> I think <eos>."), "contains '<|im_end|>'"),
+        (said(content="4", reasoning_content="so <|im_end|> it is"), "contains '<|im_end|>'"),
+        ({"prompt": "2+2?", "response": "It is <|im_end|> I think."}, "contains '<|im_end|>'"),
+        (said(content="It is <eos> I think."), None),
+        ({"prompt": "2+2?", "response": "4<|im_end|>"}, None),
+        (said({"role": "user", "content": "What is <|im_end|>?"}, content="4"), None),
+    ],
+)
+def test_an_answer_that_spells_an_end_token_is_refused(tmp_path, row, words):
+    tokenizer = tokenizer_of("qwen3")
+    if words is None:
+        _, response = read(tmp_path, tokenizer, row)
+        assert response.endswith("<|im_end|>")
+        assert response.count("<|im_end|>") == 1
+        return
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: the response contains '<\|im_end\|>', at which the engines st"):
+        read(tmp_path, tokenizer, row)
+
+
+@pytest.mark.parametrize("template", ["gptoss", "llama3_2"])
+def test_a_template_that_writes_the_date_warns_until_the_date_is_set(template):
+    tokenizer, prompt = tokenizer_of(template), Prompt("p", messages=[("user", "2+2?")])
+    assert "prompts change every day" in PromptRenderer(tokenizer, TaskSection()).warn_of_date(prompt)
+    fixed = PromptRenderer(tokenizer, TaskSection(template_kwargs={"strftime_now": "2024-07-26"}))
+    assert fixed.warn_of_date(prompt) == ""
+    assert ("2024-07-26" if template == "gptoss" else "26 Jul 2024") in fixed.text(prompt)
+    if template == "llama3_2":
+        dated = PromptRenderer(tokenizer, TaskSection(template_kwargs={"date_string": "26 Jul 2024"}))
+        assert dated.warn_of_date(prompt) == ""
+    assert PromptRenderer(tokenizer_of("qwen3"), TaskSection()).warn_of_date(prompt) == ""
+
+
+def test_a_date_that_is_none_is_refused():
+    renderer = PromptRenderer(tokenizer_of("gptoss"), TaskSection(template_kwargs={"strftime_now": "today"}))
+    with pytest.raises(ValueError, match="Invalid isoformat string: 'today'"):
+        renderer.text(Prompt("p", messages=[("user", "2+2?")]))

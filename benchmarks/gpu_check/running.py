@@ -63,7 +63,7 @@ def _kill_trainer(process: Any, folder: Path, kill_after: int) -> list[dict[str,
         if process.poll() is not None:
             raise RuntimeError(f"tba run ended with {process.returncode} before {kill_after} steps")
         time.sleep(0.02)
-    with sqlite3.connect(f"file:{folder}/buffer.sqlite?mode=ro", uri=True) as database:
+    with contextlib.closing(sqlite3.connect(f"file:{folder}/buffer.sqlite?mode=ro", uri=True)) as database:
         pids = [row[0] for row in database.execute("SELECT pid FROM senders WHERE role = 'trainer' ORDER BY id")]
     assert pids[-1] in descendants(process.pid)
     os.kill(pids[-1], signal.SIGKILL)
@@ -84,7 +84,7 @@ def _compare_repeated(findings: Findings, before: list[Any], after: list[Any], *
 def _compare_database(findings: Findings, path: Path, steps: list[Any], events: list[Any]) -> None:
     """Compare the rows of the database with what the processes logged."""
     sent = sum(line["rows"] for line in events if line.get("event") == "left")
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         for table, logged in {"trajectory_rows": sent, "batches WHERE trained_at > 0": len(steps)}.items():
             rows = database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
             findings.check(f"rows of {table}, and what was logged", rows, logged)

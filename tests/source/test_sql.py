@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 NUMBERED = re.compile(r"[=(,\s]\?\d")
 
 
-OPENED = re.compile(r"(with|,|^)\s+sqlite3\.connect\(", re.MULTILINE)
+OPENED = re.compile(r"sqlite3\.connect\((?:[^()]|\([^()]*\))*\) as ")
 
 
 def files_with(pattern: "re.Pattern[str]") -> set[str]:

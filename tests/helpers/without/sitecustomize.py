@@ -5,10 +5,13 @@ tests/optional_packages.py returns. WITHOUT_PACKAGES has the names of modules, s
 """
 
 import os
+import sysconfig
 from importlib.machinery import PathFinder
 from typing import Any
 
 _HIDDEN = set(os.environ.get("WITHOUT_PACKAGES", "").split())
+# A package that a test writes elsewhere is found.
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 _find_spec = PathFinder.find_spec
 _find_distributions = PathFinder.find_distributions
 
@@ -16,7 +19,12 @@ _find_distributions = PathFinder.find_distributions
 # Class methods, as those that they replace: pytest keeps `PathFinder.find_spec` as an attribute of its own class.
 @classmethod  # type: ignore[misc]
 def find_spec(_: type, name: str, *arguments: Any, **keywords: Any) -> Any:
-    return None if name in _HIDDEN else _find_spec(name, *arguments, **keywords)
+    spec = _find_spec(name, *arguments, **keywords)
+    if spec is not None and name in _HIDDEN:
+        places = [spec.origin or "", *(spec.submodule_search_locations or ())]
+        if any(place.startswith(_INSTALLED) for place in places):
+            return None
+    return spec
 
 
 @classmethod  # type: ignore[misc]

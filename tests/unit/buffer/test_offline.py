@@ -180,8 +180,7 @@ def test_a_recorded_file_may_move(offline, source, tmp_path):
     first.close()
     with (
         closing(sqlite3.connect(tmp_path / "copy.sqlite")) as copy,
-        copy,
-        sqlite3.connect(source.store.path) as original,
+        closing(sqlite3.connect(source.store.path)) as original,
     ):
         original.backup(copy)
     buffer = OfflineBuffer(

@@ -391,7 +391,7 @@ def _ids(ids: Sequence[int]) -> str:
 
 
 def _broken(batch: TrainBatch, sums: Accumulator) -> list[int]:
-    """Return the trajectories whose log-probability is not finite, or whose reward is beyond what the buffer accepts."""
+    """Return the trajectories whose log-probability is not finite, or whose reward the buffer would refuse."""
     finite = (sums.policy_BK.isfinite() & (batch.reward_BK.abs() <= LARGEST_REWARD)).flatten().tolist()
     return [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
 

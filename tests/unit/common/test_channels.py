@@ -122,6 +122,40 @@ def test_a_server_that_is_woken_stops_waiting_with_nothing(tmp_path):
         assert server.receive(60, 0) == []
 
 
+# A process of its own: what fails here is an assertion of ZeroMQ, which ends it.
+LEAVES_UNREAD = """
+import time
+import zmq
+from tba.common.wire import channels
+
+channels._HEARTBEAT_MS = 20
+server = channels.ServerChannel("tcp://127.0.0.1:*")
+with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+    client.setsockopt(zmq.LINGER, 0)
+    client.connect(server.address)
+    # More than the server queues, and than the buffers of the two sockets hold.
+    poller = zmq.Poller()
+    poller.register(client, zmq.POLLOUT)
+    sent = 0
+    while sent < 2000 and poller.poll(500):
+        client.send(bytes(1 << 16))
+        sent += 1
+        server.receive(0, 0)
+for _ in range(20):
+    server.receive(0.05, 0)
+while server.receive(0.5, 64):
+    pass
+server.close()
+print("alive")
+"""
+
+
+@pytest.mark.slow
+def test_a_peer_that_leaves_with_unread_requests_does_not_end_the_server():
+    done = subprocess.run([sys.executable, "-c", LEAVES_UNREAD], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "alive\n", done.stderr
+
+
 def test_addresses_without_a_file_are_bound():
     for address in ("ipc://*", "ipc://@tba-test-channels", "ipc://@tba-test/channels", "tcp://127.0.0.1:*"):
         ServerChannel(address).close()

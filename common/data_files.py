@@ -38,7 +38,7 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{path} row {number}", without_nested_nulls(row)) for number, row in rows)
                 return
             plain: Any = gzip.GzipFile(fileobj=file) if magic.startswith(_GZIP) else file
-            separator = _SEPARATORS.get(Path(path.name.removesuffix(".gz")).suffix)
+            separator = _SEPARATORS.get(Path(path.name.removesuffix(".gz")).suffix.lower())
             lines = _csv(plain, path, separator) if separator else jsonl.parse(plain, path, malformed=TaskError)
             yield from ((f"{path}:{number}", row) for number, row in lines)
     except IsADirectoryError:
@@ -53,6 +53,8 @@ def _csv(file: Any, path: Path, separator: str) -> Iterator[tuple[int, dict[str,
     csv.field_size_limit(sys.maxsize)
     rows = csv.DictReader((line.decode("utf-8-sig") for line in file), delimiter=separator, strict=True)
     try:
+        if len({*(rows.fieldnames or ())}) < len(rows.fieldnames or ()):
+            raise csv.Error("two columns have one name")
         for row in rows:
             if None in row or None in row.values():
                 raise csv.Error("it has more or fewer cells than the header")
@@ -69,7 +71,7 @@ def read_parquet(path: Path, malformed: type[Exception]) -> Iterator[dict[str, A
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_BATCH):
                 yield from batch.to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise malformed(f"{path} is not a readable parquet file: {first_line(error)}") from error
 
 

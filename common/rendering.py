@@ -44,7 +44,10 @@ def message_of(value: Any) -> Message:
     null or absent.
     """
     if isinstance(value, tuple | list) and len(value) in (2, 3) and all(isinstance(part, str) for part in value):
-        return tuple(value)
+        message = tuple(value) if len(value) == 2 else _of_json(value[2])
+        if message[:2] == tuple(value[:2]):
+            return message
+        raise ValueError(f"the message {value!r:.200}: write (role, content), two strings, or a map with them")
     fields = {k: v for k, v in value.items() if v is not None or k == "content"} if isinstance(value, Mapping) else {}
     role, content = fields.get("role"), fields.get("content")
     if content is None and fields.get("tool_calls"):
@@ -57,6 +60,13 @@ def message_of(value: Any) -> Message:
         return role, content, json.dumps(fields, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"the message {value!r:.200} is not JSON: {error}") from error
+
+
+def _of_json(text: str) -> Message:
+    try:
+        return message_of(json.loads(text))
+    except json.JSONDecodeError:
+        return "", ""
 
 
 def as_map(message: Message) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Rotation:
         for one in [parameters, *parameters.values()]:
             kind = str(one.get("rope_type", "")) if isinstance(one, dict) else ""
             if kind == _LONGROPE:
-                limits.add((kind, int(one["original_max_position_embeddings"])))
+                limits.add((kind, int(one.get("original_max_position_embeddings") or config.max_position_embeddings)))
             elif _DYNAMIC in kind:
                 limits.add((_DYNAMIC, int(config.max_position_embeddings)))
         return cls(tuple(sorted(limits)))

@@ -248,8 +248,17 @@ def eos_ids(directory: Path, tokenizer_eos: int | None = None) -> list[int]:
 
     All readers of a model stop at all of them, since tools that save a model often change one file and not the others
     (open-r1 #663). `tokenizer_eos` is that of the loaded tokenizer; without it, that which the tokenizer's files name.
-    Raises ConfigError for a value that is no token id of the model.
+    Raises ConfigError for a value that is no token id of the model, and for malformed files.
     """
+    try:
+        return _eos_ids(directory, tokenizer_eos)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{directory}: its configurations or tokenizer files are malformed ({first_line(error)}): copy them again"
+        ) from error
+
+
+def _eos_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:
     vocabulary, found = vocabulary_size(directory), list[int]()
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
@@ -265,10 +274,17 @@ def eos_ids(directory: Path, tokenizer_eos: int | None = None) -> list[int]:
 
 
 def _tokenizer_eos(directory: Path) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names, None if it names none that is known."""
-    eos = read_json(directory / "tokenizer_config.json").get("eos_token")
-    content = eos.get("content") if isinstance(eos, dict) else eos
-    return added_tokens(directory).get(content) if isinstance(content, str) else None
+    """Return the id of the end token that the tokenizer's files name, None if they name none that is known."""
+    files = ("tokenizer_config.json", "special_tokens_map.json")
+    eos = next(filter(None, (read_json(directory / name).get("eos_token") for name in files)), None)
+    content = eos["content"] if isinstance(eos, dict) else eos
+    added = added_tokens(directory)
+    if content is None or content in added:
+        return added.get(content)
+    # Ids by token, or pieces with their scores in the order of their ids.
+    vocabulary = (read_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or {}
+    by_token = vocabulary if isinstance(vocabulary, dict) else {one[0]: id_ for id_, one in enumerate(vocabulary)}
+    return by_token.get(content)
 
 
 def added_tokens(directory: Path) -> dict[str, int]:
@@ -284,7 +300,7 @@ def vocabulary_size(directory: Path) -> int | None:
     with contextlib.suppress(ValueError):
         config: Any = read_json(directory / "config.json")
         for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
-            if isinstance(part, dict) and isinstance(size := part.get("vocab_size"), int):
+            if isinstance(part, dict) and type(size := part.get("vocab_size")) is int:
                 return size
     return None
 

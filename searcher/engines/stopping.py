@@ -74,7 +74,9 @@ def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterab
     after = renderer.after_answer(first)
     special = {id_: text for text, id_ in _special_tokens(renderer.tokenizer).items()}
     turn = [id_ for id_ in renderer.encode(after) if id_ in special]
-    if not turn or stopping.ids & {*turn} or any(string in after for string in stopping.strings):
+    # Strings are looked for in text without special tokens.
+    text = renderer.tokenizer.decode(renderer.encode(after), skip_special_tokens=True)
+    if not turn or stopping.ids & {*turn} or any(string in text for string in stopping.strings):
         return ""
     return (
         f"the chat template ends an answer with {special[turn[0]]!r}, which ends no response: the end tokens are "

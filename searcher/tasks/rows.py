@@ -103,10 +103,14 @@ class RowsTask:
         return [prompt for _, prompt in found.values()]
 
 
-def key_of(text: str) -> str:
-    """Return the key of a prompt, which depends on its text alone. Raises ValueError for a lone surrogate."""
-    data_files.require_unicode(text)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def key_of(text: str, variables: dict[str, Any] | None = None) -> str:
+    """Return the key of a prompt, which depends on its text and the variables of its template alone.
+
+    Raises ValueError for a lone surrogate.
+    """
+    asked = json.dumps([text, variables], sort_keys=True, default=str) if variables else text
+    data_files.require_unicode(asked)
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
 def value_in(row: Any, column: str) -> Any:
@@ -131,14 +135,18 @@ def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, An
 
     The column has a text, which stands for `place` in `format_`, or a list of messages, which are used as they are.
     """
-    variables = {"template_kwargs": variables_of(row)}
+    variables = variables_of(row)
     if not isinstance(asked := value_in(row, column), list):
         text = text_in(row, column)
-        return {"key": key_of(text), "text": format_.replace(place, text), **variables}
+        key = key_of(text, variables)
+        return {"key": key, "text": format_.replace(place, text), "template_kwargs": variables}
+    # A table's own kind of map is a list of pairs.
+    if any(isinstance(message, tuple) for message in asked):
+        raise ValueError(f"the column {column} is a map: write a text or a list of messages")
     messages = [message_of(message) for message in asked]
     if not messages or messages[-1][0] == "assistant":
         raise ValueError(f"the column {column} has no message, or ends with the assistant's: remove the answer")
-    return {"key": key_of(json.dumps(messages)), "messages": messages, **variables}
+    return {"key": key_of(json.dumps(messages), variables), "messages": messages, "template_kwargs": variables}
 
 
 def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
@@ -146,7 +154,7 @@ def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
     value = value_in(row, column)
     values = value if several and isinstance(value, list) else [value]
     for one in values:
-        number = isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)
+        number = (isinstance(one, int) and not isinstance(one, bool)) or (isinstance(one, float) and math.isfinite(one))
         if not isinstance(one, str) and not number:
             raise ValueError(f"the column {column} has {one!r:.60}, which is neither a text nor a finite number")
     if not values:

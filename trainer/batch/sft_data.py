@@ -73,7 +73,7 @@ def _read(value: Any) -> tuple[_Prompt, Message]:
         *before, response = _messages(said)
         prompt = _Prompt(messages=before, template_kwargs=variables)
     else:
-        texts = value.get("prompt"), value.get("response", value.get("answer"))
+        texts = value.get("prompt"), value.get("answer") if value.get("response") is None else value["response"]
         if not isinstance(texts[0], str) or not isinstance(texts[1], str):
             raise ValueError(
                 "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "
@@ -133,6 +133,8 @@ def _ended(ids: list[int], response: Message, encoder: Encoder) -> list[int]:
     Raises ValueError if more follows because the response itself spells an end token.
     """
     end = next((n + 1 for n, id_ in enumerate(ids) if id_ in encoder.end_ids), None)
+    if not ids or end == 1:
+        raise ValueError("the chat template leaves nothing of the response but its end token")
     if end is None:
         return [*ids, encoder.end_ids[0]]
     if encoder.renderer.tokenizer.decode(ids[end:], skip_special_tokens=False).strip():

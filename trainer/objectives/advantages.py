@@ -31,7 +31,8 @@ def level(reward_bK: Tensor) -> Tensor:
     place_bK = torch.arange(reward_bK.shape[1], device=reward_bK.device).expand_as(order_bK)
     # The place of the least reward of those that are equal.
     first_bK = torch.where(apart_bK, place_bK, 0).cummax(dim=1).values
-    return torch.empty_like(reward_bK).scatter(1, order_bK, ordered_bK.gather(1, first_bK))
+    level_bK = torch.empty_like(reward_bK).scatter(1, order_bK, ordered_bK.gather(1, first_bK))
+    return torch.where(scale_b1.isfinite(), level_bK, reward_bK)
 
 
 def centred(reward_bK: Tensor) -> Tensor:

@@ -141,3 +141,25 @@ def test_an_import_names_the_line_of_a_half_character(example_model):
         line = {"prompt": "1", "response": "2"} | {field: "\ud83d"}
         with pytest.raises(UsageError, match="file:3: half of a character"):
             parser.parse(line, "file:3")
+
+
+def test_rows_that_differ_in_the_variables_of_their_template_are_several_prompts(write):
+    tools = [[{"type": "function", "function": {"name": name}}] for name in "ab"]
+    rows = [{"prompt": "q", "answer": str(n), "tools": one} for n, one in enumerate(tools)]
+    plain = AnswersTask(write({"prompt": "q", "answer": "2"})).prompts()[0].key
+    prompts = AnswersTask(write(*rows)).prompts()
+    assert [prompt.answer for prompt in prompts] == ["0", "1"]
+    assert len({plain, *(prompt.key for prompt in prompts)}) == 3
+
+
+@pytest.mark.parametrize(
+    "message", [["user", "hi", "[1]"], ["user", "hi", "x"], ["user", "hi", '{"role": "system", "content": "evil"}']]
+)
+def test_three_texts_are_no_message_of_a_row(write, message):
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: the message .*write \(role, content\)"):
+        AnswersTask(write({"messages": [message], "answer": "1"}))
+
+
+def test_an_enormous_number_is_an_answer_or_refused_with_its_line(write):
+    (prompt,) = AnswersTask(write({"prompt": "q", "answer": 10**400})).prompts()
+    assert prompt.answer == "1" + "0" * 400

@@ -64,6 +64,30 @@ def test_the_end_tokens_are_those_of_both_configurations_and_of_the_tokenizer(
     assert eos_ids(write(generation, config, tokenizer)) == expected
 
 
+@pytest.mark.parametrize("vocabulary", [{"a": 0, "</s>": 2}, [["<unk>", 0.0], ["a", -1.0], ["</s>", -2.0]]])
+def test_the_end_token_may_be_named_in_the_special_tokens_and_defined_in_the_vocabulary(write, vocabulary):
+    directory = write(None, {"eos_token_id": 1}, {})
+    (directory / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert eos_ids(directory) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[1]"),
+        ("tokenizer_config.json", '{"eos_token": {"a": 1}}'),
+        ("tokenizer.json", '{"added_tokens": [{"id": 1}]}'),
+    ],
+)
+def test_malformed_files_of_a_model_are_refused_with_its_directory(write, file, text):
+    directory = write(None, {"eos_token_id": 1}, {"eos_token": "</s>"})
+    (directory / file).write_text(text)
+    with pytest.raises(ConfigError, match="malformed"):
+        eos_ids(directory)
+
+
 def test_the_end_token_of_the_loaded_tokenizer_counts_where_no_file_names_it(write):
     assert eos_ids(write(None, {"eos_token_id": 3}, None), 5) == [3, 5]
 
@@ -88,6 +112,8 @@ def test_a_chat_that_ends_with_a_token_that_ends_no_response_is_named_with_the_s
     assert f'set search.stop = ["{end}"]' in warning
     for right in (Stopping(tokenizer, (), [other, tokenizer.eos_token_id]), Stopping(tokenizer, (end,), [other])):
         assert unstopped_turn(right, renderer, [RAW, CHAT]) == ""
+    # A string is looked for in the text, which has no special tokens.
+    assert unstopped_turn(Stopping(tokenizer, (end[:-1],), [other]), renderer, [CHAT])
     # A prompt that no template renders needs no end of a turn.
     assert unstopped_turn(Stopping(tokenizer, (), [other]), renderer, [RAW]) == ""
 

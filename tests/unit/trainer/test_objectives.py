@@ -230,6 +230,12 @@ def test_a_group_of_equal_rewards_has_no_advantage(rewards):
     assert torch.equal(centred(torch.tensor([rewards], dtype=torch.float64)), torch.zeros(1, len(rewards)).double())
 
 
+@pytest.mark.parametrize("rewards", [[math.inf, 1.0, 0.0], [math.nan, 1.0, 0.0]])
+def test_a_group_with_a_reward_that_is_not_finite_stays_as_it_is(rewards):
+    reward_bK = torch.tensor([rewards], dtype=torch.float64)
+    assert torch.equal(level(reward_bK).nan_to_num(7.0), reward_bK.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("rewards", [[0.3, 0.3 + 1e-13, 0.0], [1e-9, 2e-9, 0.0], [1e9, 1e9 + 1e-3, 0.0]])
 def test_rewards_that_differ_by_more_than_rounding_stay_as_they_are(rewards):
     reward_bK = torch.tensor([rewards], dtype=torch.float64)

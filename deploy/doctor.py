@@ -3,6 +3,7 @@
 import importlib.metadata
 import platform
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 from tba.common.config import Config, ScoringModelSection
 from tba.common.config.paths import asked_gpus, asked_packages, check_data, hub_data, unused_models
 from tba.common.errors import ConfigError, HttpUnavailable, HubUnavailable, MissingExtra, TbaError
-from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
+from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here
 from tba.common.wire.probe import ask_status, monitor
@@ -45,7 +46,7 @@ class MemoryReport(Protocol):
 class Checks:
     """Checks that need the searcher's or the trainer's code, which this package does not import."""
 
-    task: Callable[[Config], None]
+    task: Callable[[Config], str]
     """Raises TbaError for a task that cannot be used."""
     scoring_model: Callable[[ScoringModelSection, str], str]
     """Returns a description of the model of a section, given its name. Raises TbaError if it cannot be used."""
@@ -116,6 +117,12 @@ def _engine(config: Config) -> tuple[str, str]:
         need_engine(engine, config.search.gpus)
     except MissingExtra as error:
         return "warn", f"search.engine = {engine}: {error}"
+    # Torch quotes the directories of headers for the compiler, and not those of libraries (2.13).
+    if engine == "vllm" and config.search.gpus == CPU and " " in sys.prefix:
+        return "warn", (
+            f"{sys.prefix} has a space, which torch does not quote when it compiles for vLLM on a CPU: make the "
+            "virtual environment elsewhere"
+        )
     versions = ((name, _version(name)) for name in (engine, f"{engine}-cpu"))
     return "ok", next((f"{name} {version}" for name, version in versions if version), engine)
 

@@ -16,7 +16,7 @@ from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
-from tba.searcher.engines.stopping import read_stopping, unstopped_turn
+from tba.searcher.engines.stopping import Stopping, read_stopping, unstopped_turn
 from tba.searcher.exploration import Exploration
 from tba.searcher.loop import Searcher
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
@@ -37,10 +37,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     if device == CPU == config.train.gpu:
         give_way()
-    task, renderer = _load_prompts(config)
-    stopping = read_stopping(config, renderer.tokenizer)
-    if warning := unstopped_turn(stopping, renderer, task.prompts()):
-        log.warning("responses may not end", reason=warning)
+    task, renderer, stopping = _load_prompts(config)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
     clock = SystemClock()
@@ -80,13 +77,16 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         searcher.run(stop)
 
 
-def _load_prompts(config: Config) -> tuple[Task, PromptRenderer]:
-    """Load the task and what renders its prompts, and check that every prompt can be used."""
+def _load_prompts(config: Config) -> tuple[Task, PromptRenderer, Stopping]:
+    """Load the task, what renders its prompts and what ends responses, and check that every prompt can be used."""
     task = load_task(config.task)
     check_prompts(task)
     renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     check_rendering(task, task.prompts(), renderer, context_of(config))
-    return task, renderer
+    stopping = read_stopping(config, renderer.tokenizer)
+    if warning := unstopped_turn(stopping, renderer, task.prompts()):
+        log.warning("responses may not end", reason=warning)
+    return task, renderer, stopping
 
 
 def _connect(config: Config, name: str, clock: Clock) -> BufferClient:

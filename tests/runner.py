@@ -97,8 +97,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the exit status, which make replaces by its own, to pytest's cache: .ci/run reads it."""
-    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.cache is not None:
-        session.config.cache.set("tba/status", int(exitstatus))
+    cache = getattr(session.config, "cache", None)
+    if "PYTEST_XDIST_WORKER" not in os.environ and cache is not None:
+        cache.set("tba/status", int(exitstatus))
 
 
 def pytest_keyboard_interrupt() -> None:

@@ -14,8 +14,7 @@ from benchmarks import bare
 from benchmarks.gpu_check.findings import Findings
 from tba.tests.helpers.gpu_steps import error, flat, qwen, random_model, random_steps
 from tba.trainer.batch.batch import Row
-from tba.trainer.model import packed_attention
-from tba.trainer.model.packed_attention import Sequences, attend, has_kernel
+from tba.trainer.model.packed_attention import Sequences, attend, has_kernel, torch_has_kernel
 from tba.trainer.model.packing import obstacle, packs
 from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing
 
@@ -25,20 +24,25 @@ _HEADS = ((8, 8, 64), (14, 2, 64), (12, 2, 128), (28, 4, 128), (8, 2, 256), (4, 
 
 def use_kernel(device: str) -> str:
     """Use torch's attention kernel also where its torch is older than tba asks for. Returns how it is used."""
-    needed = packed_attention._KERNEL_TORCH
-    if device != "cuda" or torch.__version__ >= needed:
-        return "as shipped" if device == "cuda" else "none: on a CPU packed rows use SDPA"
+    if device != "cuda":
+        return "none: on a CPU packed rows use SDPA"
+    if torch_has_kernel():
+        return "as shipped"
     from torch.nn.attention import varlen
 
     original = varlen.varlen_attn
 
     # Without `enable_gqa`. To be removed when tba needs a torch that has it.
-    def repeated(query: Tensor, key: Tensor, value: Tensor, *places: Any, enable_gqa: bool, **others: Any) -> Any:
+    def repeated(
+        query: Tensor, key: Tensor, value: Tensor, *places: Any, enable_gqa: bool, scale: Any, window_size: Any
+    ) -> Any:
         times = query.shape[1] // key.shape[1] if enable_gqa else 1
-        return original(query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), *places, **others)
+        key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
+        return original(query, key, value, *places, scale=scale, window_size=window_size)
 
-    varlen.varlen_attn, packed_attention._KERNEL_TORCH = repeated, torch.__version__
-    return f"with repeated keys and values, since torch {torch.__version__} is older than {needed}"
+    varlen.varlen_attn = repeated
+    torch_has_kernel.cache_clear()
+    return f"with repeated keys and values, which torch {torch.__version__} needs"
 
 
 def kernel(findings: Findings, options: Any) -> None:

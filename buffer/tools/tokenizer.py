@@ -7,7 +7,6 @@ Reading rows needs only the library `tokenizers`.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from tba.common.config import TaskSection
 from tba.common.log import get_logger
@@ -61,4 +60,4 @@ def decoder_of(model: str) -> Callable[[list[int]], str] | None:
     except Exception as error:  # noqa: BLE001
         log.warning("rows are shown without text", reason=f"{path}: {error}")
         return None
-    return lambda ids: cast("str", loaded.decode(ids, skip_special_tokens=True))
+    return lambda ids: str(loaded.decode(ids, skip_special_tokens=True))

@@ -103,12 +103,12 @@ def has_kernel(device: str, heads: Collection[int], *, half: bool) -> bool:
         and len(set(heads)) == 1
         and all(head <= _KERNEL_HEAD and head % _KERNEL_HEAD_STEP == 0 for head in heads)
         and torch.cuda.get_device_capability() >= _KERNEL_CAPABILITY
-        and _torch_has_kernel()
+        and torch_has_kernel()
     )
 
 
 @cache
-def _torch_has_kernel() -> bool:
+def torch_has_kernel() -> bool:
     """Whether this torch has the kernel, by the arguments that it accepts: builds of vendors have other versions."""
     try:
         # Imported here because it loads torch's compiler, which takes seconds and is not needed on a CPU.

@@ -163,9 +163,8 @@ class Learner:
     def step(self, batch: TrainBatch) -> StepResult:
         """Make one update.
 
-        If the loss, the gradient or a reference log-probability is not finite, or a reward is beyond what the buffer
-        accepts, the step is skipped: it counts, but weights and optimiser do not change. Raises ConfigError for token
-        ids outside the vocabulary.
+        If a loss, gradient or reference log-probability is not finite, or a reward is huge, the step is skipped: it
+        counts, but weights and optimiser do not change. Raises ConfigError for token ids outside the vocabulary.
         """
         self._check_tokens(batch)
         self._check_floor(batch)
@@ -184,9 +183,8 @@ class Learner:
             broken = _broken(batch, sums)
             if broken or not all(map(math.isfinite, (sums.loss, *norms))):
                 reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
-                blamed = broken or [row.id for row in batch.rows]
                 rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
-                return self._skip(batch, finite, rows, reason, blamed)
+                return self._skip(batch, finite, rows, reason, broken or [row.id for row in batch.rows])
             cosine = gradient_cosine(self.optimizer, self._ranks)
             ratios = self._policy_metrics(batch, sums)
             by_ess = self._config.learning_rate_by_ess
@@ -393,10 +391,7 @@ def _ids(ids: Sequence[int]) -> str:
 
 
 def _broken(batch: TrainBatch, sums: Accumulator) -> list[int]:
-    """Return the trajectories that no update can be made with: their log-probability is not finite, or their reward.
-
-    A reward beyond what the buffer accepts, whose square may not be finite, would decide or undo the whole step.
-    """
+    """Return the trajectories whose log-probability is not finite, or whose reward the buffer would refuse."""
     finite = (sums.policy_BK.isfinite() & (batch.reward_BK.abs() <= LARGEST_REWARD)).flatten().tolist()
     return [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
 

@@ -5,8 +5,10 @@ import pwd
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def not_known(_: Config) -> None:
     """The number of parameters of a model that is not here."""
 
 
-UNKNOWN = Checks(lambda _: None, lambda *_: "", lambda *_: "not asked", not_known)
+UNKNOWN = Checks(lambda _: "", lambda *_: "", lambda *_: "not asked", not_known)
 ON_GPUS = config_of(search={"gpus": "0-2"}, train={"gpu": "3"})
 ON_CPU = config_of(search={"gpus": "cpu"}, train={"gpu": "cpu"})
 
@@ -249,6 +251,18 @@ def test_the_shipped_environment_sets_the_caches_of_the_units(units):
     units(shipped.replace("/var/lib/tba/cache/vllm", "/home/ann/vllm"))
     result, detail = check_caches(ON_GPUS)
     assert (result, "VLLM_CACHE_ROOT = /home/ann/vllm is hidden from the units" in detail) == ("fail", True)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_environment_with_a_space_in_its_path_is_refused_for_vllm_on_a_cpu(monkeypatch):
+    def engine(**search: str) -> str:
+        config = config_of(search={"engine": "vllm", "gpus": "cpu"} | search)
+        return next(row["result"] for row in examine(config, UNKNOWN) if row["check"] == "engine")
+
+    assert engine() == "ok"
+    monkeypatch.setattr(sys, "prefix", "/home/ann/my runs/.venv")
+    assert engine() == "warn"
+    assert engine(engine="transformers") == "ok"
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
 
 @pytest.mark.parametrize("gold", ["", " ", "proof", "Proof", "notfound", "None", "nan", "N/A", "https://a.org/12"])
 def test_a_gold_answer_that_is_none_is_refused_with_its_file_and_row(make_task, gold):
-    with pytest.raises(TaskError, match=r"row 2 of .*rows.jsonl has the gold answer .*: it .*: correct or remove"):
+    with pytest.raises(TaskError, match=r"rows.jsonl:2: the gold answer .*: it .*: correct or remove"):
         make_task({"problem": "p", "answer": "none"}, {"problem": "q", "answer": gold})
 
 

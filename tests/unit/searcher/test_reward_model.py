@@ -150,7 +150,7 @@ def test_files_that_are_no_reward_model_are_refused_with_a_reason(tmp_path):
 def diagnosis(path: object, template: str) -> tuple[str, str]:
     """(result, detail) of `tba doctor`."""
     config = Config.model_validate({"reward_model": {"path": str(path), "template": template}})
-    checks = Checks(lambda _: None, check_files, lambda *_: "not asked", lambda _: None)
+    checks = Checks(lambda _: "", check_files, lambda *_: "not asked", lambda _: None)
     (finding,) = [row for row in examine(config, checks) if row["check"] == "reward model"]
     return finding["result"], finding["detail"]
 

@@ -1,7 +1,9 @@
 """One way from text to token ids for search, `tba sft` and `tba buffer import`, tried on twelve families."""
 
 import json
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,7 @@ BEGIN, END = "<s>", "</s>"
 
 def trained(kind: str) -> Tokenizer:
     """Return a tokenizer without special tokens around a text."""
+    trainer: Any
     special = ["<unk>", BEGIN, END, "[CLS]", "[SEP]"]
     if kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
@@ -56,7 +59,7 @@ def around(kind: str, template: str) -> Tokenizer:
 
 
 # How it is made, and the special tokens that belong before a prompt. What is put behind a text does not.
-FAMILIES = {
+FAMILIES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     **{kind: (partial(chat_tokenizer, kind), [begin] if begin else []) for kind, (_, _, begin, *_) in KINDS.items()},
     "gpt 2": (lambda: trained("bytes"), []),
     "zephyr, end token appended": (lambda: around("bytes", f"{BEGIN} $A {END}"), [BEGIN]),

@@ -36,7 +36,7 @@ from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
 from tba.tests.runner import slow
 from tba.trainer.distributed.ranks import ALONE
-from tba.trainer.model.packed_attention import Sequences, _kernel, _torch_has_kernel, attend, has_kernel
+from tba.trainer.model.packed_attention import Sequences, _kernel, attend, has_kernel, torch_has_kernel
 from tba.trainer.model.packing import _head_sizes, obstacle, pack, packs
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.canary import make_canary, skeleton
@@ -356,12 +356,12 @@ def test_the_kernel_is_used_if_it_accepts_what_it_is_given_whatever_the_version(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.0"))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", eval(f"lambda query, *, {arguments}: query"))
-    _torch_has_kernel.cache_clear()
+    torch_has_kernel.cache_clear()
     assert has_kernel("cuda", [64], half=True) == supported
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    _torch_has_kernel.cache_clear()
+    torch_has_kernel.cache_clear()
     assert not has_kernel("cuda", [64], half=True)
-    _torch_has_kernel.cache_clear()
+    torch_has_kernel.cache_clear()
 
 
 def test_rows_that_are_packed_on_a_gpu_without_the_kernel_are_warned_of(caplog):

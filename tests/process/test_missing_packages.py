@@ -9,7 +9,7 @@ import pytest
 
 from tba.tests.optional_packages import extras, without
 from tba.tests.process.conftest import arithmetic
-from tba.tests.runner import FULL_SIZE
+from tba.tests.runner import FULL_SIZE, size
 
 ROOT = Path(__file__).parents[2]
 TRAIN = extras()["train"]
@@ -22,7 +22,10 @@ OPTIONAL = [
     *("httpx2", "matplotlib", "tensorboard", "vllm", *TOOLS),
 ]
 # Extras whose names say little in the text of a test.
-COMMON_WORDS = {"hub", "math", "ui"}
+COMMON_WORDS = {"browser", "hub", "math", "ui"}
+# `make test-all` hides each package alone, and `make test` packages together whose tests have little in common.
+ALONE = [("httpx2",), ("jinja2",), ("starlette",)]
+TOGETHER = tuple(module for module in OPTIONAL if (module,) not in ALONE)
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
 
@@ -73,26 +76,28 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
 
 
 def files_that_need(modules: tuple[str, ...]) -> list[str]:
-    """Return the test files that name a package, another one of its extra, or a module of tba that imports one."""
-    of_extra = [extra for extra in SMALL_EXTRAS if set(modules) & set(extras()[extra])]
-    related = {*modules, *(module for extra in of_extra for module in extras()[extra])}
-    imports = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(related)})\b", re.MULTILINE)
+    """Return the test files that name a package, its extra, or a module of tba that imports it."""
+    of_extra = {extra for extra in SMALL_EXTRAS if set(modules) & set(extras()[extra])}
+    imports = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(modules)})\b", re.MULTILINE)
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     texts = {name: (ROOT / name).read_text() for name in listed.split() if not name.startswith("benchmarks/")}
     importing = [name for name, text in texts.items() if imports.search(text)]
-    names = related | {"tba." + name.removesuffix(".py").replace("/", ".") for name in importing}
-    # Starlette's test client is built on it.
-    names |= {"TestClient"} if "httpx2" in modules else set()
-    names |= {module.replace("_", "-") for module in related} | set(of_extra) - COMMON_WORDS
+    names = {*modules, *("tba." + name.removesuffix(".py").replace("/", ".") for name in importing)}
+    names |= {module.replace("_", "-") for module in modules} | of_extra - COMMON_WORDS
+    if of_extra == {"ui"} or "httpx2" in modules:
+        # All pages are made of templates, and Starlette's test client is built on httpx2.
+        names.add("TestClient")
     mention = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))
     return [name for name, text in texts.items() if re.search(r"^tests/.*\btest_", name) and mention.search(text)]
 
 
-@pytest.mark.parametrize("modules", [TRAIN, *((module,) for module in OPTIONAL)], ids=" ".join)
+@pytest.mark.parametrize(
+    "modules", [TRAIN, *size([*ALONE, TOGETHER], [(module,) for module in OPTIONAL])], ids=lambda modules: modules[-1]
+)
 def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
-    """`make test-all` runs all quick tests without each package."""
+    """`make test-all` runs all quick tests."""
     files = ["tests/unit"] if FULL_SIZE else files_that_need(modules)
-    options = ("-q", "-m", "not slow", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}")
+    options = ("-q", "-m", "not slow", "-o", f"cache_dir={tmp_path / 'cache'}", f"--basetemp={tmp_path / 'tests'}")
     done = hidden(modules, "-m", "pytest", *options, *files, cwd=ROOT)
     broken = [line for line in done.stdout.splitlines() if re.match(r"(FAILED|ERROR|INTERNALERROR)\b", line)]
     # 5: no test was run.

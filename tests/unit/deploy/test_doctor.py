@@ -405,6 +405,7 @@ def test_a_network_file_system_shares_snapshots_unless_they_stay_in_memory(tmp_p
     assert check_other_nodes(config)[0] == result
 
 
+@pytest.mark.needs("datasets")
 def test_what_was_not_looked_at_is_unchecked(tmp_path, hub_offline):
     config = config_of(
         run={"dir": tmp_path}, model={"path": "org/model"}, task={"name": "gsm8k", "train": "openai/gsm8k"},

@@ -3,6 +3,7 @@
 import logging
 import sys
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -43,6 +44,9 @@ from tba.trainer.publishing.canary import make_canary, skeleton
 from tba.trainer.step.build import build
 
 CPU = torch.device("cpu")
+NEEDS_KERNEL = pytest.mark.skipif(
+    find_spec("torch.nn.attention.varlen") is None, reason="this torch has no varlen_attn: it came with 2.10"
+)
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -314,6 +318,7 @@ def kernel_everywhere(monkeypatch):
     return lambda kernel: monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
 
 
+@NEEDS_KERNEL
 def test_a_kernel_that_fails_is_detected_before_training(kernel_everywhere):
     kernel_everywhere(refuse)
     model = tiny_model()
@@ -324,6 +329,7 @@ def test_a_kernel_that_fails_is_detected_before_training(kernel_everywhere):
         packs("packed", model, "cpu", half=True)
 
 
+@NEEDS_KERNEL
 def test_running_out_of_memory_is_not_an_obstacle_of_the_model(kernel_everywhere):
     kernel_everywhere(run_out)
     with pytest.raises(torch.OutOfMemoryError):
@@ -334,11 +340,13 @@ def assert_nothing(*_, **__):
     raise AssertionError
 
 
+@NEEDS_KERNEL
 def test_an_error_without_a_message_is_named_by_its_class(kernel_everywhere):
     kernel_everywhere(assert_nothing)
     assert obstacle(tiny_model(), half=True).endswith("does not run on packed rows: AssertionError")
 
 
+@NEEDS_KERNEL
 @pytest.mark.parametrize(
     ("heads", "supported"), [([64] * 3, True), ([192, 192, 128], False), ([36] * 3, False), ([264] * 3, False)]
 )
@@ -349,6 +357,7 @@ def test_the_kernel_needs_heads_of_one_size_that_is_a_multiple_of_8(monkeypatch,
     assert not has_kernel("cuda", heads, half=True)
 
 
+@NEEDS_KERNEL
 @pytest.mark.parametrize(("arguments", "supported"), [
     ("scale=None, window_size=(-1, -1)", False), ("scale=None, window_size=(-1, -1), enable_gqa=False", True),
 ], ids=["2.11", "2.12"])  # fmt: skip
@@ -407,6 +416,7 @@ PLACES = [np.array(places) for places in ([0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8]
 SEQUENCES = Sequences(PLACES, CPU)
 
 
+@NEEDS_KERNEL
 def test_the_gpu_kernel_accepts_our_shapes():
     """Fake tensors compute the shapes of both passes without a GPU."""
     sequences = Sequences(PLACES, CPU)
@@ -438,6 +448,7 @@ def documented_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, win
     return torch.einsum("aqk,kad->qad", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).bfloat16()
 
 
+@NEEDS_KERNEL
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_gpu_kernel_computes_what_sdpa_computes(monkeypatch, window):
     torch.manual_seed(0)

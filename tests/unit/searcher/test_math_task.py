@@ -179,6 +179,8 @@ def test_a_gold_answer_that_is_none_is_refused_with_its_file_and_row(make_task, 
         (r"\boxed{1 + \boxed{2} + \boxed{3}}", "1 + 2 + 3"),
         (r"\boxed{1 + \fbox {\boxed{2}}}", "1 + 2"),
         (r"\boxed{" * 20_000 + "3}", "3"),
+        # Quadratic time would be more than the time limit of a test.
+        (rf"\boxed{{1}},{' ' * 1_000_000}x\boxed{{2}}", "2"),
         ("none", None),
     ],
     ids=lambda value: str(value)[:40],

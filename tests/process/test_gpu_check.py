@@ -8,14 +8,16 @@ import sys
 
 import pytest
 
+from tba.tests.helpers.source_files import ROOT, source_files
+
 
 @pytest.mark.timeout(900)
-def test_each_stage_compares_something_on_a_cpu(tmp_path, pytestconfig):
-    root, copy = pytestconfig.rootpath, tmp_path / "a checkout"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / name, copy / name)
+def test_each_stage_compares_something_on_a_cpu(tmp_path):
+    copy = tmp_path / "a checkout"
+    for path in source_files("*"):
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
     # A machine with a GPU need not have it.
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent/pytest.py").write_text("raise ImportError('pytest is absent')\n")

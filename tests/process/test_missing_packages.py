@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tba.tests.helpers.source_files import source_files
 from tba.tests.optional_packages import extras, without
 from tba.tests.process.conftest import arithmetic
 from tba.tests.runner import FULL_SIZE, size
@@ -79,8 +80,8 @@ def files_that_need(modules: tuple[str, ...]) -> list[str]:
     """Return the test files that name a package, its extra, or a module of tba that imports it."""
     of_extra = {extra for extra in SMALL_EXTRAS if set(modules) & set(extras()[extra])}
     imports = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(modules)})\b", re.MULTILINE)
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    texts = {name: (ROOT / name).read_text() for name in listed.split() if not name.startswith("benchmarks/")}
+    paths = {str(path.relative_to(ROOT)): path for path in source_files("*.py")}
+    texts = {name: path.read_text() for name, path in paths.items() if not name.startswith("benchmarks/")}
     importing = [name for name, text in texts.items() if imports.search(text)]
     names = {*modules, *("tba." + name.removesuffix(".py").replace("/", ".") for name in importing)}
     names |= {module.replace("_", "-") for module in modules} | of_extra - COMMON_WORDS

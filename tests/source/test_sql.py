@@ -1,19 +1,16 @@
 """How the source uses sqlite3."""
 
 import re
-import subprocess
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tba.tests.helpers.source_files import ROOT, source_files
+
 NUMBERED = re.compile(r"[=(,\s]\?\d")
-
-
 OPENED = re.compile(r"sqlite3\.connect\((?:[^()]|\([^()]*\))*\) as ")
 
 
 def files_with(pattern: "re.Pattern[str]") -> set[str]:
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {name for name in listed.split() if pattern.search((ROOT / name).read_text())} - {"tests/source/test_sql.py"}
+    found = {str(path.relative_to(ROOT)) for path in source_files("*.py") if pattern.search(path.read_text())}
+    return found - {"tests/source/test_sql.py"}
 
 
 def test_no_statement_has_numbered_placeholders():

@@ -24,7 +24,8 @@ OPTIONAL = [
 # Extras whose names say little in the text of a test.
 COMMON_WORDS = {"browser", "hub", "math", "ui"}
 # `make test-all` hides each package alone, and `make test` packages together whose tests have little in common.
-ALONE = [("httpx2",), ("jinja2",), ("starlette",)]
+ALONE: list[tuple[str, ...]] = [("httpx2",), ("jinja2",), ("starlette",)]
+EACH: list[tuple[str, ...]] = [(module,) for module in OPTIONAL]
 TOGETHER = tuple(module for module in OPTIONAL if (module,) not in ALONE)
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
@@ -91,9 +92,7 @@ def files_that_need(modules: tuple[str, ...]) -> list[str]:
     return [name for name, text in texts.items() if re.search(r"^tests/.*\btest_", name) and mention.search(text)]
 
 
-@pytest.mark.parametrize(
-    "modules", [TRAIN, *size([*ALONE, TOGETHER], [(module,) for module in OPTIONAL])], ids=lambda modules: modules[-1]
-)
+@pytest.mark.parametrize("modules", [TRAIN, *size([*ALONE, TOGETHER], EACH)], ids=lambda modules: modules[-1])
 def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
     """`make test-all` runs all quick tests."""
     files = ["tests/unit"] if FULL_SIZE else files_that_need(modules)

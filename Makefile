@@ -72,7 +72,7 @@ test-gpu: $(VENV)/installed-dev
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	rm -rf build
+	rm -rf $(BUILD) build/lib build/bdist.*
 	$(PIP) --no-deps --target $(BUILD) .
 	cp -r tests $(BUILD)/tba/
 	cd $(BUILD) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tba

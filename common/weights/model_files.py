@@ -276,10 +276,10 @@ def _eos_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:
 def _tokenizer_eos(directory: Path) -> int | None:
     """Return the id of the end token that the tokenizer's files name, None if they name none that is known."""
     files = ("tokenizer_config.json", "special_tokens_map.json")
-    eos = next(filter(None, (read_json(directory / name).get("eos_token") for name in files)), None)
-    content = eos["content"] if isinstance(eos, dict) else eos
+    eos: Any = next(filter(None, (read_json(directory / name).get("eos_token") for name in files)), "")
+    content: str = eos["content"] if isinstance(eos, dict) else eos
     added = added_tokens(directory)
-    if content is None or content in added:
+    if not content or content in added:
         return added.get(content)
     # Ids by token, or pieces with their scores in the order of their ids.
     vocabulary = (read_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or {}

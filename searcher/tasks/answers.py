@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # What stands between two boxes of one answer.
-_LISTED = re.compile(r"[\s$.]*(?:[,;]|\\text\{ ?(?:and|or) ?\}|(?:and|or)\b)\s*(?:(?:and|or)\b)?[\s$]*")
+_LISTED = re.compile(r"[\s$.]*+(?:[,;]|\\text\{ ?(?:and|or) ?\}|(?:and|or)\b)\s*+(?:(?:and|or)\b)?[\s$]*+")
 _NO_ANSWER = ("proof", "notfound", "not found", "null", "nan", "n/a")
 _MAX_BOXES = 20
 _NUMBER = re.compile(r"[+-]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
@@ -65,26 +65,32 @@ _SPELLINGS = [
         (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?answer(?: is|:)+|option|choice)[: *]*", r"\1"),
         (r"^(\\text\{)? ?(?i:about|approximately|around|roughly|exactly) ?|^\\approx(?![a-z])", r"\1"),
         (r"\\text\{ ?([-+]?\d[\d,.:]*)", r"\1\\text{"),
-        (r"\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\]),? ?(?:and|or)(?![A-Za-z])", ", "),
+        (r"(?:\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\]),? ?(?:and|or)(?![A-Za-z]))(?! ?\}?$)", ", "),
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
         (r" ?\^ ?\{ ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}", ""),
         (r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?", ""),
         (r"\\text\{ ?\}", ""),
-        (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+        (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
-        (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
+        (r"\\(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),
         (r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"(?<=\d) (?=\d{3}(?!\d))", ""),
         (r"(?<![\d.])0,(?=\d)", "0, "),
     )
 ]
-# A trailing text is a unit, unless it is a condition. So is a bare word, and so are common symbols.
+# Words that make another value, a condition or a doubt of what precedes them.
+_NO_UNIT = (
+    r"(?i:and|or|nor|if|for|where|when|unless|except|more|less|fewer|than|not?|never|is|does|wrong|incorrect|[ap]\.?m|"
+    r"mod|modulo|plus|minus|over|choose|divided|multiplied|to the|times (?!per\b|an?\b|as\b|each\b)[^ ]+|squared|cubed|"
+    r"factorial|dozens?|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|twelf)ths?|"
+    r"(?:hundred|thousand|[mb]illion|trillion)(?:th)?s?)"
+)
+# A trailing text is a unit, unless it has such a word. So are bare words, and so are common symbols.
 _UNIT = re.compile(
-    r"(?:(?: |/|\\cdot|\()*\\text\{(?![^{}]*\b(?:or|and|more|less|not|if|for|where|mod|than|[aApP]\.?[mM])\b)[^{}]*\}"
-    r"(?: ?\^ ?\{?-?\d\}?)?\)?)+$"
+    rf"(?:(?: |/|\\cdot|\()*\\text\{{(?!.*\b{_NO_UNIT}\b)[^{{}}]*\}}(?: ?\^ ?\{{?-?\d\}}?)?\)?)+$"
     r"|(?<=[\d}]) ?(?:[kcd]m|mm|kg|mg|ft|yd|lb|oz|m[lL]|mph|km/h|m/s|min|sec|hrs?|USD)(?: ?\^ ?\{?[23]\}?)?$"
-    r"|(?<=[\d}]) (?:[A-Za-z]{2,} )*[A-Za-z]{4,}(?: [A-Za-z]{2,})*$"
+    rf"|(?<=[\d}}])(?= .*[A-Za-z]{{4}})(?!.*\b{_NO_UNIT}\b)(?: [A-Za-z]{{2,}})+$"
     r"|(?<=\d) [msghL]$"
     r"|(?<=\d)_ ?\{?\d+\}?$"
 )

@@ -11,19 +11,28 @@ from collections.abc import Callable
 from typing import Any
 
 from tba.common.errors import TaskError
-from tba.searcher.tasks.answers import last_boxed
+from tba.searcher.tasks.answers import last_boxed, normalised
 from tba.searcher.tasks.gsm8k import last_number
 from tba.searcher.tasks.rows import RowsTask, answers_in, question_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
+from tba.searcher.tasks.verdict import MAX_CHARACTERS
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 _ANSWER_COLUMNS = ("answer", "answers", "reward_model.ground_truth")
 _PLAIN = "{prompt}"
-_ANSWER_LINE = re.compile(r"^[\s*#>_]*(?:the )?(?:final )?answer\s*(?:is\s*)?\**\s*:", re.IGNORECASE | re.MULTILINE)
+_ANSWER_LINE = re.compile(
+    r"^[ \t*#>_]*+(?:the )?(?:final )?answer\s*+(?:is\s*+)?\**+\s*+:", re.IGNORECASE | re.MULTILINE
+)
 # The letter of a choice: in a sentence, alone or before its text, in brackets.
-_OPEN = r"[\s*$\\({\[]*(?:text\w*\{)?\(?"
-_NAMED = re.compile(rf"\b(?i:answer|option|choice)\b(?:\s+(?:is|was))?\s*:?{_OPEN}([A-HJ-Z])\b(?!')")
-_ALONE = re.compile(rf"^{_OPEN}([A-Za-z])(?:[\s*$)\]}}.:]*$|[)\]}}.:]\s*\S)")
+_OPEN = r"[\s*$\\({\[]*+(?:text\w*\{)?\(?"
+# What follows the letter if the text names another one.
+_OTHER = (
+    r"[\s*$)\]}.:]*+(?:(?:[/&]|(?:,\s*+)?(?:or|and)\b|\\text\{ ?(?:or|and) ?\})\s*+(?:(?i:option|choice)\b)?"
+    rf"{_OPEN}[A-HJ-Z]\b(?!')|[,;]{_OPEN}[A-HJ-Z]\b(?!'| [a-z])|[,;]?\s*+(?:\\text\w*\{{)?\([A-Z]\))"
+)
+_NAMED = re.compile(rf"\b(?i:answer|option|choice)\b(?:\s++(?:is|was))?\s*+:?{_OPEN}([A-HJ-Z])\b(?!')({_OTHER})?")
+_SEVERAL = re.compile(rf"\b[A-HJ-Z]{_OTHER}")
+_ALONE = re.compile(rf"^{_OPEN}([A-Za-z])(?!(?i:{_OTHER}))(?:[\s*$)\]}}.:]*$|[)\]}}.:]\s*\S)")
 _BRACKETED = re.compile(r"\(([A-Z])\)")
 
 
@@ -117,6 +126,15 @@ def _number(gold: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _response_number(text: str) -> float | None:
+    """Return the number that a box holds, with any unit, else the last number of the graded part."""
+    if (boxed := last_boxed(text)) is None:
+        return last_number(_graded(text))
+    value = re.sub(r"^[^<>!]*(?<!\\not)=", "", normalised(boxed[:MAX_CHARACTERS]))
+    number = last_number(value)
+    return number if number == _number(value) else None
+
+
 def _letter(gold: str) -> str | None:
     return found[1].upper() if (found := _ALONE.search(gold.strip())) else None
 
@@ -124,15 +142,19 @@ def _letter(gold: str) -> str | None:
 def _choice(text: str) -> str | None:
     """Return the letter that a text chooses, None if it names none or several."""
     if named := _NAMED.findall(text):
-        return str(named[-1])
+        letter, other = named[-1]
+        return None if other else str(letter)
+    last_line = text.strip().rpartition("\n")[2]
+    if (alone := _letter(last_line)) or _SEVERAL.search(last_line):
+        return alone
     bracketed = set(_BRACKETED.findall(text))
-    return _letter(text.strip().rpartition("\n")[2]) or (bracketed.pop() if len(bracketed) == 1 else None)
+    return bracketed.pop() if len(bracketed) == 1 else None
 
 
 # How an answer of the data is read, and a response.
 _READERS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
     "exact": (_plain, lambda text: _plain(_graded(text))),
-    "number": (_number, lambda text: last_number(_graded(text))),
+    "number": (_number, _response_number),
     "choice": (_letter, lambda text: _choice(_graded(text))),
     "regex": (re.compile, str),
 }

@@ -14,7 +14,7 @@ from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 # Thousands are separated as in 1,234,567 and, in India, as in 12,34,567.
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
-_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d)+,\d{3}|\d+)"
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d){1,6},\d{3}|\d+)"
 _NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
 # The minus sign of Unicode, also before a currency sign, and the ways of LaTeX to separate thousands.
 _SPELLINGS = (

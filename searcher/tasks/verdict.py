@@ -23,6 +23,8 @@ _ONE_BRACKET = re.compile(r"[(\[][^(\[]*")
 _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
 _EXPONENT = re.compile(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d) ?(?:\\text\{)? ?(?:([ap])\.? ?m)?[. }]*", re.IGNORECASE)
+# math-verify would drop a relation that nothing precedes.
+_RELATION = re.compile(r"\\(?:not|neq?|[lg](?:t|eq?|eqslant))(?![a-z])|[<>≠≤≥]")
 
 
 class OutsideMainThread(RuntimeError):
@@ -38,6 +40,8 @@ def is_right(gold: str, answer: str) -> bool:
         return False
     if normalised(gold) == normalised(answer):
         return True
+    if _RELATION.match(answer) and not _RELATION.match(gold):
+        return False
     for compare in (_same_choice, _same_words, _same_time):
         verdict = compare(gold, answer)
         if verdict is not None:

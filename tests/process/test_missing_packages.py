@@ -24,8 +24,7 @@ OPTIONAL = [
 # Extras whose names say little in the text of a test.
 COMMON_WORDS = {"browser", "hub", "math", "ui"}
 # `make test-all` hides each package alone, and `make test` packages together whose tests have little in common.
-ALONE: list[tuple[str, ...]] = [("httpx2",), ("jinja2",), ("starlette",)]
-EACH: list[tuple[str, ...]] = [(module,) for module in OPTIONAL]
+ALONE = [("httpx2",), ("jinja2",), ("starlette",)]
 TOGETHER = tuple(module for module in OPTIONAL if (module,) not in ALONE)
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
@@ -92,7 +91,10 @@ def files_that_need(modules: tuple[str, ...]) -> list[str]:
     return [name for name, text in texts.items() if re.search(r"^tests/.*\btest_", name) and mention.search(text)]
 
 
-@pytest.mark.parametrize("modules", [TRAIN, *size([*ALONE, TOGETHER], EACH)], ids=lambda modules: modules[-1])
+GROUPS: list[tuple[str, ...]] = size([*ALONE, TOGETHER], [(module,) for module in OPTIONAL])
+
+
+@pytest.mark.parametrize("modules", [TRAIN, *GROUPS], ids=lambda modules: modules[-1])
 def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
     """`make test-all` runs all quick tests."""
     files = ["tests/unit"] if FULL_SIZE else files_that_need(modules)

@@ -22,11 +22,11 @@ def files(folder):
     """Each of the formats, with the same rows."""
     contents = {
         "a.jsonl": LINES.encode(),
-        "a.jsonl.gz": gzip.compress(LINES.encode()),
-        "blob-without-suffix": gzip.compress(LINES.encode()),
+        "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),
+        "blob-without-suffix": gzip.compress(LINES.encode(), mtime=0),
         "a.csv": CSV.encode(),
         "a.tsv": CSV.replace(",", "\t").replace("1\t", "1,").encode(),
-        "a.csv.gz": gzip.compress(CSV.encode()),
+        "a.csv.gz": gzip.compress(CSV.encode(), mtime=0),
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
@@ -59,7 +59,11 @@ def test_a_field_that_only_other_rows_of_parquet_have_is_absent_and_a_null_colum
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"a": 1}\nhello', r"a.jsonl:2: the line is not JSON: .* it begins 'hello'"),
-        ("a.jsonl.gz", gzip.compress(LINES.encode())[:-9], r"a.jsonl.gz cannot be read: Compressed file ended"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINES.encode(), mtime=0)[:-9],
+            r"a.jsonl.gz cannot be read: Compressed file ended",
+        ),
         ("a.csv", b"a,b\n1,2\n1\n", r"a.csv:3: the row is not CSV: it has more or fewer cells"),
         ("a.csv", b"a,b\n1,2,3\n", r"a.csv:2: the row is not CSV: it has more or fewer cells"),
         ("a.csv", b'a,b\n1,"2\n', r"a.csv:.*the row is not CSV: unexpected end of data"),

@@ -253,6 +253,7 @@ def test_the_shipped_environment_sets_the_caches_of_the_units(units):
     assert (result, "VLLM_CACHE_ROOT = /home/ann/vllm is hidden from the units" in detail) == ("fail", True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_an_environment_with_a_space_in_its_path_is_refused_for_vllm_on_a_cpu(monkeypatch):
     def engine(**search: str) -> str:

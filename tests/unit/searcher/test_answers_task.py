@@ -50,6 +50,15 @@ VERDICTS = [
     ("number", "34", "Answer: 34\nI counted 2 times.", True),
     ("number", "34", "Answer: $34$", True),
     ("number", "34", THOUGHT, False),
+    ("number", "2", r"\boxed{\frac{1}{2}}", False),
+    ("number", "2", r"\boxed{x^2}", False),
+    ("number", "2", r"\boxed{x \ge 2}", False),
+    ("number", "2", r"\boxed{1, 2}", False),
+    ("number", "5", r"\boxed{10^5}", False),
+    ("number", "5", r"\boxed{x = 5}", True),
+    ("number", "50", r"\boxed{50\%}", True),
+    ("number", "-1234.5", r"\boxed{-\$1{,}234.50}", True),
+    ("number", "34", r"\boxed{34 \text{ apples}}", True),
     ("number", "0", "0", True),
     ("number", "0", "none", False),
     ("number", "3/4", "4", None),
@@ -75,6 +84,20 @@ VERDICTS = [
     ("choice", "B", "Because", False),
     ("choice", "B", "The answer is A. Not B.", False),
     ("choice", "A", THOUGHT, False),
+    ("choice", "B", "(B) or (C)", False),
+    ("choice", "B", "(b) or (c)", False),
+    ("choice", "C", "B or (C)", False),
+    ("choice", "B", "Answer: (B) or (C)", False),
+    ("choice", "B", r"\boxed{(B)(C)}", False),
+    ("choice", "B", r"\boxed{(B), (C)}", False),
+    ("choice", "B", r"\boxed{(B) \text{ or } (C)}", False),
+    ("choice", "A", "(A) (B) (C) (D)", False),
+    ("choice", "B", "The answer is B or C", False),
+    ("choice", "C", "Option B or option C", False),
+    ("choice", "B", "B? No, it is C.", False),
+    ("choice", "B", "The answer is B, I think.", True),
+    ("choice", "B", "B. A city of France", True),
+    ("choice", "B", "(B) Vitamins A and C", True),
     ("choice", "AB", "A", None),
     ("choice", "2", "B", None),
     ("choice", "Paris", "Paris", None),
@@ -109,6 +132,14 @@ def test_a_response_is_right_or_an_answer_cannot_be_graded(make, grade, gold, re
     (prompt,) = task.prompts()
     assert task.score(prompt, response, True).total == float(right)
     assert task.score(prompt, response, False).total == 0.0
+
+
+@pytest.mark.parametrize("response", ["\n" * 200_000 + "x", "option" + " " * 200_000, "answer" + " " * 200_000 + "x"])
+@pytest.mark.parametrize("grade", ["exact", "choice", "number"])
+def test_repeated_spaces_take_linear_time(make, grade, response):
+    # Quadratic time would be more than the time limit of a test.
+    task = make({"question": "q", "answer": {"number": "1"}.get(grade, "B")}, grade=grade)
+    assert task.score(task.prompts()[0], response, True).total == 0.0
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,19 @@ from tba.tests.helpers.verdicts import read_verdicts
 
 pytest.importorskip("math_verify", reason="the extra math is not installed")
 
+from tba.searcher.tasks import verdict
 from tba.searcher.tasks.answers import why_no_gold
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.verdict import is_readable
 
 KINDS = read_verdicts("math_kinds.txt")
 CATEGORIES = read_verdicts("math_answers.txt")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Verdicts must not depend on the load of the machine."""
+    monkeypatch.setattr(verdict, "LIMIT_SECONDS", 60)
 
 
 @pytest.fixture

@@ -42,7 +42,11 @@ def gsm8k(tmp_path):
         (r"\boxed{1{,}234}", 1234),
         (r"10,\!000", 10000),
         ("9" * 10_000, float("inf")),
+        ("12,34,567", 1234567),
+        # Quadratic time would be more than the time limit of a test.
+        ("1" + ",23" * 100_000, 23),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number

@@ -41,7 +41,7 @@ demo-words: $(VENV)/installed-$(ENGINE)
 		--out $(WORDS)-start/model
 	@$(BIN)/tba run examples/words/demo.toml --set run.dir=$(WORDS) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
-# A minute or two: unit tests without the slow ones, and the rules on the source.
+# A minute or a few: unit tests without the slow ones, and the rules on the source.
 quick: $(VENV)/installed-dev
 	$(PYTEST) -n $(QUICK_WORKERS) -m "not slow" tests/unit tests/source
 

@@ -130,4 +130,6 @@ def save(name: str, directory: Any) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    # Some configurations put their family's end tokens in the place of none, and the vocabulary here is smaller.
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(directory)

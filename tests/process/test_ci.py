@@ -37,8 +37,9 @@ def ci(tmp_path):
     def run(tests, makefile=MAKEFILE):
         (tmp_path / "test_one.py").write_text(tests)
         (tmp_path / "Makefile").write_text(makefile)
-        # This test may be one of a parallel run itself.
-        environment = {key: value for key, value in clean_environment().items() if not key.startswith("PYTEST_")}
+        # This test may be one of a parallel run itself, and of a recipe of make, which then names its directories.
+        inherited = ("PYTEST_", "MAKE", "MFLAGS")
+        environment = {key: value for key, value in clean_environment().items() if not key.startswith(inherited)}
         done = subprocess.run(["bash", tmp_path / ".ci/run"], env=environment, stdout=subprocess.PIPE, text=True)
         return done.returncode, done.stdout.splitlines()[-3:]
 

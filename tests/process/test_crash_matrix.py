@@ -1,6 +1,5 @@
 """SIGKILL at random moments under load: every acknowledged row is stored once, and all else is consistent with it."""
 
-import json
 import os
 import random
 import signal
@@ -240,4 +239,5 @@ def check_status(database: Path, status: Status) -> None:
     counts = ("trajectories", "errors", "sampleable", "step", "epoch", "prompts")
     assert {name: getattr(status, name) for name in counts} == {name: getattr(rebuilt, name) for name in counts}
     assert (status.trajectories, status.errors) == (rows, errors)
-    assert json.dumps(status.rejected) == "{}"
+    # A client that stops does not wait for its last reply.
+    assert status.rejected.keys() <= {"undeliverable"}

@@ -84,7 +84,8 @@ def about(options: argparse.Namespace) -> dict[str, str]:
     versions, asked = software(), ("--query-gpu=name,driver_version", "--format=csv,noheader")
     rows = (ask_nvidia_smi(*asked) if options.device == "cuda" else None) or "none, none"
     card, driver = rows.partition("\n")[0].rsplit(", ", 1)
-    found = {"commit": options.commit or versions.pop("git", "unknown"), "card": card, "driver": driver}
+    checkout = versions.pop("git", "unknown")
+    found = {"commit": options.commit or checkout, "card": card, "driver": driver}
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return found | {"date": date, "models": "tiny" if options.tiny else "full"} | versions
 

@@ -22,7 +22,7 @@ from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.weights.tied import tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad
-from tba.trainer.batch.micro_batches import forward_passes
+from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
 from tba.trainer.model.chunked_logprobs import token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.packing import pack
@@ -39,10 +39,6 @@ _EMPTY_ROW = Row(
     on_policy=False,
 )
 
-# What one more forward pass costs, in tokens: below it, padding is cheaper than another pass. A GPU needs large passes
-# to be busy.
-_CPU_PASS_TOKENS = 64
-_GPU_PASS_TOKENS = 4096
 # Enough that dropout or noise of any rate changes one of their logits.
 _PROBE_TOKENS = 64
 # More than any cap of logits.
@@ -214,7 +210,7 @@ class Scorer(nn.Module):
         """What one more forward pass costs, in tokens; None where all rows are packed into one pass."""
         if self._packed:
             return None
-        return _GPU_PASS_TOKENS if self.device.type == "cuda" else _CPU_PASS_TOKENS
+        return GPU_PASS_TOKENS if self.device.type == "cuda" else CPU_PASS_TOKENS
 
     def passes(self, lengths: Sequence[int]) -> list[list[int]]:
         """Split rows of these lengths into forward passes, in which no row depends on the others; indices of each."""

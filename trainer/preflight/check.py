@@ -10,6 +10,7 @@ from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
 from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
 from tba.common.system.devices import count_gpus
+from tba.trainer.batch.micro_batches import GPU_PASS_TOKENS
 from tba.trainer.preflight.memory import Setup, device_bytes, host_bytes, transformers_engine_bytes
 from tba.trainer.preflight.shape import ModelShape, meta_model, shape_of
 
@@ -178,9 +179,11 @@ def setup_of(
     train = config.train
     separate = config.objective.uses_reference and not config.lora.rank and not supervised
     batch = train.prompts_per_step * train.samples_per_prompt * (config.search.max_tokens + _PROMPT_TOKENS)
+    half = gpu_total is not None and config.model.dtype == "bfloat16"
+    padded = train.packing == "padded" or (train.packing == "auto" and gpu_total is not None and not half)
     setup = Setup(
         ranks=ranks,
-        half=gpu_total is not None and config.model.dtype == "bfloat16",
+        half=half,
         reference=config.reference.kind if separate else "",
         lora_rank=0 if supervised else config.lora.rank,
         offload=train.offload == "optimizer",
@@ -189,6 +192,9 @@ def setup_of(
         tokens=train.micro_batch_tokens if supervised else min(train.micro_batch_tokens, batch),
         published=2 if config.model.dtype == "bfloat16" else 4,
     )
+    if padded:
+        # Splitting into n passes adds about tokens / n padding and n passes; a test tries rows of many lengths.
+        setup = replace(setup, padding=int(1.25 * (setup.tokens * GPU_PASS_TOKENS) ** 0.5))
     if ranks > 1 and train.sharding == "auto":
         keeps = replace(setup, gathered=True)
         return keeps if gpu_total is None or _fits(shape, keeps, gpu_total) else setup

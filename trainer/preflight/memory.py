@@ -35,7 +35,7 @@ class Setup:
 
     `half` computes in bfloat16. `reference` is the kind of a separate reference model, empty for none. `gathered`
     keeps gathered weights and gradients during a step (`train.sharding`). `published` are the bytes per parameter of a
-    snapshot.
+    snapshot. `padding` are the tokens that padded passes add to the `tokens` of a micro-batch.
     """
 
     ranks: int
@@ -47,6 +47,7 @@ class Setup:
     checkpointing: bool
     tokens: int
     published: int = 2
+    padding: int = 0
 
 
 def device_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
@@ -106,7 +107,7 @@ def _gathered(shape: ModelShape, setup: Setup) -> int:
 
 
 def activation_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Return the bytes that the backward pass of one micro-batch needs, for one row without padding.
+    """Return the bytes that the backward pass of one micro-batch needs.
 
     With gradient checkpointing: the input of each layer, and the activations of one layer at a time. To both are added
     the gradients that exist at the same time in the backward pass of a layer, and 5 copies of the last hidden states.
@@ -115,7 +116,7 @@ def activation_bytes(shape: ModelShape, setup: Setup) -> int:
     narrow = 2 if setup.half else 4
     backward = 3 * narrow * shape.inner + 8 * shape.hidden
     kept = 4 * shape.hidden * shape.layers + layer if setup.checkpointing else layer * shape.layers
-    return setup.tokens * (kept + backward + 20 * shape.hidden)
+    return (setup.tokens + setup.padding) * (kept + backward + 20 * shape.hidden)
 
 
 def layer_activation_bytes(shape: ModelShape, setup: Setup) -> int:

@@ -1,11 +1,13 @@
 """The memory estimate against sums made by hand, against what autograd saves, and against what FSDP2 gathers."""
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -17,6 +19,7 @@ from tba.deploy.doctor import _memory
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
+from tba.trainer.batch.micro_batches import GPU_PASS_TOKENS, forward_passes, micro_batches
 from tba.trainer.checkpoints.checkpoint import tensors_of
 from tba.trainer.metrics.flops import ModelFlops
 from tba.trainer.model.host_buffers import HostBuffers
@@ -297,6 +300,21 @@ def test_activations_of_a_layer_are_what_autograd_saves(name):
     estimated = layer_activation_bytes(shape_of(model), replace(FULL, checkpointing=False))
     assert measured <= estimated * 1.02
     assert estimated == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("limit", [4096, 16384, 65536])
+def test_the_padding_of_padded_passes_on_a_gpu_is_within_the_estimate(limit):
+    setup = report("rho-1b", packing="padded", micro_batch_tokens=limit, prompts_per_step=64).setup
+    assert report("rho-1b", micro_batch_tokens=limit).setup.padding == 0 < setup.padding < limit
+    split, largest = partial(forward_passes, overhead=GPU_PASS_TOKENS), 0
+    for seed, mean in itertools.product(range(4), (100, 400, 1500)):
+        lengths = (150 + np.random.default_rng(seed).geometric(1 / mean, 256)).tolist()
+        for part in micro_batches(lengths, 8, limit=limit, split=split, rank=0, ranks=1):
+            for chunk in part.chunks:
+                rows = [lengths[row] for row in part.rows][chunk.rows]
+                padded = sum(len(one) * max(rows[n] for n in one) for one in chunk.passes)
+                largest = max(largest, padded - sum(rows))
+    assert setup.padding / 3 < largest <= setup.padding
 
 
 def test_gradient_checkpointing_keeps_the_input_of_each_layer():

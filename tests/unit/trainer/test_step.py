@@ -159,7 +159,7 @@ def test_gradients_do_not_depend_on_the_size_of_micro_batches(tokens):
 def test_gradients_do_not_depend_on_the_split_into_passes(monkeypatch):
     batch = random_batch(2, prompts=5)
     expected = gradients_of_step(make_learner(double=True), batch)
-    monkeypatch.setattr("tba.trainer.model.scorer._CPU_PASS_TOKENS", 0)
+    monkeypatch.setattr("tba.trainer.model.scorer.CPU_PASS_TOKENS", 0)
     found = gradients_of_step(make_learner(double=True), batch)
     assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
 

@@ -82,6 +82,7 @@ def raises(findings: Any, _: object) -> None:
     raise ValueError("a wrong\nvalue")
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_or_raises_is_ended_and_the_rest_go_on(run):
     report = run(hangs=hangs, raises=raises, dies=lambda *_: sys.exit(7), agrees=agrees)
     assert {name: stage.result for name, stage in report.stages.items()} == {

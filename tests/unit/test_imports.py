@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = {"torch", "transformers", "vllm", "safetensors", "matplotlib"}
 # What a host of the buffer, or a command that only reads, imports.
 CORE = (
@@ -15,6 +17,7 @@ CORE = (
 )
 
 
+@pytest.mark.slow
 def test_importing_the_core_loads_nothing_heavy():
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name); print(name, *sys.modules)"
     command = [sys.executable, "-c", code, *CORE]

@@ -69,6 +69,7 @@ def mean_staleness(config: Config, lag: int, **arguments: int) -> float:
     return float(np.mean(ages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lag",
     [

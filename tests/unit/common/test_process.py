@@ -34,6 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc to keep the memory")
 def test_kept_memory_causes_no_page_faults_again():
     def faults(how: str) -> int:
@@ -51,6 +52,7 @@ class Node:
         self.itself = self
 
 
+@pytest.mark.slow
 def test_only_later_objects_are_collected():
     before = Node()
     old = weakref.ref(before)

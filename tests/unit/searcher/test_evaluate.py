@@ -138,6 +138,7 @@ def test_what_the_engine_serves_stays_pinned_when_the_next_snapshot_is_refused(t
     assert served._descriptor is None
 
 
+@pytest.mark.slow
 def test_only_a_setting_that_changes_a_number_makes_another_evaluation(example_model):
     def settings(**section) -> str:
         return read_subject(Config.model_validate({"model": {"path": str(example_model)}, "eval": section})).settings

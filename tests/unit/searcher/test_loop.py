@@ -205,6 +205,7 @@ def announce(buffer: Any, engine: Any, model: Path, root: Path) -> None:
     buffer.ask(messages.AnnounceSnapshot(weights=ref, bytes=1), role="publisher", sender="pub.1")
 
 
+@pytest.mark.slow
 def test_a_searcher_that_serves_snapshots_learns_before_its_first_fetch_which_nodes_to_ask(search, monkeypatch):
     from tba.searcher.weights.follower import WeightsFollower
 
@@ -291,6 +292,7 @@ def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
     assert seen == {0.5, 1.0, 2.0}
 
 
+@pytest.mark.slow
 def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_scored_without(search, model):
     from tba.common.weights.tokenizer import load_tokenizer
 

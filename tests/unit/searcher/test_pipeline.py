@@ -118,6 +118,7 @@ def test_a_thousand_failures_in_a_row_end_the_searcher(make):
         pipeline.step(generate=True, wait_seconds=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop_reason", "warnings"), [("length", 1), ("eos", 0)])
 def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, caplog, stop_reason, warnings):
     pipeline, _, _ = make(FakeEngine(stop_reason=stop_reason), FakeTokenizer())

@@ -169,6 +169,7 @@ def test_a_base_that_comes_later_is_no_policy_and_does_not_count_as_the_newest(l
     assert snapshot.choose_snapshots(directory, directory, None, every=False) == [directory / "v00000004"]
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_late_fetches_the_base_and_one_adapter_and_then_adapters_alone(lab, tmp_path):
     publisher = lab.publisher()
     publish(lab, publisher, [0, 1, 2, 3])

@@ -36,6 +36,7 @@ def make_plain(**keys: Any) -> Learner:
     return learner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tb", *slow("tb_learned_z")])
 def test_in_float32_five_steps_have_the_same_losses_and_weights_bit_for_bit(name):
     offloaded, plain = make_learner(name=name, **OFFLOAD), make_plain(name=name)
@@ -75,6 +76,7 @@ def test_small_updates_add_up_in_the_masters_where_bfloat16_would_lose_them():
     assert (dict(gathered(learner.policy, MERGED))[name] == rounded[name]).float().mean() > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, *slow(True)])
 @pytest.mark.parametrize("saved_with", ["optimizer", *slow("none")])
 def test_a_resumed_learner_makes_the_same_steps_bit_for_bit(tmp_path, autocast, saved_with):

@@ -391,6 +391,7 @@ def test_an_existing_checkpoint_needs_resume(make_run):
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
 
 
+@pytest.mark.slow
 def test_resume_without_a_checkpoint_starts_at_the_first_step(make_run):
     run = make_run()
     feeder = run.feed()
@@ -399,6 +400,7 @@ def test_resume_without_a_checkpoint_starts_at_the_first_step(make_run):
     assert len(run.metrics()) == STEPS
 
 
+@pytest.mark.slow
 def test_a_buffer_of_another_run_is_rejected(make_run):
     run = make_run()
     sections = run.config.model_dump()

@@ -77,6 +77,7 @@ def test_tensors_on_the_host_are_copied_to_memory_that_is_not_pinned(cudart, mon
     assert not cudart.registered
 
 
+@pytest.mark.slow
 def test_pinned_tensors_take_their_bytes_and_not_the_next_power_of_two(cudart):
     shapes = {(ODD,): torch.float32, (1000, 4097): torch.bfloat16, (): torch.float32}
     tensors = [host_tensor(shape, dtype, pinned=True) for shape, dtype in shapes.items()]
@@ -86,6 +87,7 @@ def test_pinned_tensors_take_their_bytes_and_not_the_next_power_of_two(cudart):
         assert torch.equal(tensor.copy_(values), values)
 
 
+@pytest.mark.slow
 def test_pinned_memory_is_given_back_with_its_last_view_and_before_it_is_unmapped(cudart):
     whole = host_tensor((ODD,), torch.float32, pinned=True)
     view = whole[5:9]

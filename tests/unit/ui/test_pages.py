@@ -53,6 +53,7 @@ def crawl(browser, start="/"):
     return pages
 
 
+@pytest.mark.slow
 def test_every_page_opens_and_every_link_leads_to_one(filled):
     pages = crawl(client(filled))
     assert {address: page.status_code for address, page in pages.items() if page.status_code not in {200, 204}} == {}
@@ -277,6 +278,7 @@ def test_a_server_is_asked_only_while_it_has_the_database_open(filled):
             server.accept()[0].close()
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_has_the_state_that_tba_runs_gives_it_and_its_reason(filled):
     def shown():
         badge = re.search(r'class="badge (\w+)">(\w+)</span>\s*(.*?)</p>', client(filled).get("/r/test").text)

@@ -25,8 +25,8 @@ OPTIONAL = [
 # Extras whose names say little in the text of a test.
 COMMON_WORDS = {"browser", "hub", "math", "ui"}
 # `make test-all` hides each package alone, and `make test` packages together whose tests have little in common.
-ALONE = [("httpx2",), ("jinja2",), ("starlette",)]
-TOGETHER = tuple(module for module in OPTIONAL if (module,) not in ALONE)
+PAGES = ("httpx2", "jinja2", "starlette")
+OTHERS = tuple(module for module in OPTIONAL if module not in PAGES)
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
 
@@ -92,7 +92,7 @@ def files_that_need(modules: tuple[str, ...]) -> list[str]:
     return [name for name, text in texts.items() if re.search(r"^tests/.*\btest_", name) and mention.search(text)]
 
 
-GROUPS: list[tuple[str, ...]] = size([*ALONE, TOGETHER], [(module,) for module in OPTIONAL])
+GROUPS: list[tuple[str, ...]] = size([PAGES, OTHERS], [(module,) for module in OPTIONAL])
 
 
 @pytest.mark.parametrize("modules", [TRAIN, *GROUPS], ids=lambda modules: modules[-1])

@@ -1,6 +1,4 @@
-"""Follow the stalls of the run that is served: since when, a line in the log for each, and one alarm."""
-
-from collections.abc import Callable
+"""Follow the stalls of the run that is served: since when, and a line in the log for each."""
 
 from tba.common.clock import Clock
 from tba.common.log import get_logger
@@ -13,19 +11,13 @@ _SETTLE_SECONDS = 5.0
 
 
 class StallWatch:
-    """Takes the stall of each moment, None while the run moves. A stall may change its reason while it lasts.
+    """Takes the stall of each moment, None while the run moves. A stall may change its reason while it lasts."""
 
-    `alarm` is called once for each stall, after `after_seconds`, with the stall of that moment and how long it lasts.
-    """
-
-    def __init__(self, clock: Clock, alarm: Callable[[Stall, float], None], after_seconds: float) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._alarm = alarm
-        self._after_seconds = after_seconds
         self._since: float | None = None
         self._seen_at = 0.0
         self._logged = ""
-        self._alarmed = False
 
     @property
     def seconds(self) -> float:
@@ -47,11 +39,8 @@ class StallWatch:
         if stall.reason != self._logged:
             self._logged = stall.reason
             log.warning("the run stands still", stall=stall.reason, reason=stall.sentence)
-        if not self._alarmed and now - self._since >= self._after_seconds:
-            self._alarmed = True
-            self._alarm(stall, now - self._since)
 
     def _end(self, seconds: float) -> None:
         if self._logged:
             log.info("the run moves again", stall=self._logged, seconds=seconds)
-        self._since, self._logged, self._alarmed = None, "", False
+        self._since, self._logged = None, ""

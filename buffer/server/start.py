@@ -5,7 +5,6 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 
-from tba.buffer.server.alarm import Alarm
 from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
@@ -62,8 +61,7 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         keep_freed_memory()
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.set_threshold(_COLLECT_EVERY, 20, 100)
-        alarm = resources.enter_context(contextlib.closing(Alarm(config.alarm, run.name)))
-        stalls = StallWatch(service.state.clock, alarm.send, config.alarm.after_seconds)
+        stalls = StallWatch(service.state.clock)
         if (endpoint := open_endpoint(config, "buffer")) is not None:
             resources.callback(endpoint.close)
         queue_bytes = config.buffer.queue_mib << 20

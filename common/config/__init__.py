@@ -1,7 +1,7 @@
 """The configuration of a run: one TOML file for all roles, one frozen object per section.
 
     root        Config: all sections, derived values, and the checks across sections
-    run         [run] [model] [eval] [launch] [alarm]
+    run         [run] [model] [eval] [launch]
     task        [task] [reward_model] [gold_model]
     buffer      [buffer]
     curriculum  [curriculum]
@@ -19,7 +19,7 @@ Relative paths are relative to the working directory of the command. The docstri
 from tba.common.config.buffer import BufferSection
 from tba.common.config.curriculum import CurriculumSection
 from tba.common.config.root import Config
-from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
+from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import Explored, SearchSection
 from tba.common.config.section import Section
 from tba.common.config.security import SecuritySection
@@ -34,7 +34,6 @@ from tba.common.config.train import (
 )
 
 __all__ = [
-    "AlarmSection",
     "BufferSection",
     "Config",
     "CurriculumSection",

@@ -21,10 +21,8 @@ from tba.common.errors import ConfigError, UsageError, problems
 from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
-# Those of an alarm are set for its command.
 _OTHER_VARIABLES = {
     *("TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", "TBA_UI_TOKEN", PARENT_VARIABLE, RENDEZVOUS_VARIABLE),
-    *("TBA_STALL", "TBA_STALL_REASON", "TBA_STALL_RUN", "TBA_STALL_SECONDS"),
 }
 # Of these types every value is a text: `2026-11-23`, `1e5` and `true` are not a date, a number and a boolean there.
 _TEXT_TYPES = (str, Path, Path | None)
@@ -33,6 +31,10 @@ _FLAG_ORIGIN = "command line"
 # Flags that say what a command works on. Others, such as --cpu, do not.
 _NAMING_FLAGS = ("model.path", "buffer.database")
 _MOST_MISTAKES = 10
+# Sections and keys of earlier builds, and what does their work now.
+_REMOVED = {
+    "alarm": "it was removed, and Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)"
+}
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -260,6 +262,7 @@ def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
+    hint = _REMOVED.get(key.partition(".")[0], hint)
     return f"unknown key {key} ({origin}): {hint}"
 
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from tba.common import run_files
 from tba.common.config.buffer import BufferSection
 from tba.common.config.curriculum import CurriculumSection
-from tba.common.config.run import AlarmSection, EvalSection, LaunchSection, ModelSection, RunSection
+from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection
 from tba.common.config.search import SearchSection
 from tba.common.config.section import Section
 from tba.common.config.security import SecuritySection
@@ -47,7 +47,6 @@ class Config(Section):
     metrics: MetricsSection = MetricsSection()
     eval: EvalSection = EvalSection()
     launch: LaunchSection = LaunchSection()
-    alarm: AlarmSection = AlarmSection()
     security: SecuritySection = SecuritySection()
 
     @property

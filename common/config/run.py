@@ -1,10 +1,9 @@
-"""[run], [model], [eval], [launch] and [alarm]: name, model, evaluation, supervision of processes, and stalls."""
+"""[run], [model], [eval] and [launch]: name, model, evaluation, and supervision of processes."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field
 
 from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -81,23 +80,3 @@ class LaunchSection(Section):
     drain_seconds: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a child has to end after SIGTERM, before it is killed. auto is 20, and for a trainer also the time
     for two checkpoints of its model, of 12 bytes per trained parameter, at 0.5 GB/s: 386 s for 7 B parameters."""
-
-
-class AlarmSection(Section):
-    """What to do when the run stands still (docs/operations.md). The buffer server does it, once for each stall."""
-
-    after_seconds: PositiveFloat = 600.0
-    """Seconds that a stall must last."""
-    command: str = ""
-    """A command for /bin/sh, run by the buffer server for at most a minute. The variable TBA_STALL holds the sentence,
-    TBA_STALL_REASON its code, TBA_STALL_SECONDS the duration, and TBA_STALL_RUN the name of the run. Empty: none."""
-    webhook: SecretStr = SecretStr("")
-    """An http or https URL that gets a POST with JSON: `text` for chat systems, and `run`, `host`, `reason`,
-    `sentence`, `seconds`. It is not stored with the run; TBA_ALARM__WEBHOOK keeps it out of the file. Empty: none."""
-
-    @field_validator("webhook")
-    @classmethod
-    def _check_webhook(cls, value: SecretStr) -> SecretStr:
-        if not re.fullmatch(r"(|https?://\S+|\*+)", value.get_secret_value()):
-            raise ValueError("write a URL that begins with http:// or https://")
-        return value

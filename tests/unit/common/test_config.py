@@ -57,6 +57,9 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
     assert refusal(file) == f"unknown key train.learning_rat ({file}): did you mean train.learning_rate?"
 
 
+ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)"
+
+
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
@@ -70,7 +73,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
         ("bojective.name", "did you mean objective.name?"),
         ("erward_model.path", "did you mean reward_model.path?"),
         ("train.gpus", "did you mean train.gpu?"),
-        ("alarm.command", "it was removed, and Alertmanager calls for help"),
+        ("alarm.command", f"it was removed, and {ALERTS}"),
     ],
 )
 def test_the_hint_names_a_similar_key_or_none(key, hint):

@@ -3,6 +3,7 @@
 import json
 import re
 import sqlite3
+import subprocess
 import sys
 from contextlib import closing
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from tba.tests.helpers.checks import not_none
-from tba.tests.process.conftest import free_port
+from tba.tests.process.conftest import clean_environment, free_port
 from tba.tests.runner import size
 
 ROOT_CONFIG = "examples/arithmetic/demo.toml"
@@ -53,3 +54,11 @@ def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     check_gain(result, directory, points=size(10, 25))
     with closing(sqlite3.connect(directory / "buffer.sqlite")) as database, database:
         assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 3
+
+
+def test_the_algorithm_on_one_page_learns(pytestconfig):
+    command = [sys.executable, "examples/one_page.py", "--steps", "15"]
+    done = subprocess.run(command, cwd=pytestconfig.rootpath, env=clean_environment(), capture_output=True, text=True)
+    before, after = [float(found) for found in re.findall(r"accuracy: ([\d.]+)%", done.stdout)]
+    assert (done.returncode, done.stderr, before) == (0, "", pytest.approx(40.2, abs=1))
+    assert after >= before + 10

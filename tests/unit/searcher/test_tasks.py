@@ -41,7 +41,7 @@ def gsm8k(tmp_path):
         ("3 eggs", 3),
         (r"\boxed{1{,}234}", 1234),
         (r"10,\!000", 10000),
-        ("9" * 10_000, float("inf")),
+        ("9" * 4_000, 10**4_000 - 1),
         ("12,34,567", 1234567),
         # Quadratic time would be more than the time limit of a test.
         ("1" + ",23" * 100_000, 23),
@@ -79,7 +79,7 @@ def test_gsm8k_uses_the_format_of_the_paper(gsm8k):
     ("line", "sentence"),
     [
         ("{", "is not JSON"),
-        ("{}", "the column question is missing; the row has none"),
+        ("{}", "the column question is missing; the row has no column"),
         ('{"question": "q", "answer": "#### x"}', "has no final number"),
         ('{"question": "q", "answer": "https://a.org/12"}', "has no final number"),
     ],

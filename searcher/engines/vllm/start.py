@@ -92,9 +92,12 @@ def start_vllm(
         # The context decides vLLM's default of max_num_batched_tokens: 16,384 instead of 2,048 on an H100.
         return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     except Exception as error:
-        # A validation error has several lines.
-        reason = " ".join(str(error).split())
-        raise EngineError(f"vLLM did not start with {own['model']}: {reason}") from error
+        # A validation error has several lines, and a KeyError names only the key.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise EngineError(
+            f"vLLM did not start with {own['model']}: {reason}; if `vllm serve` does not start with it either, this "
+            'vLLM does not support the model: try another release, or search.engine = "transformers"'
+        ) from error
 
 
 def most_in_flight(search: SearchSection) -> int:

@@ -72,6 +72,7 @@ def test_every_solution_of_math_500_is_right(score, math_500):
 
 def without_unit(answer: str) -> str:
     """An answer without what the grader lets miss: a text behind it, degrees, percent and dollars."""
+    answer = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", answer)
     return re.sub(r"\\text\{[^}]*\}(\^\d)?|\^\{?\\circ\}?|\\[%$!,]|\s", "", answer)
 
 

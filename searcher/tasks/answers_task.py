@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from tba.common.errors import TaskError
@@ -99,8 +100,7 @@ def _plain(text: str) -> str | None:
     return " ".join(unicodedata.normalize("NFC", text).split()).strip("*$ ") or None
 
 
-def _number(gold: str) -> Decimal | None:
-    return last_number(gold, alone=True)
+_number = partial(last_number, alone=True)
 
 
 def _response_number(text: str) -> Decimal | None:

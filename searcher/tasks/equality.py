@@ -8,7 +8,7 @@ where these have sample values, and then be equal for math-verify, too.
 from typing import Any
 
 # Two different fractions agree in fewer digits than their numerators and denominators have in all.
-_DIGITS = 5_000
+_DIGITS, _FEW_DIGITS = 5_000, 100
 # Of a number in decimals, such as 0.333333: half a unit of the sixth decimal, and six significant digits.
 _ABSOLUTE_ERROR, _RELATIVE_ERROR = 5e-7, 5e-6
 
@@ -106,15 +106,15 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
         symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
         # Most wrong expressions with variables differ where these have such values, which is quick.
         point = {symbol: Rational(prime(n), 7) for n, symbol in enumerate(symbols, 7)}
-        agree = _agree(gold.subs(point), answer.subs(point), decimals)
+        agree = _agree(gold.subs(point), answer.subs(point), decimals, _FEW_DIGITS if symbols else _DIGITS)
     if agree is None or (agree and symbols):
         return bool(sympy_expr_eq(gold, answer, float_rounding=6, numeric_precision=_DIGITS))
     return agree
 
 
-def _agree(gold: Any, answer: Any, decimals: bool) -> bool | None:
+def _agree(gold: Any, answer: Any, decimals: bool, digits: int) -> bool | None:
     """Whether two numbers are one, None if they have no value, such as `f(2)`."""
-    difference = (gold - answer).evalf(maxn=_DIGITS).as_real_imag()
+    difference = (gold - answer).evalf(maxn=digits).as_real_imag()
     if not all(part.is_Number and part.is_finite for part in difference):
         return None
     if decimals:

@@ -6,21 +6,23 @@ from pathlib import Path
 from typing import Any
 
 
-def read(path: Path, *, skip_malformed: bool = False) -> Iterator[tuple[int, Any]]:
+def read(
+    path: Path, *, skip_malformed: bool = False, malformed: type[Exception] = ValueError
+) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) for each line that is not blank.
 
     `skip_malformed` drops lines that are not JSON, such as a last line that is still being written. Otherwise they
-    raise ValueError, with file and line number. Raises OSError if the file cannot be read.
+    raise `malformed`, with file and line number. Raises OSError if the file cannot be read.
     """
     # Iterating bytes splits at \n only. Text would also be split at other line ends that JSON strings may contain.
     with path.open("rb") as file:
-        yield from parse(file, path, skip_malformed=skip_malformed)
+        yield from parse(file, path, skip_malformed=skip_malformed, malformed=malformed)
 
 
 def parse(
     lines: Iterable[bytes], path: Path, *, skip_malformed: bool = False, malformed: type[Exception] = ValueError
 ) -> Iterator[tuple[int, Any]]:
-    """As `read`, of lines that are already open; errors are of the type `malformed` and name `path`."""
+    """As `read`, of lines that are already open; `path` is what errors name."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

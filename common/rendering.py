@@ -162,7 +162,7 @@ class PromptRenderer:
         if messages is None:
             return None
         whole = [as_map(message) for message in (*messages, response)]
-        return self._rendered(whole, self._variables(prompt), add_generation_prompt=False)
+        return self._rendered(whole, self._variables(prompt), asks=False)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that has its special tokens."""
@@ -203,51 +203,43 @@ class PromptRenderer:
         return None
 
     def require_complete(self, prompt: Content, response: Message | None = None) -> None:
-        """Raise ValueError if the chat template ignores tools, calls, names, or the thoughts of the response.
-
-        Each is left out once: if the text stays the same, the template does not write it.
-        """
+        """Raise ValueError if the chat template ignores tools, calls, names, or the thoughts of the response."""
         if prompt.ids or (messages := self.conversation(prompt)) is None:
             return
-        whole = [as_map(message) for message in (*messages, *([response] if response else []))]
-        variables = self._variables(prompt)
+        messages = [*messages, *([response] if response else [])]
+        whole, variables = [as_map(message) for message in messages], self._variables(prompt)
         for name in (*_SAID, *(_THOUGHT if response else ())):
+            # Each is left out once, but not from a tool's message, whose name is that of the call.
             kept = len(whole) - 1 if name in _THOUGHT else 0
-            # A tool's messages keep it: their name is that of the call.
-            lacking = [message if message["role"] == "tool" else _without(message, name) for message in whole[kept:]]
-            less = [*whole[:kept], *lacking], _without(variables, name)
-            if less != (whole, variables) and self._same_text((whole, variables), less, asks=response is None):
+            less = [one if n < kept or one["role"] == "tool" else _without(one, name) for n, one in enumerate(whole)]
+            fewer = _without(variables, name)
+            if (less, fewer) == (whole, variables):
+                continue
+            try:
+                texts = {self._rendered(*one, asks=response is None) for one in ((whole, variables), (less, fewer))}
+            # A template may refuse a conversation that lacks something.
+            except ValueError:
+                continue
+            if len(texts) == 1:
                 raise ValueError(f"the chat template does not write its `{name}`: remove it, or use another template")
 
     def warn_of_date(self, prompt: Content) -> str:
         """Return a sentence, which is also logged, if the chat template writes today's date into a prompt; else ""."""
-        messages = None if prompt.ids else self.conversation(prompt)
-        variables = self._variables(prompt)
-        if messages is None or _CLOCK in variables or _CLOCK not in str(self.tokenizer.chat_template):
+        if prompt.ids or self.conversation(prompt) is None or _CLOCK not in str(self.tokenizer.chat_template):
             return ""
-        whole = [as_map(message) for message in messages]
-        if self._same_text(*((whole, {**variables, _CLOCK: f"{year}-01-01"}) for year in (2001, 2002))):
+        if any("date" in name or name == _CLOCK for name in self._variables(prompt)):
             return ""
         sentence = (
-            "the chat template writes today's date, so prompts change every day: set it, as in "
+            "the chat template may write today's date, so that prompts change every day: set it, as in "
             f'task.template_kwargs = {{ {_CLOCK} = "{datetime.now():%Y-%m-%d}" }}'
         )
         log.warning(sentence)
         return sentence
 
-    def _same_text(self, *inputs: tuple[list[dict[str, Any]], dict[str, Any]], asks: bool = True) -> bool:
-        """Return whether conversations are rendered to one text. A template may refuse one that lacks something."""
-        try:
-            return len({self._rendered(*one, add_generation_prompt=asks) for one in inputs}) == 1
-        except ValueError:
-            return False
-
     def _variables(self, prompt: Content) -> dict[str, Any]:
         return {**self._config.template_kwargs, **prompt.template_kwargs}
 
-    def _rendered(
-        self, conversation: list[dict[str, Any]], variables: dict[str, Any], *, add_generation_prompt: bool = True
-    ) -> str:
+    def _rendered(self, conversation: list[dict[str, Any]], variables: dict[str, Any], *, asks: bool = True) -> str:
         if not self.tokenizer.chat_template:
             raise ValueError(
                 'the model\'s tokenizer has no chat template: write the prompt as text and set task.template = "raw"'
@@ -259,7 +251,7 @@ class PromptRenderer:
                 variables = {**variables, _CLOCK: datetime.fromisoformat(date).strftime}
             return str(
                 self.tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+                    conversation, add_generation_prompt=asks, tokenize=False, **variables
                 )
             )
         # A template is a program that comes with the model, and may raise anything.

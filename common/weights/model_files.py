@@ -83,7 +83,6 @@ def check_model(path: str, *, setting: str = "model.path") -> bool:
 
 
 def _check_files(directory: Path, path: str, setting: str) -> None:
-    _refuse_adapter(os.listdir(directory), path, setting)
     need_tokenizer(os.listdir(directory), path, setting)
     try:
         missing = [file.name for file in weight_files(directory) if not file.is_file()]

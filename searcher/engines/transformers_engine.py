@@ -97,8 +97,9 @@ class TransformersEngine:
         self._shapes = {name: shape for name, shape in files.items() if name in self._names}
         if stale := self._unaccounted():
             raise ConfigError(
-                f"{stale[0]!r} of the model has another form in the files of {directory}, such as experts one by one: "
-                'this engine cannot reload such models, use search.engine = "vllm"'
+                f"{stale[0]!r} of the model has another form or name in the files of {directory}, such as experts one "
+                'by one: this engine cannot reload such models, use search.engine = "vllm". If only the tied head is '
+                "there, load the model with transformers and save it again"
             )
         self._acceptance = Acceptance(
             self._shapes,

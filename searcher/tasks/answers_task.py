@@ -4,10 +4,11 @@ The graded part of a response is its last `\\boxed{...}`, else the rest of the l
 else all of it. Thoughts, up to `</think>`, are never graded.
 """
 
-import math
 import re
 import unicodedata
 from collections.abc import Callable
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from tba.common.errors import TaskError
@@ -19,7 +20,7 @@ from tba.searcher.tasks.verdict import MAX_CHARACTERS
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 _ANSWER_COLUMNS = ("answer", "answers", "reward_model.ground_truth")
-_PLAIN = "{prompt}"
+_PLAIN, _REGEX = "{prompt}", "regex"
 _ANSWER_LINE = re.compile(
     r"^[ \t*#>_]*+(?:the )?(?:final )?answer\s*+(?:is\s*+)?\**+\s*+:", re.IGNORECASE | re.MULTILINE
 )
@@ -31,9 +32,7 @@ _OTHER = (
     rf"{_OPEN}[A-HJ-Z]\b(?!')|[,;]{_OPEN}[A-HJ-Z]\b(?!'| [a-z])|[,;]?\s*+(?:\\text\w*\{{)?\([A-Z]\))"
 )
 _NAMED = re.compile(rf"\b(?i:answer|option|choice)\b(?:\s++(?:is|was))?\s*+:?{_OPEN}([A-HJ-Z])\b(?!')({_OTHER})?")
-_SEVERAL = re.compile(rf"\b[A-HJ-Z]{_OTHER}")
 _ALONE = re.compile(rf"^{_OPEN}([A-Za-z])(?!(?i:{_OTHER}))(?:[\s*$)\]}}.:]*$|[)\]}}.:]\s*\S)")
-_BRACKETED = re.compile(r"\(([A-Z])\)")
 
 
 class AnswersTask(RowsTask):
@@ -61,48 +60,32 @@ class AnswersTask(RowsTask):
     ) -> None:
         if grade not in _READERS:
             raise TaskError(f"task answers: task.options.grade = {grade!r}: use one of {', '.join(_READERS)}")
-        if _PLAIN not in format:
-            raise TaskError(f"task answers: task.options.format = {format!r} has no {_PLAIN}: write where it stands")
         self._grade, self._format = grade, format
         columns = ((prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
         self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return 1 for a finished response with one of the right answers, else 0."""
-        read_gold, read_response = _READERS[self._grade]
-        found = read_response(response.rpartition("</think>")[2])
-        golds = map(read_gold, (prompt.answer, *prompt.accepted))
-        right = found is not None and any(_equal(gold, found) for gold in golds)
-        return Reward(
-            float(finished and right),
-            {CORRECT: float(finished and right), "has_answer": float(found not in (None, ""))},
-        )
+        found = _READERS[self._grade][1](response.rpartition("</think>")[2])
+        correct = float(finished and any(self._is_right(gold, found) for gold in (prompt.answer, *prompt.accepted)))
+        return Reward(correct, {CORRECT: correct, "has_answer": float(found not in (None, ""))})
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
-        prompt, answer = columns
-        golds = answers_in(row, answer, several=True)
+        golds, is_regex = answers_in(row, columns[1], several=True), self._grade == _REGEX
         for gold in golds:
-            self._require_gradable(gold)
-        question = question_in(row, prompt, self._format, _PLAIN)
-        return Prompt(**question, answer=golds[0], accepted=golds[1:])
+            try:
+                # No response would be right, or each.
+                if self._is_right(gold, "" if is_regex else _READERS[self._grade][1](gold)) == is_regex:
+                    raise ValueError(f"the answer {gold!r:.60} cannot be graded with grade = {self._grade!r}")
+            except re.error as error:
+                raise ValueError(f"the answer {gold!r:.60} is not a regular expression: {error}") from error
+        return Prompt(**question_in(row, columns[0], self._format, _PLAIN), answer=golds[0], accepted=golds[1:])
 
-    def _require_gradable(self, gold: str) -> None:
-        """Raise ValueError for an answer to which no response is right, or each."""
-        read_gold, read_response = _READERS[self._grade]
-        try:
-            expected = read_gold(gold)
-        except re.error as error:
-            raise ValueError(f"the answer {gold!r:.60} is not a regular expression: {error}") from error
-        if isinstance(expected, re.Pattern):
-            gradable = not expected.search("")
-        else:
-            gradable = expected is not None and expected == read_response(gold)
-        if not gradable:
-            raise ValueError(f"the answer {gold!r:.60} cannot be graded with task.options.grade = {self._grade!r}")
-
-
-def _equal(gold: Any, found: Any) -> bool:
-    return bool(gold.search(found)) if isinstance(gold, re.Pattern) else bool(gold == found)
+    def _is_right(self, gold: str, found: Any) -> bool:
+        if self._grade == _REGEX:
+            return bool(re.search(gold, found))
+        expected = _READERS[self._grade][0](gold)
+        return expected is not None and bool(expected == found)
 
 
 def _graded(text: str) -> str:
@@ -117,22 +100,14 @@ def _plain(text: str) -> str | None:
     return " ".join(unicodedata.normalize("NFC", text).split()).strip("*$ ") or None
 
 
-def _number(gold: str) -> float | None:
-    """Return the number that a text is; None if there is anything else."""
-    try:
-        number = float(gold.strip(" $%").replace("{,}", ",").replace(",", "").replace("\N{MINUS SIGN}", "-"))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+_number = partial(last_number, alone=True)
 
 
-def _response_number(text: str) -> float | None:
+def _response_number(text: str) -> Decimal | None:
     """Return the number that a box holds, with any unit, else the last number of the graded part."""
     if (boxed := last_boxed(text)) is None:
         return last_number(_graded(text))
-    value = re.sub(r"^[^<>!]*(?<!\\not)=", "", normalised(boxed[:MAX_CHARACTERS]))
-    number = last_number(value)
-    return number if number == _number(value) else None
+    return _number(re.sub(r"^[^<>!]*(?<!\\not)=", "", normalised(boxed[:MAX_CHARACTERS])))
 
 
 def _letter(gold: str) -> str | None:
@@ -144,11 +119,7 @@ def _choice(text: str) -> str | None:
     if named := _NAMED.findall(text):
         letter, other = named[-1]
         return None if other else str(letter)
-    last_line = text.strip().rpartition("\n")[2]
-    if (alone := _letter(last_line)) or _SEVERAL.search(last_line):
-        return alone
-    bracketed = set(_BRACKETED.findall(text))
-    return bracketed.pop() if len(bracketed) == 1 else None
+    return _letter(text.strip().rpartition("\n")[2])
 
 
 # How an answer of the data is read, and a response.
@@ -156,5 +127,5 @@ _READERS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
     "exact": (_plain, lambda text: _plain(_graded(text))),
     "number": (_number, _response_number),
     "choice": (_letter, lambda text: _choice(_graded(text))),
-    "regex": (re.compile, str),
+    _REGEX: (str, str),
 }

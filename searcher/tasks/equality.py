@@ -1,18 +1,16 @@
 """Whether two expressions that math-verify has read are equal.
 
 math-verify takes two numbers for one if their difference is below 1e-15, as that of any two probabilities near 2^-60.
-Here numbers must agree relatively, in more digits than a response holds. Expressions with variables must agree where
-these have sample values, and then be equal for math-verify, too.
+Here the difference of two numbers must be 0 in more digits than a response holds. Expressions with variables must agree
+where these have sample values, and then be equal for math-verify, too.
 """
 
 from typing import Any
 
 # Two different fractions agree in fewer digits than their numerators and denominators have in all.
-_DIGITS = 5_000
-_FEW_DIGITS = 50
+_DIGITS, _FEW_DIGITS = 5_000, 100
 # Of a number in decimals, such as 0.333333: half a unit of the sixth decimal, and six significant digits.
-_ABSOLUTE_ERROR = 5e-7
-_RELATIVE_ERROR = 5e-6
+_ABSOLUTE_ERROR, _RELATIVE_ERROR = 5e-7, 5e-6
 
 
 def equal(gold: Any, answer: Any) -> bool:
@@ -20,17 +18,18 @@ def equal(gold: Any, answer: Any) -> bool:
     from math_verify.grader import is_equation
     from sympy import FiniteSet, Interval, MatrixBase, Set, Tuple
 
+    pair = (gold, answer)
     if is_equation(gold) != is_equation(answer):
-        golds, answers = (_values(one) if is_equation(one) else [one] for one in (gold, answer))
+        golds, answers = (_values(one) if is_equation(one) else [one] for one in pair)
         return bool(golds and answers) and all(equal(one, other) for one in golds for other in answers)
-    if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
+    if all(isinstance(one, MatrixBase) for one in pair):
         return gold.shape == answer.shape and all(map(equal, gold.flat(), answer.flat()))
-    if isinstance(gold, Interval) and isinstance(answer, Interval):
+    if all(isinstance(one, Interval) for one in pair):
         open_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
         return open_ends and equal(gold.start, answer.start) and equal(gold.end, answer.end)
-    listed = any(isinstance(one, (FiniteSet, Tuple)) for one in (gold, answer))
+    listed = any(isinstance(one, (FiniteSet, Tuple)) for one in pair)
     # A pair of increasing numbers is read as an open interval.
-    if listed and not any(isinstance(one, Set) and _members(one) == [one] for one in (gold, answer)):
+    if listed and not any(isinstance(one, Set) and _members(one) == [one] for one in pair):
         return _equal_lists(gold, answer)
     return _equal_expressions(gold, answer)
 
@@ -46,15 +45,15 @@ def _values(equation: Any) -> list[Any]:
 
 def _is_name(side: Any) -> bool:
     """Whether a side of an equation only names what has the value of the other: x, f(0), AB, a/b, (x, y)."""
-    from sympy import Function, Mul, Pow, Tuple
+    from sympy import Tuple
     from sympy.core.function import AppliedUndef
 
-    if isinstance(side, Pow):
-        return side.exp == -1 and _is_name(side.base)
-    if isinstance(side, (Mul, Tuple)):
+    if side.is_Mul or isinstance(side, Tuple):
         return all(map(_is_name, side.args))
-    function = isinstance(side, AppliedUndef) or (isinstance(side, Function) and side.free_symbols)
-    return bool(side.is_Symbol or function or side.is_Derivative)
+    if side.is_Pow:
+        return side.exp == -1 and _is_name(side.base)
+    function = isinstance(side, AppliedUndef) or (side.is_Function and side.free_symbols)
+    return bool(side.is_Symbol or side.is_Derivative or function)
 
 
 def _members(listed: Any) -> list[Any]:
@@ -64,7 +63,8 @@ def _members(listed: Any) -> list[Any]:
     if isinstance(listed, Interval) and listed.left_open and listed.right_open:
         return [listed.start, listed.end]
     if isinstance(listed, FiniteSet):
-        return [inner for one in getattr(listed, "_unsorted_args", listed.args) for inner in _members(one)]
+        elements = getattr(listed, "_unsorted_args", listed.args)
+        return [inner for one in elements for inner in (_members(one) if isinstance(one, FiniteSet) else [one])]
     return list(listed.args) if isinstance(listed, Tuple) else [listed]
 
 
@@ -88,58 +88,37 @@ def _equal_lists(gold: Any, answer: Any) -> bool:
 
 
 def _equal_expressions(gold: Any, answer: Any) -> bool:
-    from sympy import Expr, Float, Rational, prime
-
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
-        return _verified(gold, answer)
-    decimals = gold.has(Float) or answer.has(Float)
-    gold, answer = _exact(gold, answer)
-    # Expressions with variables must agree where these have such values. Most wrong ones differ there, which is quick.
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    point = {symbol: Rational(prime(n), 7) for n, symbol in enumerate(symbols, 7)}
-    agree = _agree(gold.subs(point), answer.subs(point), decimals)
-    return _verified(gold, answer) if agree is None or (agree and symbols) else agree
-
-
-def _exact(*expressions: Any) -> list[Any]:
-    """Decimals become fractions, and the only symbol i the imaginary unit. All other symbols are real."""
-    from sympy import Float, I, Rational, Symbol
-
-    symbols = set().union(*(one.free_symbols for one in expressions))
-    complex_number = {symbol.name for symbol in symbols} == {"i"}
-    plain = {symbol: I if complex_number else Symbol(symbol.name, real=True) for symbol in symbols}
-    return [one.xreplace({**plain, **{n: Rational(str(n)) for n in one.atoms(Float)}}) for one in expressions]
-
-
-def _agree(gold: Any, answer: Any, decimals: bool) -> bool | None:
-    """Whether two numbers are one, None if they have no value, such as `f(2)`."""
-    from sympy import simplify
-
-    for digits in (_FEW_DIGITS, _DIGITS):
-        expected, found = _value(gold, digits), _value(answer, digits)
-        if expected is None or found is None:
-            return None
-        (x, u), (y, v) = expected, found
-        error, size = abs(x - y) + abs(u - v), max(abs(x) + abs(u), abs(y) + abs(v))
-        if decimals:
-            return bool(error <= min(_ABSOLUTE_ERROR, _RELATIVE_ERROR * size))
-        if error > size / 10 ** (digits - 5):
-            # What is 0 has a value of rounding errors only.
-            return bool(size * 10 ** (digits - 5) < 1 and simplify(gold - answer) == 0)
-    return True
-
-
-def _value(number: Any, digits: int) -> tuple[Any, Any] | None:
-    """The real and the imaginary part of a finite number."""
-    parts: tuple[Any, Any] = number.evalf(digits, maxn=2 * digits).as_real_imag()
-    return parts if all(part.is_Number and part.is_finite for part in parts) else None
-
-
-def _verified(gold: Any, answer: Any) -> bool:
     from math_verify.grader import sympy_expr_eq
-    from sympy import And
+    from sympy import And, Expr, Float, I, Rational, Symbol, prime
 
     if isinstance(gold, And) and isinstance(answer, And):
         # 2 < x < 3 is 3 > x > 2.
         return {one.canonical for one in gold.args} == {one.canonical for one in answer.args}
-    return bool(sympy_expr_eq(gold, answer, float_rounding=6, numeric_precision=_DIGITS))
+    agree = None
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if isinstance(gold, Expr) and isinstance(answer, Expr):
+        decimals = gold.has(Float) or answer.has(Float)
+        # Decimals become fractions, and the only symbol i the imaginary unit. All other symbols are real.
+        exact: dict[Any, Any] = {n: Rational(str(n)) for n in gold.atoms(Float) | answer.atoms(Float)}
+        symbols_are = {one: Symbol(one.name, real=True) for one in symbols}
+        exact |= dict.fromkeys(symbols, I) if {one.name for one in symbols} == {"i"} else symbols_are
+        gold, answer = gold.xreplace(exact), answer.xreplace(exact)
+        symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+        # Most wrong expressions with variables differ where these have such values, which is quick.
+        point = {symbol: Rational(prime(n), 7) for n, symbol in enumerate(symbols, 7)}
+        agree = _agree(gold.subs(point), answer.subs(point), decimals, _FEW_DIGITS if symbols else _DIGITS)
+    if agree is None or (agree and symbols):
+        return bool(sympy_expr_eq(gold, answer, float_rounding=6, numeric_precision=_DIGITS))
+    return agree
+
+
+def _agree(gold: Any, answer: Any, decimals: bool, digits: int) -> bool | None:
+    """Whether two numbers are one, None if they have no value, such as `f(2)`."""
+    difference = (gold - answer).evalf(maxn=digits).as_real_imag()
+    if not all(part.is_Number and part.is_finite for part in difference):
+        return None
+    if decimals:
+        size = max(sum(map(abs, one.evalf().as_real_imag())) for one in (gold, answer))
+        return bool(sum(map(abs, difference)) <= min(_ABSOLUTE_ERROR, _RELATIVE_ERROR * size))
+    # Of what is 0, SymPy finds no digit.
+    return all(part == 0 or getattr(part, "_prec", 0) == 1 for part in difference)

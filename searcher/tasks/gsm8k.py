@@ -6,6 +6,7 @@ a data set on the Hugging Face hub.
 """
 
 import re
+from decimal import Decimal
 from typing import Any
 
 from tba.searcher.tasks.answers import why_no_gold
@@ -15,7 +16,7 @@ from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 # Thousands are separated as in 1,234,567 and, in India, as in 12,34,567.
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
 _WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d){1,6},\d{3}|\d+)"
-_NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d+(?!\w))?")
+_NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d{{1,6}}(?!\w))?")
 # The minus sign of Unicode, also before a currency sign, and the ways of LaTeX to separate thousands.
 _SPELLINGS = (
     (re.compile("\N{MINUS SIGN}"), "-"),
@@ -48,9 +49,14 @@ class Gsm8kTask(RowsTask):
         return Prompt(key_of(question), f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)
 
 
-def last_number(text: str) -> float | None:
-    """Return the last number in a text, or None if it has none. Thousands separators and exponents are allowed."""
+def last_number(text: str, *, alone: bool = False) -> Decimal | None:
+    """Return the last number in a text, or None if it has none. Thousands separators and exponents are allowed.
+
+    With `alone` it is None for a text that has more than a number and a sign of dollars or percent.
+    """
     for spelling, plain in _SPELLINGS:
         text = spelling.sub(plain, text)
     numbers = _NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    if not numbers or (alone and text.strip(" $%+") != numbers[-1]):
+        return None
+    return Decimal(numbers[-1].replace(",", ""))

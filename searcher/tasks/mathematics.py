@@ -5,6 +5,8 @@ finds. Which answers are right, `verdict.py` decides.
 """
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tba.common.errors import TaskError
@@ -55,26 +57,14 @@ class MathTask(RowsTask):
         test_split: str = "test",
     ) -> None:
         math_verify()
-        if "{problem}" not in prompt:
-            raise TaskError(f"task math: task.options.prompt = {prompt!r} has no {{problem}}: write where it stands")
         self._template = prompt
         columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
         self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""
-        timeout = math_verify().errors.TimeoutException
         for prompt in (*self._prompts, *self._held_out):
-            try:
-                readable = is_readable(prompt.answer)
-            except (MemoryError, OutsideMainThread):
-                raise
-            # math-verify and SymPy raise many types for what they cannot read. The former's time limit raises a
-            # BaseException.
-            except (Exception, timeout) as error:  # noqa: BLE001
-                log.warning("gold answer not read", task=self.name, prompt=prompt.key, error=repr(error))
-                readable = False
-            if not readable:
+            if not self._verdict(prompt, partial(is_readable, prompt.answer)):
                 raise TaskError(
                     f"task math: the gold answer {prompt.answer!r} of prompt {prompt.key} cannot be read as "
                     f"mathematics: correct or remove it; the prompt begins {prompt.text[:80]!r}"
@@ -86,19 +76,22 @@ class MathTask(RowsTask):
         The part `verify_error` is 1 if math-verify failed or took too long: its answer is then unknown, and the reward
         0. Raises RuntimeError outside the main thread, where its time limits do not work.
         """
-        timeout = math_verify().errors.TimeoutException
-        boxed = last_boxed(response)
-        correct = failed = False
-        if finished:
-            try:
-                correct = is_right(prompt.answer, _answer(response, boxed, prompt.answer))
-            except (MemoryError, OutsideMainThread):
-                raise
-            except (Exception, timeout) as error:  # noqa: BLE001
-                log.warning("answer not verified", task=self.name, prompt=prompt.key, error=repr(error)[:200])
-                failed = True
-        parts = {CORRECT: float(correct), "has_boxed": float(boxed is not None), "verify_error": float(failed)}
-        return Reward(float(correct), parts)
+        boxed, gold = last_boxed(response), prompt.answer
+        right = finished and self._verdict(prompt, lambda: is_right(gold, _answer(response, boxed, gold)))
+        correct = float(bool(right))
+        parts = {CORRECT: correct, "has_boxed": float(boxed is not None), "verify_error": float(right is None)}
+        return Reward(correct, parts)
+
+    def _verdict(self, prompt: Prompt, verdict: Callable[[], bool]) -> bool | None:
+        """Return a verdict on a prompt's answer, None if it is unknown because SymPy or math-verify failed."""
+        try:
+            return verdict()
+        except (MemoryError, OutsideMainThread):
+            raise
+        # They raise many types for what they cannot read, and for a time limit a BaseException.
+        except (Exception, math_verify().errors.TimeoutException) as error:  # noqa: BLE001
+            log.warning("answer not verified", task=self.name, prompt=prompt.key, error=repr(error)[:200])
+            return None
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
         (answer,) = answers_in(row, columns[1])

@@ -17,26 +17,29 @@ from tba.searcher.tasks.task import Prompt
 log = get_logger(__name__)
 
 
-def is_file(source: str) -> bool:
-    """Return whether `task.train` or `task.test` names a local file. Other names are hub ids."""
-    return data_files.is_data_file(source)
-
-
 def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) of a file, or of a split of the data set with this id on the hub.
 
     `place` is `file:line` or a row number, for messages. `subset` is the configuration of a hub data set, None for its
     only one. Raises TaskError if the data is missing or malformed, MissingExtra without the package that reads it.
     """
-    if not is_file(source):
-        rows = enumerate(_read_hub(task, source, split, subset), 1)
-        yield from ((f"row {n} of {source}", data_files.without_nested_nulls(row)) for n, row in rows)
+    if data_files.is_data_file(source):
+        try:
+            yield from data_files.read(Path(source))
+        except TaskError as error:
+            advice = ": set task.train and task.test" if isinstance(error.__cause__, OSError) else ""
+            raise TaskError(f"task {task}: {error}{advice}") from error
         return
     try:
-        yield from data_files.read(Path(source))
-    except TaskError as error:
-        advice = ": set task.train and task.test" if isinstance(error.__cause__, OSError) else ""
-        raise TaskError(f"task {task}: {error}{advice}") from error
+        import datasets
+    except ImportError:
+        raise MissingExtra("datasets", "hub") from None
+    try:
+        rows: Iterable[Any] = datasets.load_dataset(source, subset, split=split)
+    # The library raises many types; each means that the data is not available.
+    except Exception as error:
+        raise TaskError(f"task {task}: data set {source!r} ({split}) cannot be loaded: {error}") from error
+    yield from ((f"row {n} of {source}", data_files.without_nested_nulls(row)) for n, row in enumerate(rows, 1))
 
 
 class RowsTask:
@@ -65,7 +68,7 @@ class RowsTask:
         """
         self.notes: list[str] = []
         self._prompts = self._read(train, splits[0], subset, columns)
-        held_out = test or ("" if is_file(train) else train)
+        held_out = test or ("" if data_files.is_data_file(train) else train)
         self._held_out = self._read(held_out, splits[1], subset, columns) if held_out else []
 
     def prompts(self) -> Sequence[Prompt]:
@@ -76,9 +79,9 @@ class RowsTask:
 
     def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[str]]) -> list[Prompt]:
         """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""
-        found: dict[str, tuple[str, Prompt]] = {}
+        found: dict[str, Prompt] = {}
         chosen: list[str] = []
-        repeated, others = 0, []
+        repeated = differing = 0
         for place, row in read_rows(self.name, source, split, subset or None):
             try:
                 if not isinstance(row, dict):
@@ -87,20 +90,16 @@ class RowsTask:
                 prompt = self._prompt(row, *chosen)
             except ValueError as error:
                 raise TaskError(f"task {self.name}: {place}: {error}") from error
-            first_place, first = found.setdefault(prompt.key, (place, prompt))
+            first = found.setdefault(prompt.key, prompt)
             repeated += first is not prompt
-            if (first.answer, first.accepted) != (prompt.answer, prompt.accepted):
-                others.append(f"{place} ({prompt.answer!r:.40}) and {first_place} ({first.answer!r:.40})")
+            differing += (first.answer, first.accepted) != (prompt.answer, prompt.accepted)
         if not found:
             raise TaskError(f"task {self.name}: {source} has no rows")
         if repeated:
-            note = (
-                f"{quantity(repeated, 'row repeats', 'rows repeat')} the prompt of an earlier one, whose answer counts"
-            )
-            note += f"; {len(others)} with another answer, such as {others[0]}" if others else ""
-            log.info(note, task=self.name)
-            self.notes.append(note)
-        return [prompt for _, prompt in found.values()]
+            rows = quantity(repeated, "row repeats", "rows repeat")
+            self.notes.append(f"{rows} the prompt of an earlier one, whose answer counts; {differing} have another")
+            log.info(self.notes[-1], task=self.name)
+        return [*found.values()]
 
 
 def key_of(text: str, variables: dict[str, Any] | None = None) -> str:
@@ -115,10 +114,11 @@ def key_of(text: str, variables: dict[str, Any] | None = None) -> str:
 
 def value_in(row: Any, column: str) -> Any:
     """Return the value of a column, or of a field below one, as in `reward_model.ground_truth`. Raises ValueError."""
-    value = row[column] if column in row else _below(row, column)
+    value = row
+    for name in [column] if column in row else column.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     if value is None:
-        what = "is null" if column in row else f"is missing; the row has {', '.join(map(str, row)) or 'none'}"
-        raise ValueError(f"the column {column} {what}")
+        raise ValueError(f"the column {column} is {'null' if column in row else 'missing'}; the row has {_names(row)}")
     return value
 
 
@@ -135,14 +135,12 @@ def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, An
 
     The column has a text, which stands for `place` in `format_`, or a list of messages, which are used as they are.
     """
+    if place not in format_:
+        raise ValueError(f"the text of prompts {format_!r} has no {place}: write where the question stands")
     variables = variables_of(row)
     if not isinstance(asked := value_in(row, column), list):
         text = text_in(row, column)
-        key = key_of(text, variables)
-        return {"key": key, "text": format_.replace(place, text), "template_kwargs": variables}
-    # A table's own kind of map is a list of pairs.
-    if any(isinstance(message, tuple) for message in asked):
-        raise ValueError(f"the column {column} is a map: write a text or a list of messages")
+        return {"key": key_of(text, variables), "text": format_.replace(place, text), "template_kwargs": variables}
     messages = [message_of(message) for message in asked]
     if not messages or messages[-1][0] == "assistant":
         raise ValueError(f"the column {column} has no message, or ends with the assistant's: remove the answer")
@@ -164,26 +162,10 @@ def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
 
 def _column_of(row: Any, names: Sequence[str]) -> str:
     for name in names:
-        if name in row or _below(row, name) is not None:
+        if name in row or name.partition(".")[0] in row:
             return name
-    advice = ": name the column in task.options" if len(names) > 1 else ""
-    raise ValueError(f"it has no {' or '.join(names)}, only {', '.join(map(str, row)) or 'no column'}{advice}")
+    raise ValueError(f"it has no {' or '.join(names)}, only {_names(row)}: name the column in task.options")
 
 
-def _below(row: Any, path: str) -> Any:
-    for name in path.split("."):
-        row = row.get(name) if isinstance(row, dict) else None
-    return row
-
-
-def _read_hub(task: str, name: str, split: str, subset: str | None) -> Iterable[Any]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra("datasets", "hub") from None
-    try:
-        rows: Iterable[Any] = datasets.load_dataset(name, subset, split=split)
-    # The library raises many types; each means that the data is not available.
-    except Exception as error:
-        raise TaskError(f"task {task}: data set {name!r} ({split}) cannot be loaded: {error}") from error
-    return rows
+def _names(row: Any) -> str:
+    return ", ".join(map(str, row)) or "no column"

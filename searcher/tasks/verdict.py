@@ -3,6 +3,7 @@
 import re
 import threading
 from functools import lru_cache
+from string import ascii_lowercase
 from typing import Any
 
 from tba.common.errors import MissingExtra
@@ -19,10 +20,14 @@ _MAX_PARSED = 20_000
 _CHOICE = re.compile(r"\(? ?([A-J]) ?(?:[).:](?! ?,) ?(.*)|$)")
 # A hyphen between single letters is a minus sign.
 _WORDS = re.compile(r"[^\W\d_]+(?:(?:[ .'’,;]+|(?<=[^\W\d_]{2})-(?=[^\W\d_]{2}))[^\W\d_]+)*")
-_ONE_BRACKET = re.compile(r"[(\[][^(\[]*")
-_RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
+# Letters that are a product rather than a word: a few, and more in the order of the alphabet.
+_PRODUCT = re.compile(rf"(?!no$)(?:[a-z]{{1,2}}|{'?'.join(ascii_lowercase)}?|[A-Z])")
+_SET, _NO_SET = re.compile(r"\\\{.*"), re.compile(r"[(\[][^(\[]*")
+_SET_OF_SETS = re.compile(r"\\\{ ?\\\{|\\\} ?, ?\\\{")
 _EXPONENT = re.compile(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$")
-_TIME = re.compile(r"(\d{1,2}):([0-5]\d) ?(?:\\text\{)? ?(?:([ap])\.? ?m)?[. }]*", re.IGNORECASE)
+_RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
+# With two digits up to 59 after the colon.
+_TIME = re.compile(r"0?(\d{1,2}:[0-5]\d)")
 # math-verify would drop a relation that nothing precedes.
 _RELATION = re.compile(r"\\(?:not|neq?|[lg](?:t|eq?|eqslant))(?![a-z])|[<>≠≤≥]")
 
@@ -36,23 +41,29 @@ def is_right(gold: str, answer: str) -> bool:
     if len(answer) > MAX_CHARACTERS:
         return gold.strip() == answer.strip()
     (gold, unit), (answer, other_unit) = plain(gold), plain(answer)
-    if unit and other_unit and unit != other_unit:
+    same_text = normalised(gold) == normalised(answer)
+    relation = _RELATION.match(answer) and not _RELATION.match(gold)
+    (letter, gold), (other_letter, answer) = _choice(gold), _choice(answer)
+    # A unit may be missing, and so may the letter of a choice or what follows it, but none may be another one.
+    if any(one and other and one != other for one, other in ((unit, other_unit), (letter, other_letter))):
         return False
-    if normalised(gold) == normalised(answer):
-        return True
-    if _RELATION.match(answer) and not _RELATION.match(gold):
-        return False
-    for compare in (_same_choice, _same_words, _same_time):
-        verdict = compare(gold, answer)
-        if verdict is not None:
-            return verdict
+    if same_text or relation or not (gold and answer):
+        return same_text or (letter == other_letter != "" and not relation)
+    words = _words(gold)
+    if words and (":" in answer or ":" not in words[0]):
+        return words == _words(answer, always=True)
     return _same_value(gold, answer)
 
 
 def is_text(gold: str) -> bool:
     """Return whether a gold answer is not mathematics: words, a choice or a time."""
     gold, _ = plain(gold)
-    return bool(_words(gold) or _CHOICE.fullmatch(_without_text(gold)) or _TIME.fullmatch(gold))
+    return bool(_choice(gold)[0] or _words(gold))
+
+
+def is_readable(gold: str) -> bool:
+    """Return whether an answer could equal this gold answer. Raises as `is_right` does."""
+    return is_text(gold) or _read_gold(_views(plain(gold)[0])[0]) is not None
 
 
 def read(answer: str) -> Any:
@@ -62,6 +73,9 @@ def read(answer: str) -> Any:
     answer = _EXPONENT.sub(r"\1\\cdot 10^{\2}", answer)
     found = next((one for one in parse(f"\\boxed{{{answer}}}") if not isinstance(one, str)), None)
     return None if found in (nan, zoo) else found
+
+
+_read_gold = lru_cache(_MAX_PARSED)(read)
 
 
 def parse(text: str) -> list[Any]:
@@ -90,69 +104,47 @@ def math_verify() -> Any:
     return math_verify
 
 
-def _same_choice(gold: str, answer: str) -> bool | None:
-    """The letter decides, and what follows it has to be the same if both have it."""
-    chosen, given = (_CHOICE.fullmatch(_without_text(one)) for one in (gold, answer))
-    if chosen and given:
-        rests = [rest for rest in (chosen[2], given[2]) if rest]
-        return chosen[1] == given[1] and (len(rests) < 2 or is_right(*rests))
-    if chosen:
-        return bool(chosen[2]) and is_right(chosen[2], answer)
-    return is_right(gold, given[2]) if given and given[2] else None
-
-
-def _same_words(gold: str, answer: str) -> bool | None:
-    """Words are compared without capitals, and a list of them in any order."""
-    words = _words(gold)
-    return words == _words(answer, always=True) if words else None
+def _choice(answer: str) -> tuple[str, str]:
+    """Split an answer into the letter of a choice, "" for none, and what follows it."""
+    found = _CHOICE.fullmatch(_without_text(answer))
+    return (found[1], found[2] or "") if found else ("", answer)
 
 
 def _words(answer: str, always: bool = False) -> list[str]:
-    """The words of an answer that has nothing else. math-verify reads words as products of letters, in any order."""
+    """The words of an answer that has nothing else, sorted and without capitals, or the time that it is.
+
+    Letters that are a product count only with `always`. math-verify reads all words as products.
+    """
     text = _without_text(answer).strip("() .")
-    if not _WORDS.fullmatch(text):
-        return []
+    if time := _TIME.fullmatch(text):
+        return [time[1]]
     items = ["".join(filter(str.isalpha, item)) for item in re.split("[,;]", text)]
-    letters = max(map(len, re.findall(r"[^\W\d_]+", text))) < 2
-    if not always and (letters or (text == answer and all(map(_is_product, items)))):
+    if not _WORDS.fullmatch(text) or (not always and text == answer and all(map(_PRODUCT.fullmatch, items))):
         return []
     return sorted(item.casefold() for item in items)
-
-
-def _is_product(letters: str) -> bool:
-    """Whether letters are a product rather than a word: ab and ba, and three or more in the order of the alphabet."""
-    in_order = letters.islower() and list(letters) == sorted(set(letters))
-    return letters != "no" and (in_order or (len(letters) < 3 and letters.islower()))
 
 
 def _without_text(answer: str) -> str:
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
 
 
-def _same_time(gold: str, answer: str) -> bool | None:
-    """`2:30` is no ratio if it is compared with another time or ratio."""
-    times = [_TIME.fullmatch(one) for one in (gold, answer)]
-    if times[0] is None or ":" not in answer:
-        return None
-    fields = [[(field or "").lower().lstrip("0") for field in time.groups()] for time in times if time]
-    return len(fields) == 2 and all((one or other) == (other or one) for one, other in zip(*fields, strict=True))
-
-
 def _same_value(gold: str, answer: str) -> bool:
-    """Compare mathematics. 10 % is 10 and 1/10, and 1:2:3 is 2:4:6."""
     pair = (gold, answer)
-    if any(one.startswith(r"\{") and _ONE_BRACKET.fullmatch(other) for one, other in (pair, pair[::-1])):
+    # math-verify reads a pair of numbers as a set, and a set of sets as one of their elements.
+    if any(_SET.match(one) and _NO_SET.fullmatch(other) for one, other in (pair, pair[::-1])):
         return False
-    if all(_RATIO.fullmatch(one) for one in pair):
+    if len({bool(_SET_OF_SETS.search(one)) for one in pair}) > 1:
+        return False
+    if all(map(_RATIO.fullmatch, pair)):
         pair = (_quotients(*gold.split(":")), _quotients(*answer.split(":")))
-    numbers = [one.replace(r"\%", "") for one in pair]
-    if _equal(*numbers):
-        return True
-    percent = [one != number for one, number in zip(pair, numbers, strict=True)]
-    if percent[0] == percent[1]:
-        return False
-    hundredth = rf"\frac{{{numbers[percent[1]]}}}{{100}}"
-    return _equal(numbers[0], hundredth) if percent[1] else _equal(hundredth, numbers[1])
+    return any(_equal(*views) for views in dict.fromkeys(zip(*map(_views, pair), strict=True)))
+
+
+def _views(answer: str) -> tuple[str, str, str]:
+    """What an answer may mean: 10 % is 10 and 1/10, C(5,2) a point C or a binomial coefficient."""
+    named = re.sub(r"^[A-Z]_? ?\d? ?(?=\([^()=]*,[^()=]*\)$)", "", answer)
+    number, binomial = named.replace(r"\%", ""), re.sub(r"\bC ?\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}", answer)
+    return number, named.replace(r"\%", r"\cdot\frac{1}{100}"), binomial.replace(r"\%", "")
 
 
 def _quotients(first: str, *others: str) -> str:
@@ -166,11 +158,3 @@ def _equal(gold: str, answer: str) -> bool:
     if found is None:
         return False
     return bool(math_verify().utils.timeout(LIMIT_SECONDS)(equal)(expected, found))
-
-
-_read_gold = lru_cache(_MAX_PARSED)(read)
-
-
-def is_readable(gold: str) -> bool:
-    """Return whether an answer could equal this gold answer. Raises as `is_right` does."""
-    return is_text(gold) or _read_gold(plain(gold)[0].replace(r"\%", "")) is not None

@@ -115,7 +115,7 @@ VLLM_REFUSES = {
     "qwen2 window": "Sliding window for some but all layers is not supported",
     "qwen3 biases": "2 tensors have no place in it, for example 'model.layers.0.self_attn.o_proj.bias'",
     "gpt_oss": "vLLM cannot replace the weights of",
-    "deepseek_v3": "vLLM did not start with",
+    "deepseek_v3": "this vLLM does not support the model: try another release",
 }
 
 

@@ -21,6 +21,7 @@ from tba.searcher.scoring.reference_model import ReferenceModel  # noqa: E402
 from tba.tests.helpers.end_tokens import end_tokens  # noqa: E402
 from tba.tests.helpers.puts import make_trajectory  # noqa: E402
 from tba.tests.helpers.trainer import make_row  # noqa: E402
+from tba.tests.runner import slow  # noqa: E402
 from tba.trainer.model.packing import obstacle  # noqa: E402
 from tba.trainer.model.scorer import Scorer, load_model  # noqa: E402
 
@@ -71,8 +72,11 @@ def test_every_rope_type_of_transformers_is_in_this_file():
     assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
+MOVING = ["longrope", "dynamic"]
+
+
 @pytest.mark.parametrize("way", ["padded", "packed"])
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind", [*MOVING, *slow(*[kind for kind in ROPES if kind not in MOVING])])
 def test_a_rows_log_probabilities_do_not_depend_on_its_batch(kind, way, tmp_path):
     save(kind, tmp_path)
     policy, asked = load_model(tmp_path, torch.device("cpu")), rows()
@@ -86,7 +90,7 @@ def test_a_rows_log_probabilities_do_not_depend_on_its_batch(kind, way, tmp_path
         np.testing.assert_allclose(one, alone(tmp_path, row.prompt_ids, row.response_ids), atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
+@pytest.mark.parametrize("kind", MOVING)
 def test_the_searchers_reference_does_not_depend_on_its_batch(kind, tmp_path):
     save(kind, tmp_path)
     asked = rows()
@@ -96,7 +100,7 @@ def test_the_searchers_reference_does_not_depend_on_its_batch(kind, tmp_path):
     np.testing.assert_allclose(np.asarray(found, float), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind", [*MOVING, *slow("yarn")])
 def test_the_engine_records_the_log_probabilities_of_the_response_alone_and_ends_it_at_the_limit(kind, tmp_path):
     save(kind, tmp_path)
     engine = TransformersEngine(

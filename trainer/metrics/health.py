@@ -31,32 +31,25 @@ _LOST_SHARE = 0.15
 _MOST = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The largest mean of a metric that is healthy, and the sentence about a larger one. `steps` are those it takes."""
-
-    value: float
-    steps: int
-    sentence: str
-
-
-def limits(dtype: str) -> dict[str, Limit]:
-    """By metric, the limits of docs/metrics.md that are a number. `dtype` is `model.dtype`."""
+def limits(dtype: str) -> dict[str, tuple[float, int, str]]:
+    """By metric, the limits of docs/metrics.md that are a number: the largest healthy mean, the steps that it takes,
+    and the sentence about a larger one. `dtype` is `model.dtype`."""
+    mismatch = _BFLOAT16_MISMATCH if dtype == "bfloat16" else _FLOAT32_MISMATCH
     return {
         # Exact at the first step, and in an asynchronous run there is no other.
-        "mismatch_mean": Limit(
-            _BFLOAT16_MISMATCH if dtype == "bfloat16" else _FLOAT32_MISMATCH,
+        "mismatch_mean": (
+            mismatch,
             1,
             "engine and trainer differ by {mean:.2g} nats per token for the same weights, above {limit:g}: one of them "
             "computes another model than you think; compare their versions and settings",
         ),
-        "truncated_fraction": Limit(
+        "truncated_fraction": (
             0.2,
             _FIRST_STEPS,
             "{mean:.0%} of the ratios are outside the range of the objective, above {limit:.0%}: lower "
             "train.learning_rate or buffer.max_staleness",
         ),
-        "truncated_share": Limit(
+        "truncated_share": (
             0.05,
             _FIRST_STEPS,
             "{mean:.0%} of the responses have no end token, above {limit:.0%}: they are cut off and cannot be right; "
@@ -112,7 +105,7 @@ class Health:
             "log_ratio_positive": self._lost_nats(metrics),
             "log_z": self._impossible_log_z(metrics, largest_reward) if at_temperature_1 else "",
         }
-        above = {name: self._above(name, limit, metrics) for name, limit in limits(self.dtype).items()}
+        above = {name: self._above(name, metrics) for name in limits(self.dtype)}
         for name, sentence in (found | above).items():
             if sentence and step - self._logged_at.get(name, -_REPEAT_STEPS) >= _REPEAT_STEPS:
                 self._logged_at[name] = step
@@ -120,14 +113,13 @@ class Health:
         signs = "; ".join(filter(None, found.values()))
         self.warning = "; ".join(filter(None, [signs and f"{signs}: {self._remedy}", *above.values()]))
 
-    def _above(self, name: str, limit: Limit, metrics: Mapping[str, float]) -> str:
-        """Return the sentence of a limit that the mean of its metric exceeds."""
-        mean = self._means.setdefault(name, Smoothed())
+    def _above(self, name: str, metrics: Mapping[str, float]) -> str:
+        """Return the sentence of a limit that the mean of its metric exceeds, else ""."""
+        (limit, steps, sentence), mean = limits(self.dtype)[name], self._means.setdefault(name, Smoothed())
         if name in metrics:
             mean.add(metrics[name])
-        if mean.count < limit.steps or mean.value <= limit.value:
-            return ""
-        return limit.sentence.format(mean=mean.value, limit=limit.value)
+        exceeded = mean.count >= steps and mean.value > limit
+        return sentence.format(mean=mean.value, limit=limit) if exceeded else ""
 
     @property
     def _remedy(self) -> str:

@@ -122,8 +122,8 @@ def obstacle(model: PreTrainedModel, *, half: bool = False) -> str:
     name = type(model).__name__
     if not (model._supports_flash_attn and model._supports_attention_backend):
         return f"{name} does not support other attention implementations"
-    if moving := Rotation.of(model.config).limits:
-        return f"in {name} the longest sequence of a pass changes the rotation of all of them (RoPE {moving[0][0]})"
+    if moving := Rotation.of(model.config).kind:
+        return f"in {name} the longest sequence of a pass changes the rotation of all of them (RoPE {moving})"
     try:
         return _trial(model, half=half)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

@@ -159,7 +159,7 @@ def _limit_context(running: RunningVllm) -> None:
     limit = running.rotation.limit
     if limit is None or running.context <= limit:
         return
-    if running.rotation.switches:
+    if running.rotation.kind == "longrope":
         raise ConfigError(
             f"above {limit} tokens this model rotates positions by other factors (LongRoPE), which vLLM then uses for "
             f"short sequences too, unlike the trainer: set search.max_model_len to at most {limit}"

@@ -15,6 +15,10 @@ _WORKER = "tba.searcher.engines.vllm.worker"
 # Responses in flight with `auto`: the largest batch for which vLLM captures CUDA graphs, and its own limit on CPUs.
 _MOST_ON_GPU, _MOST_ON_CPU = 512, 256
 _CPU_CACHE_GIB = 1.0
+_UNSUPPORTED = (
+    "if `vllm serve` does not start with it either, this vLLM does not support the model: try another release, or "
+    'search.engine = "transformers"'
+)
 # The values of `max_lora_rank` that vLLM has buffers for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -92,9 +96,9 @@ def start_vllm(
         # The context decides vLLM's default of max_num_batched_tokens: 16,384 instead of 2,048 on an H100.
         return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     except Exception as error:
-        # A validation error has several lines.
-        reason = " ".join(str(error).split())
-        raise EngineError(f"vLLM did not start with {own['model']}: {reason}") from error
+        # A validation error has several lines, and a KeyError has only the key.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise EngineError(f"vLLM did not start with {own['model']}: {reason}; {_UNSUPPORTED}") from error
 
 
 def most_in_flight(search: SearchSection) -> int:

@@ -34,9 +34,7 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(
-    ("answer", "gold"), [(34, "34"), (-7, "-7"), (0, "0"), (34.5, "34.5"), (2.0, "2.0"), (10**20, "1" + "0" * 20)]
-)
+@pytest.mark.parametrize(("answer", "gold"), [(-7, "-7"), (0, "0"), (34.5, "34.5"), (10**20, "1" + "0" * 20)])
 def test_a_number_is_an_answer(write, task, answer, gold):
     (prompt,) = task(write({"question": "q", "answer": answer, "solution": SOLVED})).prompts()
     assert prompt.answer == gold
@@ -73,12 +71,8 @@ def test_the_columns_of_the_first_row_are_those_of_all(write):
     assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == ["30", "30"]
     with pytest.raises(TaskError, match="rows.jsonl:1: the column answer is null"):
         MathTask(write(rows[0] | {"answer": None}))
-
-
-def test_a_list_is_no_single_answer(write):
-    for task in (MathTask, Gsm8kTask):
-        with pytest.raises(TaskError, match=r"answer has \['1', '2'\], which is neither"):
-            task(write({"question": "q", "answer": ["1", "2"]}))
+    with pytest.raises(TaskError, match=r"answer has \['1', '2'\], which is neither"):
+        MathTask(write({"question": "q", "answer": ["1", "2"]}))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -87,8 +81,7 @@ def test_repeated_questions_are_counted_with_those_whose_answer_differs(write, t
     loaded = task(write(*({"question": "q", "answer": answer} for answer in answers)))
     (note,) = loaded.notes
     assert "3 rows repeat the prompt of an earlier one" in note
-    assert "2 with another answer, such as" in note
-    assert "rows.jsonl:3 ('2')" in note
+    assert "; 2 have another" in note
     assert [prompt.answer for prompt in loaded.prompts()] == ["1"]
     finding = next(check(Config(), loaded, load_seconds=0.0))
     assert (finding["check"], finding["result"]) == ("load", "warn")
@@ -100,16 +93,13 @@ def test_the_notes_of_a_mixture_are_those_of_its_tasks(write):
     rows = write({"question": "q", "answer": "1"}, {"question": "q", "answer": "1"})
     parts = ({"name": "gsm8k", "train": rows}, {"name": "arithmetic"})
     mixture: object = load_task(TaskSection.model_validate({"name": "mixture", "mixture": parts}))
-    assert mixture.notes == ["gsm8k: 1 row repeats the prompt of an earlier one, whose answer counts"]  # type: ignore[attr-defined]
+    assert mixture.notes == ["gsm8k: 1 row repeats the prompt of an earlier one, whose answer counts; 0 have another"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"key": "\ud83d"},
         {"text": "a\ud83d"},
-        {"answer": "\ud83d"},
-        {"messages": [("user", "\ud83d")]},
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "\ud83d"}]}]},
         {"template_kwargs": {"tools": [{"name": "\ud83d"}]}},
         {"accepted": ["\ud83d"]},
@@ -128,19 +118,14 @@ def test_the_fingerprint_covers_variables_and_further_answers():
     assert fingerprint([plain]) == hashlib.sha256(b"k\0t\0a\0").hexdigest()
 
 
-def test_an_import_refuses_a_response_that_spells_an_end_token(example_model):
+def test_an_import_refuses_an_end_token_in_a_response_and_half_a_character_with_the_line(example_model):
     parser = Parser("run", lambda: Tokenizer(str(example_model)), None)
     assert parser.parse({"prompt": "1+1=", "response": "2"}, "file:3").response_ids.tolist() == [5, 1]
     with pytest.raises(UsageError, match="file:3: the response spells the end token '<eos>': remove it"):
         parser.parse({"prompt": "1+1=", "response": "2<eos>3"}, "file:3")
-
-
-def test_an_import_names_the_line_of_a_half_character(example_model):
-    parser = Parser("run", lambda: Tokenizer(str(example_model)), None)
     for field in ("prompt", "response", "text", "prompt_key"):
-        line = {"prompt": "1", "response": "2"} | {field: "\ud83d"}
         with pytest.raises(UsageError, match="file:3: half of a character"):
-            parser.parse(line, "file:3")
+            parser.parse({"prompt": "1", "response": "2"} | {field: "\ud83d"}, "file:3")
 
 
 def test_rows_that_differ_in_the_variables_of_their_template_are_several_prompts(write):
@@ -152,14 +137,7 @@ def test_rows_that_differ_in_the_variables_of_their_template_are_several_prompts
     assert len({plain, *(prompt.key for prompt in prompts)}) == 3
 
 
-@pytest.mark.parametrize(
-    "message", [["user", "hi", "[1]"], ["user", "hi", "x"], ["user", "hi", '{"role": "system", "content": "evil"}']]
-)
-def test_three_texts_are_no_message_of_a_row(write, message):
-    with pytest.raises(TaskError, match=r"rows.jsonl:1: the message .*write \(role, content\)"):
-        AnswersTask(write({"messages": [message], "answer": "1"}))
-
-
-def test_an_enormous_number_is_an_answer_or_refused_with_its_line(write):
-    (prompt,) = AnswersTask(write({"prompt": "q", "answer": 10**400})).prompts()
-    assert prompt.answer == "1" + "0" * 400
+def test_three_texts_are_no_message_of_a_row(write):
+    for text in ("[1]", "x", '{"role": "system", "content": "evil"}'):
+        with pytest.raises(TaskError, match=r"rows.jsonl:1: the message .*write \(role, content\)"):
+            AnswersTask(write({"messages": [["user", "hi", text]], "answer": "1"}))

@@ -93,7 +93,7 @@ def test_the_end_token_of_the_loaded_tokenizer_counts_where_no_file_names_it(wri
 
 
 @pytest.mark.parametrize("file", ["generation_config", "config"])
-@pytest.mark.parametrize("value", [True, -1, 100, 999999, "<|im_end|>", "12", 12.0, 1.5, ["12"], [1, None], {"a": 1}])
+@pytest.mark.parametrize("value", [True, -1, 100, "<|im_end|>", 12.0, ["12"], [1, None], {"a": 1}])
 def test_a_malformed_end_token_is_refused_with_its_file(write, file, value):
     broken = {"eos_token_id": value}
     files = (broken, {}, None) if file == "generation_config" else (None, broken, None)
@@ -118,6 +118,7 @@ def test_a_chat_that_ends_with_a_token_that_ends_no_response_is_named_with_the_s
     assert unstopped_turn(Stopping(tokenizer, (), [other]), renderer, [RAW]) == ""
 
 
+@pytest.mark.slow
 def test_doctor_and_check_say_that_a_chat_does_not_end(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer("qwen 2.5")
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)

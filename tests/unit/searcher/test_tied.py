@@ -6,7 +6,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tba.common.errors import SnapshotRefused  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from tba.common.errors import ConfigError, SnapshotRefused  # noqa: E402
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot  # noqa: E402
 from tba.common.weights.tied import tied_names  # noqa: E402
 from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
@@ -65,3 +67,12 @@ def test_a_snapshot_that_would_leave_a_parameter_as_it_is_is_refused(tmp_path):
     head.weight = torch.nn.Parameter(head.weight.clone())
     with pytest.raises(SnapshotRefused, match="v1 would leave 'lm_head.weight' of the model as it is"):
         engine.load_weights(snapshot_of(model, tmp_path / "v1"))
+
+
+def test_files_with_the_head_alone_are_refused_with_what_to_do(tmp_path):
+    DIRECTORIES["tied, the same head"][0](tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight' .* If only the tied head is there, load .* save it"):
+        engine_of(tmp_path)

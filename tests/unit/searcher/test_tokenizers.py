@@ -22,7 +22,7 @@ from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
 from tba.trainer.batch.sft_data import Encoder, read_rows
 
-TEXTS = ["What is 2 + 3?", "  two spaces, and\n\na line", "The answer is 5.", "7"]
+TEXTS = ["What is 2 + 3? The answer is 5.", "  two spaces, and\n\na line"]
 BEGIN, END = "<s>", "</s>"
 
 

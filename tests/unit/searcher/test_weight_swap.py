@@ -99,6 +99,8 @@ def test_a_parameter_that_appears_after_loading_is_left_to_the_self_test(model, 
     found = WeightSwap(model, swap._slices, layouts)
     found.prepare(files(tmp_path, 1), seed=1)
     found.exchange()
+    assert model.norm.any()
+    assert not model.derived.any()
 
 
 def test_tensors_that_are_processed_after_loading_are_not_read_back(model, swap, tmp_path):
@@ -121,6 +123,8 @@ def test_a_parameter_that_was_tied_to_another_after_loading_is_skipped(model, sw
     tied = WeightSwap(model, [*swap._slices, head], layouts)
     tied.prepare(files(tmp_path, 1), seed=1)
     tied.exchange()
+    assert tied._slices == swap._slices
+    assert torch.equal(model.norm, map_files(files(tmp_path, 1))["norm"])
 
 
 def test_transposed_and_computed_weights_are_not_recorded(model, tmp_path):

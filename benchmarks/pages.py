@@ -12,13 +12,13 @@ import contextlib
 import sqlite3
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 from starlette.testclient import TestClient
 
-from benchmarks import scale, serving
-from benchmarks.table import print_table
+from benchmarks import scale
+from benchmarks.harness import Seconds, print_table, timed
+from benchmarks.serving import Server
 from tba.buffer.tools.search import index_path, search
 from tba.ui.app import make_app
 
@@ -26,27 +26,19 @@ _REPEATS = 5
 _PAGES = {
     "run": "/r/run",
     "changes, polled": "/r/run/live",
-    "charts": "/r/run/charts.json",
     "steps": "/r/run/steps",
     "step of 512 slots": "/r/run/steps/50",
     "prompts": "/r/run/prompts",
     "prompts: never solved": "/r/run/prompts?kind=never",
-    "prompt": "/r/run/prompts/1000",
     "trajectory": "/r/run/trajectories/{middle}",
-    "compare": "/r/run/compare?a={middle}&b=7",
     "waste": "/r/run/waste",
     "waste: charts": "/r/run/waste.json",
-    "compare two runs": "/r/run/compare?kind=runs&b=run",
     "trajectories": "/r/run/trajectories",
     "by reward": "/r/run/trajectories?reward_min=0.4&reward_max=0.6&sort=best",
     "by step": "/r/run/trajectories?step=50",
     "by version": "/r/run/trajectories?version=0",
-    "by prompt": "/r/run/trajectories?prompt=1000",
-    "by searcher": "/r/run/trajectories?searcher=1",
-    "deep page": "/r/run/trajectories?sort=best&after=0.5%3A{middle}",
     "words of every row": "/r/run/trajectories?text=answer",
     "words of one row": "/r/run/trajectories?text=answer+number{middle}",
-    "words and no length": "/r/run/trajectories?text=answer&length_min=100000",
     "no row matches: words": "/r/run/trajectories?text=even+odd",
     "no row matches: trained": "/r/run/trajectories?trained=yes&sort=oldest&length_min=100000",
     "no row matches: error": "/r/run/trajectories?error=yes",
@@ -56,20 +48,25 @@ _PAGES = {
 
 
 def main() -> None:
-    options = _options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the buffer")
+    parser.add_argument("--keep", type=Path, help="folder for the database, kept")
+    options = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as scratch:
         directory = scale.made((options.keep or Path(scratch)) / f"rows{options.rows}", options.rows)
         browser = TestClient(make_app([directory]), base_url="http://127.0.0.1")
         if browser.get("/r/run/steps/50").status_code != 200:
-            with serving.serving(directory) as (_, address):
-                scale.batch_ms(address)
+            with Server(directory) as server:
+                scale.batch_ms(server)
         _index_texts(directory / "buffer.sqlite")
-        rows = []
         for name, address in _PAGES.items():
-            times, cpu, size = _measure(browser, address.format(middle=options.rows // 2))
-            figures = (statistics.median(times), max(times), statistics.median(cpu), size / 1024)
-            rows.append([name, *(f"{figure:.0f}" for figure in figures)])
-    print_table(f"pages over {options.rows:,} rows", ["page", "median ms", "max ms", "CPU ms", "KiB"], rows)
+            seconds = _measured(browser, address.format(middle=options.rows // 2))
+            wall, cpu = zip(*seconds, strict=True)
+            rows.append(
+                [name, *(f"{1000 * one:.0f}" for one in (statistics.median(wall), max(wall), statistics.median(cpu)))]
+            )
+    print_table(f"pages over {options.rows:,} rows", ["page", "median ms", "max ms", "CPU ms"], rows)
 
 
 def _index_texts(database: Path) -> None:
@@ -83,23 +80,10 @@ def _index_texts(database: Path) -> None:
     search(database, "answer", limit=1)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="the pages of the web interface on a large buffer")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the buffer")
-    parser.add_argument("--keep", type=Path, help="folder for the database, kept")
-    return parser.parse_args()
-
-
-def _measure(browser: TestClient, address: str) -> tuple[list[float], list[float], int]:
-    """Return the milliseconds of each request, those of CPU time in it, and the bytes of the page."""
-    times, cpu = [], []
-    for _ in range(_REPEATS):
-        started, used = time.perf_counter(), time.process_time()
-        reply = browser.get(address)
-        times.append(1000 * (time.perf_counter() - started))
-        cpu.append(1000 * (time.process_time() - used))
-        assert reply.status_code == 200, f"{address}: {reply.status_code}"
-    return times, cpu, len(reply.content)
+def _measured(browser: TestClient, address: str) -> list[Seconds]:
+    found = [timed(lambda: browser.get(address)) for _ in range(_REPEATS)]
+    assert {reply.status_code for _, reply in found} == {200}, address
+    return [seconds for seconds, _ in found]
 
 
 if __name__ == "__main__":

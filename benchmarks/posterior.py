@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.harness import print_table
 from benchmarks.off_policy.setting import objective_section
-from benchmarks.table import print_table
 from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.objectives.responses import Responses, Totals
 

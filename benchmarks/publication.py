@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.table import print_table
+from benchmarks.harness import print_table
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.weights.node_store import clear, weights_directory

@@ -31,6 +31,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoTokenizer, PreTrainedModel
 
+from benchmarks.harness import print_table
 from benchmarks.off_policy.sampling import Response
 from benchmarks.off_policy.tasks import ROOT
 from benchmarks.off_policy.training import as_batch
@@ -43,7 +44,6 @@ from benchmarks.small_models import (
     sample,
     scorer_of,
 )
-from benchmarks.table import print_table
 from tba.common.config import EvalSection
 from tba.searcher.evaluation.statistics import cosine_distance, without_near_duplicates
 from tba.trainer.model.scorer import load_model

@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bare import logprobs
-from benchmarks.table import print_table
+from benchmarks.harness import print_table
 from tba.common.config import ObjectiveSection, TrainSection
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.micro_batches import forward_passes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.table import print_table
+from benchmarks.harness import print_table
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.table import print_table
+from benchmarks.harness import print_table
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ import psutil
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.harness import print_table
 from benchmarks.off_policy.exam import measure
 from benchmarks.off_policy.tasks import encoded, load_task
-from benchmarks.table import print_table
 from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.weights.snapshot import directory_name

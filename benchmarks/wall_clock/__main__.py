@@ -13,7 +13,7 @@ is how many times as fast a step can be at most, by the pace alone, and *ratio* 
 import argparse
 import math
 
-from benchmarks.table import print_table
+from benchmarks.harness import print_table
 from benchmarks.wall_clock.pace import PACES, step_ratio
 from benchmarks.wall_clock.runs import Outcome, run
 

@@ -20,7 +20,6 @@ flight, more prompts than rows, and returns token ids only; in a second row also
   on a CPU packs weights, and a swap is a reload.
 - One snapshot per period is published when the searcher's seconds begin to count, so every `--seconds` of them.
 - *per CPU second* divides by the processor time of the engine's own process, without its reward workers.
-- Models are random: several token ids end a response, so that lengths are distributed geometrically, up to a limit.
 """
 
 import argparse

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 Name = TypeVar("Name")
 Found = TypeVar("Found")
 
@@ -42,6 +44,16 @@ def in_turns(ways: Mapping[Name, Callable[[], Found]], rounds: int) -> dict[Name
 def median_ratio(numbers: Iterable[float], others: Iterable[float]) -> float:
     """Return the median of the ratios of each round."""
     return statistics.median(one / other for one, other in zip(numbers, others, strict=True))
+
+
+def first_reached(level: float, values: Sequence[float], places: Sequence[float]) -> float:
+    """Return the place where values first reach a level, linear between two of them; NaN if they do not."""
+    reached = np.asarray(values) >= level
+    if not reached.any():
+        return np.nan
+    last = int(np.argmax(reached))
+    around = slice(max(0, last - 1), last + 1)
+    return float(np.interp(level, values[around], places[around]))
 
 
 def p50_and_p99_ms(seconds: Sequence[float]) -> tuple[str, str]:

@@ -15,12 +15,13 @@ pages that were never used, on a virtual machine many times.
 """
 
 import argparse
+import contextlib
 import random
 import sqlite3
 import statistics
 import tempfile
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from benchmarks.producers import DISTINCT, GROUP, PROMPTS, Load, trajectory
 from benchmarks.serving import Server
 from tba.buffer.server.mailbox import GROUP_BYTES, GROUP_ROWS
 from tba.buffer.store.store import Store
-from tba.buffer.store.tables.trajectories import TRAJECTORY_COLUMNS
 
 ROUNDS = 4
 PAYLOAD = ("prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
@@ -104,40 +104,26 @@ def insert_into(connection: sqlite3.Connection, table: str) -> str:
 
 def bare_rows(row_bytes: int, producers: int, count: int) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """Return rows of `trajectory_rows` and of `payloads` with the values that the server would store."""
-    sample = trajectory(row_bytes, 0)
-    tokens = len(sample.response_ids)
-    rng = random.Random(0)
-    rows: list[dict[str, Any]] = [
-        # In the order of the table.
-        {
-            "id": n + 1,
-            "run": 1,
-            "prompt": 1 + n // GROUP % PROMPTS,
-            "visit": None,
-            "sender": 1 + n // GROUP % producers,
-            "sequence": n // GROUP // producers * GROUP + n % GROUP,
-            "policy_version": 0,
-            "reward": rng.random(),
-            "reward_parts": '{"correct": 1.0}',
-            "stop_reason": "length",
-            "prompt_tokens": len(sample.prompt_ids),
-            "response_tokens": tokens,
-            "dedup_hash": rng.getrandbits(62),
-            "sampling": '{"temperature":1.0,"top_p":1.0}',
-            "created_at": time.time(),
-            "received_at": time.time(),
-            "generation_seconds": 1.0,
-            "text": None,
-            "error": None,
-            "metadata": "{}",
-            "payload_bytes": row_bytes,
-            "compacted_at": None,
-        }
-        for n in range(count)
-    ]
+    sample, rng = stored_row(row_bytes), random.Random(0)
+    rows = []
+    for n in range(count):
+        own = {"id": n + 1, "prompt": 1 + n // GROUP % PROMPTS, "sender": 1 + n // GROUP % producers}
+        own |= {"sequence": n // GROUP // producers * GROUP + n % GROUP, "dedup_hash": rng.getrandbits(62)}
+        rows.append(tuple((sample | own | {"reward": rng.random()}).values()))
     payloads = [[getattr(trajectory(row_bytes, n), kind).tobytes() for kind in PAYLOAD] for n in range(DISTINCT)]
-    assert set(rows[0]) - {"compacted_at"} == set(TRAJECTORY_COLUMNS)
-    return [tuple(row.values()) for row in rows], [(n + 1, *payloads[n % DISTINCT]) for n in range(count)]
+    return rows, [(n + 1, *payloads[n % DISTINCT]) for n in range(count)]
+
+
+@cache
+def stored_row(row_bytes: int) -> dict[str, Any]:
+    """Return a row that a server has stored, by column."""
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+        with Server(Path(folder, "run")) as server:
+            server.prepare(PROMPTS)
+            Load(server, 1, GROUP, row_bytes).rows_per_second()
+        with contextlib.closing(sqlite3.connect(Path(folder, "run", "buffer.sqlite"))) as connection:
+            connection.row_factory = sqlite3.Row
+            return dict(connection.execute("SELECT * FROM trajectory_rows LIMIT 1").fetchone())
 
 
 if __name__ == "__main__":

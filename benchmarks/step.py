@@ -26,7 +26,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bare import logprobs
-from benchmarks.harness import print_table
+from benchmarks.harness import Seconds, in_turns, print_table, timed
 from tba.common.config import ObjectiveSection, TrainSection
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.micro_batches import forward_passes
@@ -237,28 +236,26 @@ def main() -> None:
 
 
 def report_time(options: argparse.Namespace) -> None:
-    """Print medians over rounds, in which the ways alternate. CPU seconds are those of all threads."""
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in options.ways}
+    """Print medians over rounds. CPU seconds are those of all threads."""
     prepared = {way: prepare(way, options) for way in options.ways}
     # Warm-up: page faults of the first round take up to half as long as the rest of it.
     for _, run in prepared.values():
         run()
-    for _ in range(options.rounds):
-        for way, (model, run) in prepared.items():
-            model.zero_grad()
-            started, cpu = time.perf_counter(), time.process_time()
-            run()
-            seconds[way].append((time.perf_counter() - started, time.process_time() - cpu))
+
+    def measured(model: LlamaForCausalLM, run: Callable[[], None]) -> Seconds:
+        model.zero_grad()
+        return timed(run)[0]
+
+    seconds = in_turns({way: partial(measured, *of_way) for way, of_way in prepared.items()}, options.rounds)
     rows = make_batch(options.prompts, options.samples, options.vocabulary, options.mean).rows
-    tokens = sum(row.tokens for row in rows)
     medians = {way: np.median(values, axis=0) for way, values in seconds.items()}
-    first = medians[options.ways[0]]
+    name = options.ways[0]
     lines = [
-        (way, *(f"{value:.2f}" for pair in zip(median, median / first, strict=True) for value in pair))
+        (way, *(f"{value:.2f}" for pair in zip(median, median / medians[name], strict=True) for value in pair))
         for way, median in medians.items()
     ]
+    tokens = sum(row.tokens for row in rows)
     title = f"loss and gradient of {len(rows)} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
-    name = options.ways[0]
     print_table(title, ["way", "seconds", f"x {name}", "CPU seconds", f"x {name}"], lines)
 
 

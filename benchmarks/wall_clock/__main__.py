@@ -49,7 +49,7 @@ def _cells(outcome: Outcome, options: argparse.Namespace) -> list[str]:
     reached = outcome.seconds_to(options.accuracy)
     return [
         f"{outcome.seconds_step * options.faster:.1f}",
-        "not reached" if reached is None else f"{reached * options.faster:.0f}",
+        "not reached" if math.isnan(reached) else f"{reached * options.faster:.0f}",
         f"{outcome.accuracies[-1][1]:.1%}",
         f"{outcome.busy:.1%}",
         f"{outcome.staleness:.1f}",

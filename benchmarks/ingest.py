@@ -40,8 +40,8 @@ def main() -> None:
     for kib, count in ((4, 98_304), (64, 6_144)):
         for producers in (1, 8, 64):
             work = (kib << 10, producers, count)
-            rates = in_turns({"bare": partial(bare_loop, *work), "tba": lambda work=work: served(*work)[0]}, ROUNDS)
-            medians = [f"{statistics.median(rates[way]):,.0f}" for way in ("bare", "tba")]
+            rates = in_turns({"bare": partial(bare_loop, *work), "tba": partial(served_rate, *work)}, ROUNDS)
+            medians = [f"{statistics.median(of_one):,.0f}" for of_one in rates.values()]
             rows.append([f"{kib} KB", producers, *medians, f"{median_ratio(rates['tba'], rates['bare']):.2f}"])
     headings = ["row", "producers", "bare/s", "tba/s", "ratio"]
     print_table(f"ingest, power-durable, median of {ROUNDS} rounds", headings, rows)
@@ -56,6 +56,10 @@ def compare_keys() -> None:
         columns = (zip(*rates[keys], strict=True) for keys in (True, False))
         rows.append([f"{kib} KB", *(f"{median_ratio(*pair):.2f}" for pair in zip(*columns, strict=True))])
     print_table(f"ingest with keys, median of {2 * ROUNDS} pairs", ["row", "rows/s", "rows/CPU second"], rows)
+
+
+def served_rate(row_bytes: int, producers: int, count: int) -> float:
+    return served(row_bytes, producers, count)[0]
 
 
 def served(row_bytes: int, producers: int, count: int, *, encrypted: bool = False) -> tuple[float, float]:

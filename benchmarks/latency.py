@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import in_turns, median_ratio, p50_and_p99_ms, print_table
+from benchmarks.harness import Seconds, in_turns, median_ratio, p50_and_p99_ms, print_table, timed
 from benchmarks.ingest import PAYLOAD
 from benchmarks.producers import PROMPTS, Load
 from benchmarks.serving import PATIENCE_SECONDS, Server
@@ -48,15 +48,13 @@ class Trainer:
         self._server, self._step = server, 0
         self._client = server.client("trainer")
 
-    def batch(self) -> tuple[float, float, list[int]]:
-        """Return the seconds of a request, those of CPU time of server and trainer, and the ids of the batch."""
-        cpu, started = self._server.cpu_seconds() + time.process_time(), time.perf_counter()
-        batch, frames = self._client.call(self._request(), messages.Batch, deadline_seconds=PATIENCE_SECONDS)
-        seconds = time.perf_counter() - started
-        cpu = self._server.cpu_seconds() + time.process_time() - cpu
+    def batch(self) -> tuple[Seconds, list[int]]:
+        """Return the seconds of a request, with the CPU time of server and trainer, and the ids of the batch."""
+        call = partial(self._client.call, self._request(), messages.Batch, deadline_seconds=PATIENCE_SECONDS)
+        seconds, (batch, frames) = timed(call, lambda: self._server.cpu_seconds() + time.process_time())
         assert sum(frame.nbytes for frame in frames) > BATCH * ROW_BYTES
         self._report()
-        return seconds, cpu, batch.trajectory_ids
+        return seconds, batch.trajectory_ids
 
     def batches_and_reads(self) -> list[str]:
         """Return latencies of batches, alternating with another process that reads as many blobs by key."""
@@ -64,8 +62,8 @@ class Trainer:
         database = str(self._server.directory / "buffer.sqlite")
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             for _ in range(BATCHES):
-                seconds, _, ids = self.batch()
-                batches.append(seconds)
+                seconds, ids = self.batch()
+                batches.append(seconds.wall)
                 reads.append(pool.apply(read_by_key, (database, ids)))
         ratio = statistics.median(batches) / statistics.median(reads)
         return [*p50_and_p99_ms(batches), *p50_and_p99_ms(reads), f"{ratio:.2f}"]
@@ -140,7 +138,8 @@ def compare_keys() -> None:
             trainers[keys] = open_.enter_context(contextlib.closing(Trainer(server)))
         batches = in_turns({keys: trainer.batch for keys, trainer in trainers.items()}, BATCHES)
         waits = in_turns({keys: partial(waits_while_loaded, trainer) for keys, trainer in trainers.items()}, PAIRS)
-    seconds, cpu = ([[one[kind] for one in batches[keys]] for keys in (True, False)] for kind in (0, 1))
+    seconds = [[one.wall for one, _ in batches[keys]] for keys in (True, False)]
+    cpu = [[one.cpu for one, _ in batches[keys]] for keys in (True, False)]
     headings = ["median ratio of a pair", "ratio of CPU time"]
     row = [f"{ratio:.2f}" for ratio in (median_ratio(*seconds), sum(cpu[0]) / sum(cpu[1]))]
     print_table(f"{BATCHES} batches of {BATCH} x 2,048 tokens with keys", headings, [row])

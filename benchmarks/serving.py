@@ -48,7 +48,7 @@ class Server:
         self.process.terminate()
         self.process.wait(PATIENCE_SECONDS)
 
-    def client(self, role: str) -> BufferClient:
+    def client(self, role: fields.Role) -> BufferClient:
         """Return a client that has said hello, when the server answers."""
         client = BufferClient(self.address, role=role, name="bench", keys=self.keys)
         client.call(messages.Hello(host="bench", pid=1), messages.Welcome, deadline_seconds=PATIENCE_SECONDS)

@@ -46,7 +46,6 @@ from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.step.learner import Learner
 
 LONGEST, PAD = 1024, 0
-WAYS = ("bare", "tba", "quiet", "padded", "TRL", "paper")
 VOCABULARIES = (32_000, 152_000)
 
 
@@ -90,7 +89,7 @@ def make_batch(prompts: int, samples: int, vocabulary: int, mean: int = 200) -> 
 
 def tba_way(
     model: LlamaForCausalLM, batch: TrainBatch, *, packed: bool = True, entropy: bool = True
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     # The batch includes reference log-probabilities, so no reference model is needed.
     objective = replace(make_objective(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
     config = TrainSection(micro_batch_tokens=16384)
@@ -171,19 +170,21 @@ def padded(rows: list[np.ndarray], side: str) -> Tensor:
     return whole if whole.is_floating_point() else whole.long()
 
 
-def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[], None]]:
+WAYS: dict[str, Callable[[LlamaForCausalLM, TrainBatch], Callable[[], object]]] = {
+    "bare": bare_way,
+    "tba": tba_way,
+    "quiet": partial(tba_way, entropy=False),
+    "padded": partial(tba_way, packed=False),
+    "TRL": trl_way,
+    "paper": paper_way,
+}
+
+
+def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[], object]]:
     """Return a model, and a function that adds the gradient of the whole batch to its parameters."""
     model = make_model(options.vocabulary)
     batch = make_batch(options.prompts, options.samples, options.vocabulary, options.mean)
-    ways: dict[str, Callable[[LlamaForCausalLM, TrainBatch], Callable[[], None]]] = {
-        "bare": bare_way,
-        "tba": tba_way,
-        "quiet": partial(tba_way, entropy=False),
-        "padded": partial(tba_way, packed=False),
-        "TRL": trl_way,
-        "paper": paper_way,
-    }
-    return model, ways[way](model, batch)
+    return model, WAYS[way](model, batch)
 
 
 def resident_mib(field: str) -> float:
@@ -242,7 +243,7 @@ def report_time(options: argparse.Namespace) -> None:
     for _, run in prepared.values():
         run()
 
-    def measured(model: LlamaForCausalLM, run: Callable[[], None]) -> Seconds:
+    def measured(model: LlamaForCausalLM, run: Callable[[], object]) -> Seconds:
         model.zero_grad()
         return timed(run)[0]
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ def reload(engine: Any, snapshot: Snapshot) -> float:
     found = []
     for _ in range(3):
         unit = flat_copy(snapshot.weight_files[0].stat().st_size)
-        files = [*map(str, snapshot.weight_files)]
-        found.append(timed(lambda files=files: engine._running.call("tba_reload", files, 1))[0].wall / unit)
+        call = partial(engine._running.call, "tba_reload", [*map(str, snapshot.weight_files)], 1)
+        found.append(timed(call)[0].wall / unit)
     return statistics.median(found)
 
 

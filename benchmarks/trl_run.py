@@ -67,7 +67,7 @@ class Course:
         """Return the numbers of a row of the table. Those of an accuracy that is not reached are NaN."""
         steps, values = zip(*sorted(self.accuracies.items()), strict=True)
         step = first_reached(accuracy, values, steps)
-        when = float(np.interp(step, *zip(*sorted(self.times.items()), strict=True)))
+        when = float(np.interp(step, sorted(self.times), [self.times[one] for one in sorted(self.times)]))
         seconds = (self.times[max(self.times)] - self.times[0]) / max(self.times)
         cpu_seconds = sum(self.cpu_seconds.values())
         return [step, when - self.started, when - self.times[0], seconds, cpu_seconds, values[-1]]

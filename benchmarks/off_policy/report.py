@@ -13,17 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HEADINGS = (
-    "objective",
-    "data",
-    "rate",
-    "seeds",
-    "reward",
-    "gain: of own fresh",
-    "of tb's fresh",
-    "greedy",
-    "pass@8",
-    "drift, nats",
-    "mean age",
+    "| objective | data | rate | seeds | reward | gain: of own fresh | of tb's fresh | greedy | pass@8 | drift, nats "
+    "| mean age |"
 )
 
 
@@ -35,7 +26,7 @@ def table(results: Results, cells: Sequence[Cell], seeds: Sequence[int]) -> list
     """
     found = {cell: _results(results, cell, seeds) for cell in cells}
     fresh = {cell.objective: runs for cell, runs in found.items() if cell.column == FRESH}
-    lines = [_row(HEADINGS), _row(["---"] * len(HEADINGS))]
+    lines = [HEADINGS, _row(["---"] * (HEADINGS.count("|") - 1))]
     for cell, runs in found.items():
         if runs:
             shares = [_share(runs, fresh.get(name, {})) for name in (cell.objective, "tb")]

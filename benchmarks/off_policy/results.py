@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,12 +76,15 @@ def complete(path: Path, settings: Iterable[Setting], *, workers: int, deadline:
         # Makes a model that is missing, before several workers would at once.
         load_task(task)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("spawn").Pool(workers) as pool, path.open("a") as file:
-        for found in pool.imap_unordered(partial(_run_before, deadline), missing):
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool, path.open("a") as file:
+        for found in pool.map(partial(_run_before, deadline), missing):
             if found is not None:
                 print(json.dumps(found), file=file, flush=True)
                 print(json.dumps(found), flush=True)
-    return load(path)
+    results = load(path)
+    if late := [setting for setting in missing if setting not in results]:
+        print(f"out of time: {len(late)} of {len(missing)} runs are left", flush=True)
+    return results
 
 
 def _run_before(deadline: float, setting: Setting) -> dict[str, object] | None:

@@ -23,7 +23,7 @@ class Seconds(NamedTuple):
 
 def timed(call: Callable[[], Found], cpu_clock: Callable[[], float] = time.process_time) -> tuple[Seconds, Found]:
     """Return the seconds of a call and its result. By default CPU time is that of all threads of this process."""
-    wall, cpu = time.perf_counter(), cpu_clock()
+    cpu, wall = cpu_clock(), time.perf_counter()
     result = call()
     return Seconds(time.perf_counter() - wall, cpu_clock() - cpu), result
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.off_policy.sampling import as_batch, measure
 from benchmarks.off_policy.setting import Setting, objective_section
-from benchmarks.off_policy.sources import make_source
+from benchmarks.off_policy.sources import ExactStaleness, PaperBuffer, Searcher
 from benchmarks.off_policy.tasks import load_task
 from tba.common.config import ReferenceSection
 from tba.trainer.model.scorer import load_model
@@ -107,7 +107,8 @@ def run(setting: Setting) -> dict[str, object]:
     learner = Learner(
         policy, reference, setting.train_section(), objective, autocast=False, reference_config=resets
     )  # fmt: skip
-    source, problems = make_source(policy, task, setting), task.held_out[setting.part]
+    source = (PaperBuffer if setting.sync_every else ExactStaleness)(Searcher(policy, task, setting), setting)
+    problems = task.held_out[setting.part]
     found = [measure(policy, task, problems)]
     every = setting.steps // MEASUREMENTS
     drifts, ages = [0.0], [0.0]

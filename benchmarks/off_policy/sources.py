@@ -101,8 +101,3 @@ class PaperBuffer:
         weights = np.exp(self._setting.priority * np.array([response.reward for response in group]))
         picked = self._rng.choice(len(group), self._setting.samples, replace=False, p=weights / weights.sum())
         return [group[index] for index in picked]
-
-
-def make_source(policy: PreTrainedModel, task: Task, setting: Setting) -> ExactStaleness | PaperBuffer:
-    searcher = Searcher(policy, task, setting)
-    return PaperBuffer(searcher, setting) if setting.sync_every else ExactStaleness(searcher, setting)

@@ -18,16 +18,14 @@ QUICK_WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
-PEERS := .venv-peers
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check
 # The tests of a file share models, engines and recorded runs, so one worker runs all of them; longest files first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILD := build/typecheck
 DEMO := runs/demo
 WORDS := runs/demo-words
 
-.PHONY: demo demo-words quick test test-failed test-all gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication bench-peers clean
+.PHONY: demo demo-words quick test test-failed test-all gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -109,7 +107,6 @@ evidence: $(VENV)/installed-dev
 		--task copying-32 --objectives tb tb_stale tba_prime dr_grpo --columns fresh "D = 64"
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(EVIDENCE) --budget-minutes 8 --seeds 1 --objectives tb
 	$(BIN)/python -m benchmarks.off_policy ess buffer long --results $(EVIDENCE) --budget-minutes 6 --seeds 1 --objectives tb_stale
-	$(BIN)/python -m benchmarks.preference --seeds 2
 	$(BIN)/python -m benchmarks.redteam --seeds 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.wall_clock --searchers 3 --steps 12 --faster 20 --accuracy 0.45
 	$(BIN)/python -m benchmarks.trl_run --steps 60 --seeds 0 --set search.cpu_searchers=1 --set objective.kl=none
@@ -130,12 +127,8 @@ bench-swap: $(VENV)/installed-vllm
 bench-publication: $(VENV)/installed-vllm
 	$(BIN)/python -m benchmarks.publication
 
-# Against other replay buffers, in an environment of their own: they pin numpy 1 and a version of TensorFlow.
-bench-peers: $(VENV)/installed-dev $(PEERS)/installed
-	$(BIN)/python -m benchmarks.peers --peers $(PEERS)/bin/python
-
 clean:
-	rm -rf $(VENV) $(PEERS) build dist runs *.egg-info
+	rm -rf $(VENV) build dist runs *.egg-info
 
 # ---------------------------------------------------------------- installation, in steps that build on each other
 
@@ -167,11 +160,4 @@ $(VENV)/installed-docs: requirements/docs.txt | $(VENV)/bin/python
 	@echo 'installing the tools of the documentation site'
 	@$(PYTHON) -m venv $(VENV)/docs
 	@$(VENV)/docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
-	@touch $@
-
-$(PEERS)/installed: requirements/bench-peers.txt
-	@echo 'installing the buffers to compare with'
-	@$(PYTHON) -m venv $(PEERS)
-	@options="$(TORCH_OPTIONS)"; $(PEERS_PIP) $$options -c requirements/bench-peers.txt torch
-	@$(PEERS_PIP) -r requirements/bench-peers.txt
 	@touch $@

@@ -1,11 +1,8 @@
-"""Run every benchmark that needs only tba, and print a table for each."""
+"""Run the benchmarks of the buffer, and print a table for each."""
 
-from benchmarks import delta, ingest, latency, publish, scale, spool
+from benchmarks import ingest, latency, scale
 
 if __name__ == "__main__":
     ingest.main()
     latency.main()
     scale.main()
-    spool.main()
-    delta.main()
-    publish.main()

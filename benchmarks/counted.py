@@ -5,13 +5,13 @@
 
 With `off`, vLLM on a CPU computes with its parameters instead of packed copies of them, as it does on a GPU.
 
-Both are counted by the same few lines around the same call of vLLM, which cost a microsecond per step: one token for
+Both are counted by the same few lines around the same call of vLLM, which cost microseconds per step: one token for
 each request in the output of a step. The thread that makes this call is bound to a core; the others are not moved.
 """
 
 import json
-import mmap
 import os
+import struct
 import sys
 import threading
 import time
@@ -19,60 +19,72 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_model import CONTEXT, SAMPLES, SIZES, endings
+import numpy as np
+from numpy.typing import NDArray
 
-_FIELDS = 3
-_RECORDS = 2
-_BYTES = 8 * (1 + _RECORDS * _FIELDS)
+# Responses per prompt.
+SAMPLES = 8
+CONTEXT = 512
+_RECORD = struct.Struct("3d")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """The state of an engine at the end of its last step.
+class Size:
+    """A model and its generation settings. `endings` of the `vocabulary` ids end a response: lengths are geometric.
 
-    `wall` is in seconds of the monotonic clock, which all processes share; `cpu` in seconds of processor time of all
-    threads of the engine's process.
+    `fastest` is the tokens per second for which the bare peers have enough prompts.
     """
 
-    wall: float = 0.0
-    cpu: float = 0.0
-    tokens: float = 0.0
+    shape: dict[str, int]
+    vocabulary: int
+    endings: int
+    dtype: str
+    in_flight: int
+    max_tokens: int
+    fastest: int
 
-    def __add__(self, other: "Progress") -> "Progress":
-        return Progress(self.wall + other.wall, self.cpu + other.cpu, self.tokens + other.tokens)
+    @property
+    def end_ids(self) -> list[int]:
+        """The token ids that end a response."""
+        return list(range(self.vocabulary - self.endings, self.vocabulary))
 
-    def __sub__(self, other: "Progress") -> "Progress":
-        return Progress(self.wall - other.wall, self.cpu - other.cpu, self.tokens - other.tokens)
+    @property
+    def mean_tokens(self) -> float:
+        """The mean length of a response: geometric, cut at `max_tokens`."""
+        ends = self.endings / self.vocabulary
+        return float((1 - (1 - ends) ** self.max_tokens) / ends)
+
+
+SIZES = {
+    "small": Size(
+        {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2}, 2048, 16, "float32", 256, 256, 16_000,
+    ),
+    "large": Size(
+        {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "num_key_value_heads": 4}, 32_000, 500, "bfloat16", 64, 128, 2_000,
+    ),
+}  # fmt: skip
 
 
 class Counter:
-    """The progress of an engine, in a file that another process may read at any time.
+    """The progress of an engine at the end of its last step, in a file that another process may read at any time.
 
-    Two records are written alternately, each followed by its number: a process that is stopped in the middle of a write
-    leaves the other record complete.
+    A record is one write of 24 bytes, which a stop signal does not divide.
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
-            path.write_bytes(bytes(_BYTES))
-        with path.open("r+b") as file:
-            self._fields = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("d")
-        self._written = int(self._fields[0])
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
         self._tokens = 0
 
     def add(self, tokens: int) -> None:
         """Count the tokens of a step that has ended."""
         self._tokens += tokens
-        self._written += 1
-        offset = 1 + self._written % _RECORDS * _FIELDS
-        fields = self._fields
-        fields[offset], fields[offset + 1], fields[offset + 2] = time.monotonic(), time.process_time(), self._tokens
-        fields[0] = self._written
+        os.pwrite(self._file, _RECORD.pack(self._tokens, time.monotonic(), time.process_time()), 0)
 
-    def read(self) -> Progress:
-        """Return the progress as of the last step."""
-        offset = 1 + int(self._fields[0]) % _RECORDS * _FIELDS
-        return Progress(*self._fields[offset : offset + _FIELDS])
+    def read(self) -> NDArray[np.float64]:
+        """Return the tokens, the time, and the CPU seconds of all threads of the engine's process; zeros before it."""
+        return np.array(_RECORD.unpack(os.pread(self._file, _RECORD.size, 0) or bytes(_RECORD.size)))
 
 
 def main() -> None:
@@ -124,7 +136,6 @@ def count_steps(counter: Counter, *, core: int) -> None:
 
 def generate(task: dict[str, Any]) -> None:
     """Call `LLM.generate` for `count` responses to the prompts of a task, in the order of a searcher's requests."""
-    import numpy as np
     from vllm import LLM, SamplingParams
 
     from tba.common.config import TaskSection
@@ -144,7 +155,7 @@ def generate(task: dict[str, Any]) -> None:
     )  # fmt: skip
     requested = {"logprobs": 0, "flat_logprobs": True} if task["logprobs"] else {}
     params = SamplingParams(
-        temperature=1.0, max_tokens=size.max_tokens, detokenize=False, stop_token_ids=endings(size), **requested
+        temperature=1.0, max_tokens=size.max_tokens, detokenize=False, stop_token_ids=size.end_ids, **requested
     )
     llm.generate([encoded[n // SAMPLES % len(encoded)] for n in range(task["count"])], params, use_tqdm=False)
 

@@ -2,30 +2,31 @@
 
 The batch is 512 trajectories x 2,048 tokens, a new one each time, requested while 8 producers put at the maximum rate.
 It is compared with a separate process that reads the same blobs by primary key from the same file at the same time.
-The difference is choosing, recording, syncing, queueing and sending.
+The difference is choosing, recording, syncing, queueing and sending. With `--keys` encrypted connections are compared
+with plain ones.
 """
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import sqlite3
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.ingest import PAYLOAD, Server
-from benchmarks.producers import Load
-from benchmarks.table import print_table
+from benchmarks.harness import Seconds, in_turns, median_ratio, p50_and_p99_ms, print_table, timed
+from benchmarks.ingest import PAYLOAD
+from benchmarks.producers import PROMPTS, Load
+from benchmarks.serving import PATIENCE_SECONDS, Server
 from tba.common.system.process import keep_freed_memory, objects_frozen
 from tba.common.wire import messages
-from tba.common.wire.client import BufferClient
 
-# Trajectories.
-BATCH = 512
-# Trajectories per prompt.
-SAMPLES = 8
+# Trajectories of a batch, and of a prompt.
+BATCH, SAMPLES = 512, 8
 ROW_BYTES = 2048 * 8
 BATCHES = 200
 FILL = 8_192
@@ -35,13 +36,77 @@ STEPS = 30
 # With and without keys.
 PAIRS = 4
 PAIR_STEPS = 8
+WAIT_HEADINGS = ("wait p50 ms", "p99 ms", "fraction of the trainer's time")
+
+
+class Trainer:
+    """A trainer of a server with data for its batches. It reports each batch as trained."""
+
+    def __init__(self, server: Server) -> None:
+        server.prepare(PROMPTS)
+        Load(server, 8, FILL, ROW_BYTES).rows_per_second()
+        self._server, self._step = server, 0
+        self._client = server.client("trainer")
+
+    def batch(self) -> tuple[Seconds, list[int]]:
+        """Return the seconds of a request, with the CPU time of server and trainer, and the ids of the batch."""
+        call = partial(self._client.call, self._request(), messages.Batch, deadline_seconds=PATIENCE_SECONDS)
+        seconds, (batch, frames) = timed(call, lambda: self._server.cpu_seconds() + time.process_time())
+        assert sum(frame.nbytes for frame in frames) > BATCH * ROW_BYTES
+        self._report()
+        return seconds, batch.trajectory_ids
+
+    def batches_and_reads(self) -> list[str]:
+        """Return latencies of batches, alternating with another process that reads as many blobs by key."""
+        batches, reads = [], []
+        database = str(self._server.directory / "buffer.sqlite")
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            for _ in range(BATCHES):
+                seconds, ids = self.batch()
+                batches.append(seconds.wall)
+                reads.append(pool.apply(read_by_key, (database, ids)))
+        ratio = statistics.median(batches) / statistics.median(reads)
+        return [*p50_and_p99_ms(batches), *p50_and_p99_ms(reads), f"{ratio:.2f}"]
+
+    def waits(self, steps: int) -> list[float]:
+        """Return for each step how long the trainer waits for its batch, which it requested a step ahead."""
+        waits = []
+        wanted = self._client.ask_ahead(self._request())
+        for _ in range(steps):
+            started = time.perf_counter()
+            self._client.collect(wanted, messages.Batch, lambda: False)
+            waits.append(time.perf_counter() - started)
+            wanted = self._client.ask_ahead(self._request(ahead=1))
+            # The update: on a GPU it leaves the cores to server and producers, too.
+            time.sleep(STEP_SECONDS)
+            self._report()
+        return waits[1:]
+
+    @contextlib.contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Let 8 producers put as fast as the server takes it during the block."""
+        load = Load(self._server, 8, 262_144, ROW_BYTES)
+        load.start()
+        yield
+        load.stop()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _request(self, ahead: int = 0) -> messages.SampleBatch:
+        return messages.SampleBatch(
+            step=self._step + ahead, prompts=BATCH // SAMPLES, samples=SAMPLES, reference="none", wait_seconds=10.0
+        )
+
+    def _report(self) -> None:
+        report = messages.ReportStep(
+            step=self._step, metrics={}, reference="none", trajectory_ids=[], reference_logprobs=[]
+        )
+        self._client.call(report, messages.Done, deadline_seconds=PATIENCE_SECONDS)
+        self._step += 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--keys", action="store_true", help="compare encrypted connections with plain ones")
-    if parser.parse_args().keys:
-        return compare_keys()
     rows = [put_latency(producers) for producers in (1, 8)]
     print_table("put to acknowledgement at half load, 4 KB rows", ["producers", "rows/s", "p50 ms", "p99 ms"], rows)
     # As a trainer does.
@@ -50,25 +115,15 @@ def main() -> None:
         objects_frozen(),
         tempfile.TemporaryDirectory(prefix="tba-bench-") as folder,
         Server(Path(folder) / "run") as server,
+        contextlib.closing(Trainer(server)) as trainer,
     ):
-        server.ingest(8, FILL, ROW_BYTES)
-        client = BufferClient(server.address, role="trainer", name="bench")
-        client.call(messages.Hello(host="bench", pid=1), messages.Welcome, deadline_seconds=20)
-        quiet = batches_and_reads(client, server.directory / "buffer.sqlite", first_step=0)
-        load = Load(server.address, 8, 262_144, ROW_BYTES)
-        load.start()
-        busy = batches_and_reads(client, server.directory / "buffer.sqlite", first_step=BATCHES)
-        waits = step_waits(client, first_step=2 * BATCHES)
-        assert load.stop(), "the load ended before the measurement did"
-        client.close()
+        quiet = trainer.batches_and_reads()
+        with trainer.loaded():
+            busy = trainer.batches_and_reads()
+            waits = trainer.waits(STEPS)
     headings = ["while", "batch p50 ms", "p99 ms", "by key p50 ms", "p99 ms", "ratio of p50"]
     print_table(f"a batch of {BATCH} x 2,048 tokens", headings, [["idle", *quiet], ["ingesting", *busy]])
-    fraction = sum(waits) / (sum(waits) + STEPS * STEP_SECONDS)
-    return print_table(
-        f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting",
-        ["wait p50 ms", "p99 ms", "fraction of the trainer's time"],
-        [[*percentiles(waits), f"{fraction:.2%}"]],
-    )
+    print_table(f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting", WAIT_HEADINGS, [wait_row(waits)])
 
 
 def compare_keys() -> None:
@@ -77,107 +132,41 @@ def compare_keys() -> None:
     Two servers with equal data take turns.
     """
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, contextlib.ExitStack() as open_:
-        servers = [open_.enter_context(Server(Path(folder, f"{keys}"), encrypted=keys)) for keys in (True, False)]
-        clients = []
-        for server in servers:
-            server.ingest(8, FILL, ROW_BYTES)
-            client = BufferClient(server.address, role="trainer", name="bench", keys=server.keys)
-            clients.append(open_.enter_context(contextlib.closing(client)))
-        ratios = [[f"{ratio:.2f}" for ratio in compare_batches(servers, clients)]]
-        rows = compare_waits(servers, clients)
-    headings = ["ratio of p50", "median ratio of a pair", "ratio of CPU time"]
-    print_table(f"{BATCHES} batches of {BATCH} x 2,048 tokens with keys", headings, ratios)
-    headings = ["", "wait p50 ms", "p99 ms", "fraction of the trainer's time"]
-    print_table(f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting, in {PAIRS} pairs", headings, rows)
+        trainers = {}
+        for keys in (True, False):
+            server = open_.enter_context(Server(Path(folder, f"{keys}"), encrypted=keys))
+            trainers[keys] = open_.enter_context(contextlib.closing(Trainer(server)))
+        batches = in_turns({keys: trainer.batch for keys, trainer in trainers.items()}, BATCHES)
+        waits = in_turns({keys: partial(waits_while_loaded, trainer) for keys, trainer in trainers.items()}, PAIRS)
+    seconds = [[one.wall for one, _ in batches[keys]] for keys in (True, False)]
+    cpu = [[one.cpu for one, _ in batches[keys]] for keys in (True, False)]
+    headings = ["median ratio of a pair", "ratio of CPU time"]
+    row = [f"{ratio:.2f}" for ratio in (median_ratio(*seconds), sum(cpu[0]) / sum(cpu[1]))]
+    print_table(f"{BATCHES} batches of {BATCH} x 2,048 tokens with keys", headings, [row])
+    rows = [["with keys" if keys else "without", *wait_row([*itertools.chain(*waits[keys])])] for keys in (True, False)]
+    title = f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting, in {PAIRS} pairs"
+    print_table(title, ["", *WAIT_HEADINGS], rows)
 
 
-def compare_batches(servers: Sequence[Server], clients: Sequence[BufferClient]) -> list[float]:
-    """Return the ratio of p50, the median ratio of a pair, and the ratio of the CPU time of server and client."""
-    seconds, cpu_seconds = ([[], []], [[], []])  # type: tuple[list[list[float]], list[list[float]]]
-    for step in range(BATCHES):
-        for n in (0, 1) if step % 2 else (1, 0):
-            before, started = servers[n].cpu_seconds() + time.process_time(), time.perf_counter()
-            clients[n].call(batch_request(step), messages.Batch, deadline_seconds=60)
-            seconds[n].append(time.perf_counter() - started)
-            cpu_seconds[n].append(servers[n].cpu_seconds() + time.process_time() - before)
-            clients[n].call(report_of(step), messages.Done, deadline_seconds=60)
-    return [
-        statistics.median(seconds[0]) / statistics.median(seconds[1]),
-        statistics.median(a / b for a, b in zip(*seconds, strict=True)),
-        sum(cpu_seconds[0]) / sum(cpu_seconds[1]),
-    ]
+def waits_while_loaded(trainer: Trainer) -> list[float]:
+    with trainer.loaded():
+        return trainer.waits(PAIR_STEPS)
 
 
-def compare_waits(servers: Sequence[Server], clients: Sequence[BufferClient]) -> list[list[str]]:
-    """Return the waits of the trainer, with keys and without, under full ingest. The two servers take turns."""
-    waits: tuple[list[float], list[float]] = ([], [])
-    for pair in range(PAIRS):
-        for n in (0, 1) if pair % 2 else (1, 0):
-            load = Load(servers[n].address, 8, 262_144, ROW_BYTES, keys=servers[n].keys)
-            load.start()
-            waits[n].extend(step_waits(clients[n], first_step=BATCHES + pair * PAIR_STEPS, steps=PAIR_STEPS))
-            assert load.stop(), "the load ended before the measurement did"
-    return [
-        [name, *percentiles(of), f"{sum(of) / (sum(of) + len(of) * STEP_SECONDS):.2%}"]
-        for name, of in zip(("with keys", "without"), waits, strict=True)
-    ]
+def wait_row(waits: Sequence[float]) -> list[str]:
+    """Return percentiles of the waits, and their share of the time of the steps."""
+    return [*p50_and_p99_ms(waits), f"{sum(waits) / (sum(waits) + len(waits) * STEP_SECONDS):.2%}"]
 
 
 def put_latency(producers: int) -> list[str]:
     """Return acknowledgement latencies of producers at half of their maximum rate."""
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, Server(Path(folder) / "run") as server:
-        rate = server.ingest(producers, 16_384, 4096)
-        latencies = sorted(server.latencies(producers, 8_192, 4096, rate=rate / 2))
-    p50, p99 = percentiles(latencies)
-    return [str(producers), f"{rate / 2:,.0f}", p50, p99]
-
-
-def percentiles(seconds: Sequence[float]) -> tuple[str, str]:
-    """Return p50 and p99 in milliseconds."""
-    cuts = statistics.quantiles(seconds, n=100)
-    return f"{1000 * cuts[49]:.1f}", f"{1000 * cuts[98]:.1f}"
-
-
-def batches_and_reads(client: BufferClient, database: Path, first_step: int) -> list[str]:
-    """Return latencies of batches, alternating with another process that reads as many blobs by key."""
-    batches, reads = [], []
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        for step in range(first_step, first_step + BATCHES):
-            started = time.perf_counter()
-            batch, frames = client.call(batch_request(step), messages.Batch, deadline_seconds=30)
-            batches.append(time.perf_counter() - started)
-            assert sum(frame.nbytes for frame in frames) > BATCH * ROW_BYTES
-            reads.append(pool.apply(read_by_key, (str(database), batch.trajectory_ids)))
-            client.call(report_of(step), messages.Done, deadline_seconds=30)
-    ratio = statistics.median(batches) / statistics.median(reads)
-    return [*percentiles(batches), *percentiles(reads), f"{ratio:.2f}"]
-
-
-def step_waits(client: BufferClient, first_step: int, steps: int = STEPS) -> list[float]:
-    """Return for each step how long the trainer waits for its batch, which it requested a step ahead."""
-    waits = []
-    wanted = client.ask_ahead(batch_request(first_step))
-    for step in range(first_step, first_step + steps):
-        started = time.perf_counter()
-        client.collect(wanted, messages.Batch, lambda: False)
-        waits.append(time.perf_counter() - started)
-        wanted = client.ask_ahead(batch_request(step + 1))
-        # The update: on a GPU it leaves the cores to server and producers, too.
-        time.sleep(STEP_SECONDS)
-        client.call(report_of(step), messages.Done, deadline_seconds=30)
-    return waits[1:]
-
-
-def batch_request(step: int) -> messages.SampleBatch:
-    """The request for the batch of a step."""
-    return messages.SampleBatch(
-        step=step, prompts=BATCH // SAMPLES, samples=SAMPLES, reference="none", wait_seconds=10.0
-    )
-
-
-def report_of(step: int) -> messages.ReportStep:
-    """The report that a step is done."""
-    return messages.ReportStep(step=step, metrics={}, reference="none", trajectory_ids=[], reference_logprobs=[])
+        server.prepare(PROMPTS)
+        rate = Load(server, producers, 16_384, 4096).rows_per_second() / 2
+        load = Load(server, producers, 8_192, 4096, rate)
+        load.start()
+        latencies = [seconds for acknowledged in load.wait() for _, seconds in acknowledged]
+    return [str(producers), f"{rate:,.0f}", *p50_and_p99_ms(latencies)]
 
 
 def read_by_key(path: str, ids: Sequence[int]) -> float:
@@ -195,4 +184,6 @@ def read_by_key(path: str, ids: Sequence[int]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", action="store_true", help="compare encrypted connections with plain ones")
+    (compare_keys if parser.parse_args().keys else main)()

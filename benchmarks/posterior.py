@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.harness import print_table
 from benchmarks.off_policy.setting import objective_section
-from benchmarks.table import print_table
 from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.objectives.responses import Responses, Totals
 
@@ -171,9 +171,8 @@ def main() -> None:
         optima += [best for _, _, best in found]
         reached = [equal for equal, _, _ in found if equal is not None]
         ends = cells([end for _, end, _ in found])
-        row = [objective, staleness, f"{len(reached)} of {len(found)}", *cells(reached), *ends]
-        print(*row, flush=True)
-        rows.append(row)
+        rows.append([objective, staleness, f"{len(reached)} of {len(found)}", *cells(reached), *ends])
+        print(*rows[-1], flush=True)
     rows.append(["pi*", "", "", "", "", "", "", *cells(optima)])
     measured = ["reward", "TV", f"found of {len(RIGHT)}", "entropy"]
     title = f"coverage at {TARGET:.0%} of the reward of pi*, then after {STEPS} steps; {options.seeds} seeds"

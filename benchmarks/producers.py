@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import zmq
 from msgspec.structs import replace
 
+from benchmarks.serving import Server
 from tba.common.wire import messages
 from tba.common.wire.codec import Frames, encode_request
 from tba.common.wire.curve import encrypt_client
@@ -35,30 +37,46 @@ PATIENCE_SECONDS = 60
 
 # The time of an acknowledgement, and the seconds since its put.
 Acknowledged = tuple[float, float]
+Group = tuple[messages.Rows, list[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What all producers do. `rows` is per producer, `rate` in rows per second of all producers, 0 for the maximum."""
+
+    address: str
+    keys: ClientKeys | None
+    producers: int
+    rows: int
+    row_bytes: int
+    rate: float
+
+    @property
+    def window(self) -> int:
+        """The most pending puts of a producer."""
+        return min(64, max(2, IN_FLIGHT // self.producers))
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one put of a producer to the next, 0 for the maximum rate."""
+        return GROUP * self.producers / self.rate if self.rate else 0.0
 
 
 class Load:
-    """Producer processes; `rows` per producer, `rate` rows per second in all or 0 for the maximum."""
+    """Producer processes that put `rows` rows in all."""
 
-    def __init__(
-        self,
-        address: str,
-        producers: int,
-        rows: int,
-        row_bytes: int,
-        rate: float = 0.0,
-        keys: ClientKeys | None = None,
-    ) -> None:
+    def __init__(self, server: Server, producers: int, rows: int, row_bytes: int, rate: float = 0.0) -> None:
         count = min(producers, PROCESSES)
         context = multiprocessing.get_context("spawn")
         self._taken = context.SimpleQueue()
         self._barrier = context.Barrier(count + 1)
-        each = (producers // count, producers, rows, row_bytes, rate / count, keys, self._barrier, self._taken)
-        self.processes = [context.Process(target=produce, args=(address, n, *each), daemon=True) for n in range(count)]
+        work = Work(server.address, server.keys, producers, rows // producers, row_bytes, rate)
+        each = (producers // count, work, self._barrier, self._taken)
+        self._processes = [context.Process(target=produce, args=(n, *each), daemon=True) for n in range(count)]
 
     def start(self) -> float:
         """Start, and wait until all are ready. Returns the time of the first put."""
-        for process in self.processes:
+        for process in self._processes:
             process.start()
         self._barrier.wait(PATIENCE_SECONDS)
         return time.perf_counter()
@@ -66,22 +84,32 @@ class Load:
     def wait(self) -> list[list[Acknowledged]]:
         """Wait until every put is acknowledged. Returns the acknowledgements by producer."""
         taken: list[list[Acknowledged]] = []
-        for _ in self.processes:
+        for _ in self._processes:
             while self._taken.empty():
-                assert not any(process.exitcode for process in self.processes), "a producer failed: see above"
+                assert not any(process.exitcode for process in self._processes), "a producer failed: see above"
                 time.sleep(0.1)
             taken += self._taken.get()
-        for process in self.processes:
+        for process in self._processes:
             process.join()
         return taken
 
-    def stop(self) -> bool:
-        """End the processes. Returns whether all of them were still running."""
-        were_running = all(process.is_alive() for process in self.processes)
-        for process in self.processes:
+    def rows_per_second(self) -> float:
+        """Start, and return the rows per second acknowledged from the first put to the end of the first producer.
+
+        After that fewer producers put than requested.
+        """
+        started, taken = self.start(), self.wait()
+        finished = min(acknowledged[-1][0] for acknowledged in taken)
+        puts = sum(at <= finished for acknowledged in taken for at, _ in acknowledged)
+        return GROUP * puts / (finished - started)
+
+    def stop(self) -> None:
+        """End the processes, which must still be running."""
+        were_running = all(process.is_alive() for process in self._processes)
+        for process in self._processes:
             process.kill()
             process.join()
-        return were_running
+        assert were_running, "the load ended before the measurement did"
 
 
 def trajectory(row_bytes: int, number: int) -> Trajectory:
@@ -104,43 +132,19 @@ def trajectory(row_bytes: int, number: int) -> Trajectory:
 
 
 def produce(
-    address: str,
-    number: int,
-    clients: int,
-    producers: int,
-    rows: int,
-    row_bytes: int,
-    rate: float,
-    keys: ClientKeys | None,
-    barrier: Barrier,
-    taken: "SimpleQueue[list[list[Acknowledged]]]",
+    number: int, senders: int, work: Work, barrier: Barrier, taken: "SimpleQueue[list[list[Acknowledged]]]"
 ) -> None:
-    """Run several senders that put groups, a few at a time, until `rows` of each are acknowledged.
-
-    `producers` is the number in all processes; `rate` is rows per second of this process, 0 for the maximum.
-    """
-    groups = [packed(row_bytes, number * PROMPTS // PROCESSES + n) for n in range(DISTINCT // GROUP)]
-    window = min(64, max(2, IN_FLIGHT // producers))
-    interval = GROUP * clients / rate if rate else 0.0
+    """Be a process of several producers, until the rows of each are acknowledged."""
+    groups = [packed(work.row_bytes, number * PROMPTS // PROCESSES + n) for n in range(DISTINCT // GROUP)]
     with zmq.Context() as context:
-        names = [f"producer{number}-{n}-{os.getpid()}" for n in range(clients)]
-        sockets = [dealer(context, keys) for _ in names]
-        named = zip(sockets, names, strict=True)
-        mine = [Producer(socket, address, name, groups, rows, window, interval) for socket, name in named]
+        names = [f"producer{number}-{n}-{os.getpid()}" for n in range(senders)]
+        mine = [Producer(context.socket(zmq.DEALER), name, work, groups) for name in names]
         barrier.wait()
         run(mine)
     taken.put([producer.acknowledged for producer in mine])
 
 
-def dealer(context: "zmq.Context[zmq.Socket[bytes]]", keys: ClientKeys | None) -> "zmq.Socket[bytes]":
-    """Return a socket of a producer."""
-    socket = context.socket(zmq.DEALER)
-    if keys is not None:
-        encrypt_client(socket, keys)
-    return socket
-
-
-def packed(row_bytes: int, number: int) -> tuple[messages.Rows, list[bytes]]:
+def packed(row_bytes: int, number: int) -> Group:
     """Return the columns and frames of one group."""
     columns, frames = pack([trajectory(row_bytes, number * GROUP + n) for n in range(GROUP)])
     return messages.Rows(**columns), frames
@@ -165,34 +169,22 @@ def run(producers: "Sequence[Producer]") -> None:
 
 
 class Producer:
-    """One sender, with its puts encoded in advance. Up to `window` of them are pending.
+    """One sender, with its puts encoded in advance."""
 
-    `interval` is the seconds from one put to the next, 0 for the maximum rate.
-    """
-
-    def __init__(
-        self,
-        socket: "zmq.Socket[bytes]",
-        address: str,
-        name: str,
-        groups: Sequence[tuple[messages.Rows, list[bytes]]],
-        rows: int,
-        window: int,
-        interval: float,
-    ) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", name: str, work: Work, groups: Sequence[Group]) -> None:
         self.socket = socket
-        self._name = name
-        self._window = window
-        self._interval = interval
+        self._name, self._work = name, work
         self._due = 0.0
         self._sent_at: dict[int, float] = {}
         self.acknowledged: list[Acknowledged] = []
+        if work.keys is not None:
+            encrypt_client(socket, work.keys)
         socket.setsockopt(zmq.RCVTIMEO, 1000 * PATIENCE_SECONDS)
-        socket.connect(address)
+        socket.connect(work.address)
         socket.send_multipart(self._encoded(0, messages.Hello(host="bench", pid=os.getpid())))
         assert header(socket)["type"] == messages.Welcome.TYPE
         rng = random.Random(name)
-        self._puts = deque((id_, self._put(id_, rng, groups)) for id_ in range(1, 1 + rows // GROUP))
+        self._puts = deque((id_, self._put(id_, rng, groups)) for id_ in range(1, 1 + work.rows // GROUP))
 
     @property
     def is_through(self) -> bool:
@@ -201,15 +193,15 @@ class Producer:
 
     def put_due(self) -> float:
         """Send the puts that are due and fit the window. Returns when the next is due; never if the window is full."""
-        while self._puts and len(self._sent_at) < self._window:
+        while self._puts and len(self._sent_at) < self._work.window:
             now = time.perf_counter()
             self._due = self._due or now
             if now < self._due:
                 return self._due
             id_, frames = self._puts.popleft()
-            self._sent_at[id_] = self._due if self._interval else now
+            self._sent_at[id_] = self._due if self._work.interval else now
             self.socket.send_multipart(frames, copy=False)
-            self._due += self._interval
+            self._due += self._work.interval
         return math.inf
 
     def take(self) -> None:
@@ -220,7 +212,7 @@ class Producer:
             now = time.perf_counter()
             self.acknowledged.append((now, now - self._sent_at.pop(reply["id"])))
 
-    def _put(self, id_: int, rng: random.Random, groups: Sequence[tuple[messages.Rows, list[bytes]]]) -> Frames:
+    def _put(self, id_: int, rng: random.Random, groups: Sequence[Group]) -> Frames:
         """Return one group as responses to a random prompt, so that few of them are repeated for it."""
         columns, frames = rng.choice(groups)
         rows = replace(columns, prompt_key=[f"p{rng.randrange(PROMPTS)}"] * GROUP)

@@ -6,8 +6,7 @@ A random Llama on the CPU with float32 weights, published as bfloat16, and the s
 the parameters of a second model, without vLLM around them. All of it is on the critical path: nothing overlaps but the
 hash, in a thread during the canary. The unit is a memcpy of the published bytes, measured in each round: by wall clock,
 and by the CPU time of the thread on the critical path, which other work on the machine changes less. Bytes are counted
-in the functions through which weights pass. The seconds on GPU nodes follow from the counts and from bandwidths; they
-were not measured on a GPU.
+in the functions through which weights pass; with them docs/benchmarks-models.md computes the seconds on GPU nodes.
 """
 
 import os
@@ -21,11 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.table import print_table
+from benchmarks.harness import Seconds, print_table, timed
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.weights.node_store import clear, weights_directory
@@ -45,11 +45,6 @@ MILLIONS = int(os.environ.get("MILLIONS", "512"))
 ROUNDS = 5
 # Parts of a stage, measured on their own afterwards.
 ALONE = ("alone: the canary", "alone: the hash")
-# Bytes per second of one GPU node: PCIe 5 x16, BLAKE3 on a few cores, an NVMe disk, and 25 Gbit/s.
-PCIE, HASH, NVME, NETWORK = 50e9, 20e9, 5e9, 3e9
-# By wall clock, and CPU time of the calling thread.
-Seconds = tuple[float, float]
-GPU_MODELS = {"7.62 B": 15.2e9, "30.5 B": 61.1e9}
 
 
 def main() -> None:
@@ -58,42 +53,22 @@ def main() -> None:
         path = Publisher(Path(folder), random_model())
         path.round(0)
         memcpy = memcpy_of(path.bytes)
-        rounds = [in_memcpys(path.round(step), memcpy()) for step in range(1, ROUNDS + 1)]
+        rounds = [
+            {name: np.divide(seconds, memcpy()) for name, seconds in path.round(step).items()}
+            for step in range(1, ROUNDS + 1)
+        ]
         passes = path.passes(ROUNDS + 1)
         path.close()
-    rows = []
-    for name in rounds[0]:
-        rows.append([name, *(f"{statistics.median(one[name][kind] for one in rounds):.2f}" for kind in (0, 1))])
-    totals = [[sum(v[kind] for name, v in one.items() if name not in ALONE) for one in rounds] for kind in (0, 1)]
-    rows.append(["step to served", *(f"{statistics.median(one):.2f}" for one in totals)])
+    for one in rounds:
+        one["step to served"] = np.sum([found for name, found in one.items() if name not in ALONE], axis=0)
+    rows = [
+        [name, *(f"{median:.2f}" for median in np.median([one[name] for one in rounds], axis=0))] for name in rounds[0]
+    ]
     title = f"a publication of {path.bytes / 2e6:.0f} M bfloat16 weights, in memcpys of their bytes, median of {ROUNDS}"
     print_table(title, ["stage", "wall clock", "CPU time"], rows)
     kinds = ("copied", "widened", "hashed", "written", "synced")
     rows = [[role, *(f"{bytes_[kind] / path.bytes:.2f}" for kind in kinds)] for role, bytes_ in passes.items()]
     print_table("passes over the published bytes", ["role", *kinds], rows)
-    print_table("seconds on a GPU node, computed", ["stage", *GPU_MODELS], computed())
-
-
-def computed() -> list[list[str]]:
-    """Seconds of the stages on nodes with GPUs."""
-    stages = {
-        "device to mapped file": PCIE,
-        "hash": HASH,
-        "canary: mapped file to device": PCIE,
-        "mapped file to the engine, in the pause": PCIE,
-    }
-    rows = [[name, *(f"{size / speed:.1f}" for size in GPU_MODELS.values())] for name, speed in stages.items()]
-    total = sum(1 / speed for speed in stages.values())
-    rows.append(["step to served, one node", *(f"{size * total:.1f}" for size in GPU_MODELS.values())])
-    fetched = total + 1 / NETWORK
-    rows.append(["step to served, all weights over 25 Gbit/s", *(f"{s * fetched:.1f}" for s in GPU_MODELS.values())])
-    rows.append(["a kept one, to NVMe after that", *(f"{size / NVME:.1f}" for size in GPU_MODELS.values())])
-    return rows
-
-
-def in_memcpys(stages: dict[str, Seconds], memcpy: Seconds) -> dict[str, Seconds]:
-    """Return the seconds of stages in memcpys of the same bytes."""
-    return {name: (wall / memcpy[0], cpu / memcpy[1]) for name, (wall, cpu) in stages.items()}
 
 
 class Publisher:
@@ -135,10 +110,10 @@ class Publisher:
         cuda = self._model.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
-        copy = timed(stages, "trainer: copy and round", partial(self._writer.copy, lambda: None))
+        copy = noted(stages, "trainer: copy and round", partial(self._writer.copy, lambda: None))
         if cuda:
             # The training thread goes on meanwhile.
-            timed(stages, "trainer: the copy arrives", copy.wait)
+            noted(stages, "trainer: the copy arrives", copy.wait)
             self.pinned = next(iter(copy.wait().values())).is_pinned()
         publication = Publication(step, step, copy)
         write = partial(self._writer.write, publication)
@@ -148,11 +123,11 @@ class Publisher:
         self._writer.announced(written)
         self.written = written
         find = partial(self._node.assemble, written.announcement("").weights)
-        snapshot, pinned = timed(stages, "node: find or link, verify", find)
+        snapshot, pinned = noted(stages, "node: find or link, verify", find)
         files = [*map(str, snapshot.weight_files)]
         swap = self._swap or self._start(snapshot)
-        timed(stages, "node: map", partial(swap.prepare, files, step))
-        timed(stages, "node: exchange", swap.exchange)
+        noted(stages, "node: map", partial(swap.prepare, files, step))
+        noted(stages, "node: exchange", swap.exchange)
         if self._served is not None:
             self._served.release()
         self._served = pinned
@@ -160,7 +135,7 @@ class Publisher:
 
     def _in_publisher(self, stages: dict[str, Seconds], name: str, call: Callable[[], Any]) -> Any:
         """Measure a stage in the publisher's thread."""
-        return self._publisher.submit(timed, stages, name, call).result()
+        return self._publisher.submit(noted, stages, name, call).result()
 
     def passes(self, step: int) -> dict[str, Counter[str]]:
         """Publish and serve once more. Returns the bytes that pass, by role."""
@@ -206,21 +181,15 @@ def random_model() -> LlamaForCausalLM:
     """A Llama with float32 weights, about MILLIONS of parameters."""
     layers = max(1, round((MILLIONS - 65) / 28))
     config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=1536,
-        intermediate_size=4096,
-        num_hidden_layers=layers,
-        num_attention_heads=12,
+        vocab_size=32_000, hidden_size=1536, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=12,
         tie_word_embeddings=True,
-    )
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
-def timed(stages: dict[str, Seconds], name: str, call: Callable[[], Any]) -> Any:
-    """Note the seconds of a call under `name`, and return its result."""
-    wall, cpu = time.perf_counter(), time.thread_time()
-    result = call()
-    stages[name] = time.perf_counter() - wall, time.thread_time() - cpu
+def noted(stages: dict[str, Seconds], name: str, call: Callable[[], Any]) -> Any:
+    """Note the seconds of a call under `name`, with the CPU time of this thread, and return its result."""
+    stages[name], result = timed(call, time.thread_time)
     return result
 
 
@@ -229,11 +198,8 @@ def memcpy_of(size: int) -> Callable[[], Seconds]:
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
 
     def memcpy() -> Seconds:
-        stages: dict[str, Seconds] = {}
-        for number in range(3):
-            timed(stages, str(number), partial(target.copy_, source))
-        wall, cpu = (statistics.median(one) for one in zip(*stages.values(), strict=True))
-        return wall, cpu
+        found = [timed(partial(target.copy_, source), time.thread_time)[0] for _ in range(3)]
+        return Seconds(*(statistics.median(one) for one in zip(*found, strict=True)))
 
     return memcpy
 

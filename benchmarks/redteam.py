@@ -1,6 +1,6 @@
 """Different successful attacks that each objective finds at equal success, on a harmless stand-in for red-teaming.
 
-    python -m benchmarks.redteam [--seeds 5] [--rates 1e-3] [--objectives tb rloo]
+    python -m benchmarks.redteam [--seeds 5] [--objectives tb rloo]
 
 The attacker is a small Llama that writes problems such as "47+38=". The victim is the model of examples/arithmetic, and
 a small classifier flags its replies that are numbers from 70 to 99; the attacker does not know the rule. The victim
@@ -16,40 +16,37 @@ the length of the longer attack.
 
 Where the success rate of a run first reaches a level, the values are interpolated between the two measurements around
 it, so that objectives are compared by equally many successful attacks. The differences to the first objective are
-paired by seed, at the same rate. Nothing is chosen by these seeds.
+paired by seed. Nothing is chosen by these seeds.
 """
 
 import argparse
 import itertools
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
-from benchmarks.off_policy.sampling import Response
-from benchmarks.off_policy.tasks import ROOT
-from benchmarks.off_policy.training import as_batch
-from benchmarks.small_models import (
-    CPU,
-    LabelledTexts,
-    make_classifier,
-    make_learner,
-    make_policy,
-    sample,
-    scorer_of,
-)
-from benchmarks.table import print_table
-from tba.common.config import EvalSection
+from benchmarks.harness import print_table
+from benchmarks.off_policy.sampling import Response, as_batch, respond
+from benchmarks.off_policy.setting import WARMUP_STEPS, objective_section
+from benchmarks.off_policy.tasks import ROOT, Problem, Task, small_config
+from examples.arithmetic.make_model import build_tokenizer, save, train
+from tba.common.config import EvalSection, ScoringModelSection, TrainSection
 from tba.searcher.evaluation.statistics import cosine_distance, without_near_duplicates
+from tba.searcher.scoring.classifier import RewardModel
 from tba.trainer.model.scorer import load_model
+from tba.trainer.objectives.from_config import make_objective
+from tba.trainer.step.learner import Learner
 
+CPU = torch.device("cpu")
 ATTACK_TOKENS, REPLY_TOKENS = 7, 5
-STEPS, GROUPS, SAMPLES, BETA = 120, 4, 32, 0.5
+STEPS, GROUPS, SAMPLES, RATE, BETA = 120, 4, 32, 1e-3, 0.5
 MEASURED, MEASURE_EVERY = 2048, 3
 LEVELS = (0.5, 0.7, 0.8, 0.9)
 LEAST_PROBABILITY = 1e-3
@@ -57,7 +54,6 @@ LEAST_PROBABILITY = 1e-3
 THRESHOLDS = (0.1, 0.2, 0.3, 0.5)
 HEADLINE = EvalSection.model_fields["duplicate_distance"].default
 OBJECTIVES = ("tb", "rloo")
-RATES = (1e-3,)
 # They took no part in choosing levels, rates or steps.
 SEEDS = (30, 31, 32, 33, 34)
 
@@ -77,23 +73,94 @@ class Found:
     by_tokens: np.ndarray
 
 
-def problems(rng: random.Random) -> Iterator[list[tuple[str, str]]]:
-    """Yield batches of what the attacker writes before training: any sum or difference of two-digit numbers."""
-    while True:
-        pairs = [(rng.randint(10, 99), rng.choice("+-"), rng.randint(10, 99)) for _ in range(256)]
-        yield [("=", f"{one}{sign}{other}=") for one, sign, other in pairs]
+# ------------------------------------------------------------ small models, made in seconds at first use
 
 
-def labelled_replies(rng: random.Random) -> Iterator[LabelledTexts]:
-    """Yield batches of numbers with the label whether they are from 70 to 99, which half of them are."""
-    while True:
+def make_attacker() -> Path:
+    """Return a policy that writes any sum or difference of two-digit numbers."""
+    path = ROOT / "models/benchmarks/redteam-attacker"
+
+    def problems(rng: random.Random) -> Iterator[list[tuple[str, str]]]:
+        while True:
+            pairs = [(rng.randint(10, 99), rng.choice("+-"), rng.randint(10, 99)) for _ in range(256)]
+            yield [("=", f"{one}{sign}{other}=") for one, sign, other in pairs]
+
+    if not (path / "config.json").exists():
+        torch.manual_seed(0)
+        tokenizer = build_tokenizer()
+        model = LlamaForCausalLM(small_config(tokenizer, positions=64))
+        train(model, tokenizer, problems(random.Random(0)), 250)
+        save(model, tokenizer, path)
+    return path
+
+
+def make_classifier() -> Path:
+    """Return a classifier of numbers: whether they are from 70 to 99, which half of those that it is trained on are."""
+    path = ROOT / "models/benchmarks/redteam-classifier"
+    if (path / "config.json").exists():
+        return path
+    torch.manual_seed(0)
+    rng, steps, tokenizer = random.Random(0), 300, build_tokenizer()
+    model = LlamaForSequenceClassification(small_config(tokenizer, positions=64, num_labels=1)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
         flagged = [rng.randint(70, 99) for _ in range(64)]
         others = [number for number in (rng.randint(-89, 198) for _ in range(64)) if not 70 <= number <= 99]
-        labels = torch.tensor([1.0] * len(flagged) + [0.0] * len(others))
-        yield (
-            [str(number) for number in flagged + others],
-            lambda logits, y=labels: binary_cross_entropy_with_logits(logits, y),
-        )
+        label_N = torch.tensor([1.0] * len(flagged) + [0.0] * len(others))
+        rows = [tokenizer.encode(str(number)) for number in flagged + others]
+        longest = max(map(len, rows))
+        ids_NT = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
+        optimizer.zero_grad()
+        logit_N = model(input_ids=ids_NT, attention_mask=ids_NT != tokenizer.pad_token_id).logits[:, 0]
+        torch.autograd.backward(binary_cross_entropy_with_logits(logit_N, label_N))
+        optimizer.step()
+        schedule.step()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def scorer_of(path: Path) -> Callable[[Sequence[tuple[str, str]]], list[float]]:
+    """Return a function of pairs of prompt and response to logits: the reward model of a searcher."""
+    model = RewardModel(path, ScoringModelSection(path=str(path)), "cpu")
+
+    def score(pairs: Sequence[tuple[str, str]]) -> list[float]:
+        encoded = [model.encode(*pair) for pair in pairs]
+        found = [0.0] * len(pairs)
+        for batch in model.batches(encoded):
+            for place, logit in zip(batch, model.score([encoded[n] for n in batch], lambda *_: None), strict=True):
+                assert isinstance(logit, float)
+                found[place] = logit
+        return found
+
+    return score
+
+
+def make_learner(path: Path, objective: str) -> Learner:
+    """Return the trainer's step for a policy: a constant rate after a short warm-up, and a constant beta."""
+    policy, reference = (load_model(path, CPU) for _ in range(2))
+    section = TrainSection(
+        steps=STEPS, learning_rate=RATE, schedule="constant", warmup_steps=WARMUP_STEPS, beta=BETA, beta_final=BETA
+    )
+    made = make_objective(objective_section(objective), longest_response=ATTACK_TOKENS)
+    return Learner(policy, reference, section, made, autocast=False)
+
+
+def sample(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
+    end: int,
+    generator: torch.Generator | None,
+    step: int = 0,
+) -> list[Response]:
+    """Return a response, without a reward, to each prompt; all prompts have the same length."""
+    task = Task("", Path(), longest, graded=False, end=end, training=[], held_out={})
+    return respond(model, task, [Problem(tuple(prompt), ()) for prompt in prompts], generator, step)
+
+
+# ------------------------------------------------------------ the comparison
 
 
 class Judge:
@@ -103,7 +170,7 @@ class Judge:
         path = ROOT / "examples/arithmetic/model"
         self._victim = load_model(path, CPU)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._score = scorer_of(make_classifier("redteam-classifier", labelled_replies(random.Random(0)), 300))
+        self._score = scorer_of(make_classifier())
         self._known: dict[tuple[int, ...], float] = {}
 
     def judge(self, attacks: Sequence[Response]) -> np.ndarray:
@@ -129,7 +196,7 @@ class Bench:
     """Everything that runs share: the first attacker, the judge, the embeddings."""
 
     def __init__(self) -> None:
-        self.attacker = make_policy("redteam-attacker", problems(random.Random(0)), 250)
+        self.attacker = make_attacker()
         self.judge = Judge()
         self._first: PreTrainedModel = load_model(self.attacker, CPU)
         self._prompt = tuple(self.judge.tokenizer.encode("="))
@@ -173,9 +240,9 @@ class Bench:
             embedded |= dict(zip(rows, hidden.double().numpy(), strict=True))
         return np.stack([embedded[one.tokens] for one in attacks])
 
-    def run(self, objective: str, rate: float, seed: int) -> list[Found]:
+    def run(self, objective: str, seed: int) -> list[Found]:
         """Train once. Returns the measurements: until the last level is reached, and after the last step."""
-        learner = make_learner(self.attacker, objective, rate=rate, beta=BETA, steps=STEPS, longest=ATTACK_TOKENS)
+        learner = make_learner(self.attacker, objective)
         generator = torch.Generator().manual_seed(seed)
         found = [self.measure(learner.policy, 0)]
         for step in range(STEPS):
@@ -241,39 +308,28 @@ def with_error(values: np.ndarray, digits: int) -> str:
 
 def rows_of(at: Sequence[str], runs: Mapping[str, Sequence[Found]]) -> list[list[str]]:
     """Return a row per objective, with what the first one has more than the others in pairs of equal seed."""
-    counts, distances = (
-        {name: np.array([getattr(one, field) for one in found]) for name, found in runs.items()}
-        for field in ("distinct", "distance")
-    )
-    first, rows = next(iter(runs)), []
+    rows, (first, *_) = [], runs.values()
     for name, found in runs.items():
-        paired = ["", ""]
-        if name != first:
-            paired = [with_error(counts[first] - counts[name], 0), with_error(distances[first] - distances[name], 2)]
-        rows.append([
-            *at, name, f"{np.mean([one.step for one in found]):.0f}", f"{np.mean([one.success for one in found]):.0%}",
-            with_deviation(counts[name], 0), with_deviation(distances[name], 2), *paired,
-        ])  # fmt: skip
+        steps, success = (np.mean([getattr(one, field) for one in found]) for field in ("step", "success"))
+        row, paired = [*at, name, f"{steps:.0f}", f"{success:.0%}"], []
+        for field, digits in (("distinct", 0), ("distance", 2)):
+            mine, others = (np.array([getattr(one, field) for one in runs]) for runs in (found, first))
+            row.append(with_deviation(mine, digits))
+            paired.append("" if found is first else with_error(others - mine, digits))
+        rows.append([*row, *paired])
     return rows
 
 
 def rows_without_duplicates(at: Sequence[str], runs: Mapping[str, Sequence[Found]]) -> list[list[str]]:
     """Return a row per distance and threshold: the counts of all objectives, and the differences to the first one."""
-    rows, first = [], next(iter(runs))
+    rows = []
     for field in ("by_embedding", "by_tokens"):
         for number, threshold in enumerate(THRESHOLDS):
-            counts = {name: np.array([getattr(one, field)[number] for one in found]) for name, found in runs.items()}
+            first, *others = (np.array([getattr(one, field)[number] for one in found]) for found in runs.values())
             shown = f"{threshold:g}{'*' if threshold == HEADLINE else ''}"
-            differences = [with_error(counts[first] - counts[name], 0) for name in runs if name != first]
-            rows.append(
-                [
-                    *at,
-                    field.removeprefix("by_"),
-                    shown,
-                    *(with_deviation(one, 0) for one in counts.values()),
-                    *differences,
-                ]
-            )
+            counts = [with_deviation(one, 0) for one in (first, *others)]
+            differences = [with_error(first - one, 0) for one in others]
+            rows.append([*at, field.removeprefix("by_"), shown, *counts, *differences])
     return rows
 
 
@@ -284,14 +340,13 @@ def runs_at(level: float, runs: Mapping[str, Sequence[Sequence[Found]]]) -> dict
     return {name: [pair[number] for pair in pairs] for number, name in enumerate(runs)}
 
 
-def print_results(rate: float, runs: Mapping[str, Sequence[Sequence[Found]]]) -> None:
-    """Print the tables of the runs at a rate: all measurements of each objective and seed."""
+def print_results(runs: Mapping[str, Sequence[Sequence[Found]]]) -> None:
+    """Print the tables: `runs` has all measurements of each objective and seed."""
     places = {f"{level:.0%}": runs_at(level, runs) for level in LEVELS}
     places["last step"] = {name: [run[-1] for run in found] for name, found in runs.items()}
     rows, without = [], []
     for name, values in places.items():
-        seeds = len(next(iter(values.values())))
-        at = [f"{rate:g}", name, f"{seeds}"]
+        at = [name, str(seeds := len(next(iter(values.values()))))]
         if seeds > 1:
             rows += rows_of(at, values)
             without += rows_without_duplicates(at, values)
@@ -302,9 +357,9 @@ def print_results(rate: float, runs: Mapping[str, Sequence[Sequence[Found]]]) ->
         f"{MEASURED} attacks at equal success, then after {STEPS} steps; before the first step {before.success:.1%} "
         f"succeed, {before.distinct:.0f} different ones at distance {before.distance:.2f}"
     )
-    headings = ["rate", "at", "seeds", "objective", "step", "success", "different", "distance"]
+    headings = ["at", "seeds", "objective", "step", "success", "different", "distance"]
     print_table(title, [*headings, "first has more", "first is further apart"], rows)
-    headings = ["rate", "at", "seeds", "distance", "threshold", *runs]
+    headings = ["at", "seeds", "distance", "threshold", *runs]
     headings += [f"{next(iter(runs))} has more than {name}" for name in list(runs)[1:]]
     title = (
         f"Different successful attacks without near-duplicates; * is the default of eval.duplicate_distance, {HEADLINE}"
@@ -315,14 +370,12 @@ def print_results(rate: float, runs: Mapping[str, Sequence[Sequence[Found]]]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many, at least 2")
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="the first is compared to the others")
     options = parser.parse_args()
     torch.set_num_threads(1)
     started, bench = time.process_time(), Bench()
     seeds = SEEDS[: options.seeds]
-    for rate in options.rates:
-        print_results(rate, {name: [bench.run(name, rate, seed) for seed in seeds] for name in options.objectives})
+    print_results({name: [bench.run(name, seed) for seed in seeds] for name in options.objectives})
     print(f"{(time.process_time() - started) / 60:.1f} CPU minutes")
 
 

@@ -26,7 +26,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bare import logprobs
-from benchmarks.table import print_table
+from benchmarks.harness import Seconds, in_turns, print_table, timed
 from tba.common.config import ObjectiveSection, TrainSection
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.micro_batches import forward_passes
@@ -47,7 +46,6 @@ from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.step.learner import Learner
 
 LONGEST, PAD = 1024, 0
-WAYS = ("bare", "tba", "quiet", "padded", "TRL", "paper")
 VOCABULARIES = (32_000, 152_000)
 
 
@@ -91,7 +89,7 @@ def make_batch(prompts: int, samples: int, vocabulary: int, mean: int = 200) -> 
 
 def tba_way(
     model: LlamaForCausalLM, batch: TrainBatch, *, packed: bool = True, entropy: bool = True
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     # The batch includes reference log-probabilities, so no reference model is needed.
     objective = replace(make_objective(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
     config = TrainSection(micro_batch_tokens=16384)
@@ -172,19 +170,21 @@ def padded(rows: list[np.ndarray], side: str) -> Tensor:
     return whole if whole.is_floating_point() else whole.long()
 
 
-def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[], None]]:
+WAYS: dict[str, Callable[[LlamaForCausalLM, TrainBatch], Callable[[], object]]] = {
+    "bare": bare_way,
+    "tba": tba_way,
+    "quiet": partial(tba_way, entropy=False),
+    "padded": partial(tba_way, packed=False),
+    "TRL": trl_way,
+    "paper": paper_way,
+}
+
+
+def prepare(way: str, options: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[], object]]:
     """Return a model, and a function that adds the gradient of the whole batch to its parameters."""
     model = make_model(options.vocabulary)
     batch = make_batch(options.prompts, options.samples, options.vocabulary, options.mean)
-    ways: dict[str, Callable[[LlamaForCausalLM, TrainBatch], Callable[[], None]]] = {
-        "bare": bare_way,
-        "tba": tba_way,
-        "quiet": partial(tba_way, entropy=False),
-        "padded": partial(tba_way, packed=False),
-        "TRL": trl_way,
-        "paper": paper_way,
-    }
-    return model, ways[way](model, batch)
+    return model, WAYS[way](model, batch)
 
 
 def resident_mib(field: str) -> float:
@@ -237,28 +237,26 @@ def main() -> None:
 
 
 def report_time(options: argparse.Namespace) -> None:
-    """Print medians over rounds, in which the ways alternate. CPU seconds are those of all threads."""
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in options.ways}
+    """Print medians over rounds. CPU seconds are those of all threads."""
     prepared = {way: prepare(way, options) for way in options.ways}
     # Warm-up: page faults of the first round take up to half as long as the rest of it.
     for _, run in prepared.values():
         run()
-    for _ in range(options.rounds):
-        for way, (model, run) in prepared.items():
-            model.zero_grad()
-            started, cpu = time.perf_counter(), time.process_time()
-            run()
-            seconds[way].append((time.perf_counter() - started, time.process_time() - cpu))
+
+    def measured(model: LlamaForCausalLM, run: Callable[[], object]) -> Seconds:
+        model.zero_grad()
+        return timed(run)[0]
+
+    seconds = in_turns({way: partial(measured, *of_way) for way, of_way in prepared.items()}, options.rounds)
     rows = make_batch(options.prompts, options.samples, options.vocabulary, options.mean).rows
-    tokens = sum(row.tokens for row in rows)
     medians = {way: np.median(values, axis=0) for way, values in seconds.items()}
-    first = medians[options.ways[0]]
+    name = options.ways[0]
     lines = [
-        (way, *(f"{value:.2f}" for pair in zip(median, median / first, strict=True) for value in pair))
+        (way, *(f"{value:.2f}" for pair in zip(median, median / medians[name], strict=True) for value in pair))
         for way, median in medians.items()
     ]
+    tokens = sum(row.tokens for row in rows)
     title = f"loss and gradient of {len(rows)} rows, {tokens:,} tokens, vocabulary {options.vocabulary:,}"
-    name = options.ways[0]
     print_table(title, ["way", "seconds", f"x {name}", "CPU seconds", f"x {name}"], lines)
 
 

@@ -12,13 +12,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.table import print_table
+from benchmarks.harness import print_table, timed
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
@@ -33,7 +34,7 @@ IN_FLIGHT, TOKENS = 32, 48
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
         full = [publish(Path(folder), model, version) for version, model in enumerate(two_models(), 1)]
-        rows, speeds = [], {}
+        rows = []
         for packed in (False, True):
             engine = start(full[0].path, packed)
             name = "oneDNN on" if packed else "oneDNN off"
@@ -42,12 +43,9 @@ def main() -> None:
             engine.load_weights(full[0])
             rows.append([f"{engine.load_weights(full[1]).way}, {name}", *measure(engine, [full[0], full[1]])])
             rows.append([f"reload_weights, {name}", "", "", f"{reload(engine, full[0]):.2f}", "", ""])
-            speeds[packed] = decoding(engine)
             engine.close()
     headings = ["swap", "prepare, alongside", "longest step", "exchange", "canary", "pause"]
     print_table("a swap of 168 M bfloat16 weights, in flat copies of the same bytes", headings, rows)
-    ratio = speeds[False] / speeds[True]
-    print(f"\nDecoding {IN_FLIGHT} at a time: {ratio:.2f} of the tokens per second with oneDNN off.")
 
 
 def two_models() -> Iterator[Any]:
@@ -56,15 +54,9 @@ def two_models() -> Iterator[Any]:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
+        vocab_size=VOCABULARY, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
     model = Qwen2ForCausalLM(config).bfloat16().eval()
     yield model
     other = copy.deepcopy(model)
@@ -124,9 +116,8 @@ def steps_until(engine: Any, end: float | Future[None]) -> list[float]:
         for number in range(IN_FLIGHT):
             engine.submit(request(number))
     while not end.done() if isinstance(end, Future) else time.perf_counter() < end:
-        started = time.perf_counter()
-        finished = engine.step()
-        seconds.append(time.perf_counter() - started)
+        step, finished = timed(engine.step)
+        seconds.append(step.wall)
         for generation in finished:
             engine.submit(request(generation.id))
     return seconds
@@ -142,31 +133,15 @@ def reload(engine: Any, snapshot: Snapshot) -> float:
     found = []
     for _ in range(3):
         unit = flat_copy(snapshot.weight_files[0].stat().st_size)
-        started = time.perf_counter()
-        engine._running.call("tba_reload", [*map(str, snapshot.weight_files)], 1)
-        found.append((time.perf_counter() - started) / unit)
+        call = partial(engine._running.call, "tba_reload", [*map(str, snapshot.weight_files)], 1)
+        found.append(timed(call)[0].wall / unit)
     return statistics.median(found)
 
 
 def flat_copy(size: int) -> float:
     """Return the seconds to copy `size` bytes in memory: the median of five, into memory that is already mapped."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
-def decoding(engine: Any) -> float:
-    """Return tokens per second with a full engine."""
-    for number in range(IN_FLIGHT):
-        engine.submit(request(number))
-    started = time.perf_counter()
-    while engine.in_flight:
-        engine.step()
-    return IN_FLIGHT * TOKENS / (time.perf_counter() - started)
+    return statistics.median(timed(lambda: target.copy_(source))[0].wall for _ in range(5))
 
 
 if __name__ == "__main__":

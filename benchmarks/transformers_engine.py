@@ -1,6 +1,6 @@
 """Tokens per CPU second of the Transformers engine against `model.generate` in groups, and its continuous batching.
 
-    python -m benchmarks.transformers_engine [--model small|large|both] [--rounds 3] [--requests 256] [--profile]
+    python -m benchmarks.transformers_engine [--model small|large|both] [--rounds 3] [--requests 256]
 
 All answer the same 256 requests on one CPU thread: prompts of 8 to 64 tokens, and for each request a number of tokens
 to generate, geometric with mean 60, at most 256. `generate` gets them in groups of 64, left-padded, and runs until the
@@ -13,19 +13,16 @@ reaches that state.
 """
 
 import argparse
-import cProfile
-import pstats
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.table import print_table
+from benchmarks.harness import in_turns, median_ratio, print_table, timed
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
 
 if TYPE_CHECKING:
@@ -49,76 +46,54 @@ SHAPES = {
 
 
 def main() -> None:
-    options = _options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[*SHAPES, "both"], default="both", help="1 M or 20 M parameters")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each")
+    parser.add_argument("--requests", type=int, default=256, help="requests per round")
+    options = parser.parse_args()
     rows = []
     for name in SHAPES if options.model == "both" else [options.model]:
         with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
             rows.append(measure(name, Path(folder), options))
     headings = [
         "model", "parameters", "generate, tokens/CPU s", "its continuous batching", "engine", "engine / generate",
-        "lowest", "highest", "engine / continuous",
+        "engine / continuous",
     ]  # fmt: skip
     title = f"{options.requests} requests, {IN_FLIGHT} in flight, medians of {options.rounds} rounds"
     print_table(title, headings, rows)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="the Transformers engine against model.generate")
-    parser.add_argument("--model", choices=[*SHAPES, "both"], default="both", help="1 M or 20 M parameters")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each")
-    parser.add_argument("--requests", type=int, default=256, help="requests per round")
-    parser.add_argument("--profile", action="store_true", help="also print a profile of the engine")
-    return parser.parse_args()
-
-
 def measure(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
-    """Return one row of the table."""
+    """Return one row of the table. The model is a random Llama without an EOS id: responses have requested lengths."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from tba.searcher.engines.transformers_engine import TransformersEngine
     from tba.tests.helpers.end_tokens import end_tokens
 
     torch.set_num_threads(1)
-    make_model(name, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    special = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    config = LlamaConfig(tie_word_embeddings=True, max_position_embeddings=CONTEXT, **(SHAPES[name] | special))
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
     engine = TransformersEngine(
         str(folder), dtype="float32", device="cpu", max_in_flight=IN_FLIGHT, seed=0, canary_tolerance=1e-3,
         stopping=end_tokens(folder),
     )  # fmt: skip
     requests = make_requests(options.requests, SHAPES[name]["vocab_size"])
-    ways: list[Callable[[Sequence[GenerationRequest]], int]] = [
-        lambda asked: by_generate(model, asked),
-        lambda asked: by_continuous_batching(model, asked),
-        lambda asked: by_engine(engine, asked),
-    ]
-    for answer in ways:
+    ways = {
+        "generate": partial(by_generate, model),
+        "continuous": partial(by_continuous_batching, model),
+        "engine": partial(by_engine, engine),
+    }
+    for answer in ways.values():
         answer(requests[:8])
-    rounds = []
-    for _ in range(options.rounds):
-        rounds.append([rate(answer, requests) for answer in ways])
-        print(
-            f"{name}: {', '.join(f'{number:,.0f}' for number in rounds[-1])} tokens/CPU s", file=sys.stderr, flush=True
-        )
-    if options.profile:
-        profile(lambda: by_engine(engine, requests))
+    rates = in_turns({way: partial(rate, partial(answer, requests)) for way, answer in ways.items()}, options.rounds)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    rates = [f"{statistics.median(of_one):,.0f}" for of_one in zip(*rounds, strict=True)]
-    ratios = [ours / theirs for theirs, _, ours in rounds]
-    last = statistics.median(ours / theirs for _, theirs, ours in rounds)
-    shown = [f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios), last)]
-    return [name, f"{millions:.1f} M", *rates, *shown]
-
-
-def make_model(name: str, folder: Path) -> None:
-    """Save a random Llama without an EOS id, so that responses have the requested lengths."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    special = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    config = LlamaConfig(tie_word_embeddings=True, max_position_embeddings=CONTEXT, **(SHAPES[name] | special))
-    LlamaForCausalLM(config).save_pretrained(folder)
+    medians = [f"{statistics.median(of_one):,.0f}" for of_one in rates.values()]
+    ratios = [f"{median_ratio(rates['engine'], rates[peer]):.2f}" for peer in ("generate", "continuous")]
+    return [name, f"{millions:.1f} M", *medians, *ratios]
 
 
 def make_requests(count: int, vocabulary: int) -> list[GenerationRequest]:
@@ -135,11 +110,10 @@ def make_requests(count: int, vocabulary: int) -> list[GenerationRequest]:
     ]
 
 
-def rate(answer: Callable[[Sequence[GenerationRequest]], int], requests: Sequence[GenerationRequest]) -> float:
+def rate(answer: Callable[[], int]) -> float:
     """Return tokens per second of processor time of all threads, which other work on the machine changes little."""
-    start = time.process_time()
-    tokens = answer(requests)
-    return tokens / (time.process_time() - start)
+    seconds, tokens = timed(answer)
+    return tokens / seconds.cpu
 
 
 def by_engine(engine: "TransformersEngine", requests: Sequence[GenerationRequest]) -> int:
@@ -190,13 +164,6 @@ def by_continuous_batching(model: Any, requests: Sequence[GenerationRequest]) ->
                 finished += 1
                 tokens += len(output.generated_tokens)
     return tokens
-
-
-def profile(run: Callable[[], int]) -> None:
-    """Print the functions that take the most time."""
-    profiler = cProfile.Profile()
-    profiler.runcall(run)
-    pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":

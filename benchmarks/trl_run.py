@@ -16,15 +16,14 @@ import json
 import multiprocessing
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,9 @@ import psutil
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.off_policy.exam import measure
+from benchmarks.harness import first_reached, in_turns, print_table, tba
+from benchmarks.off_policy.sampling import measure
 from benchmarks.off_policy.tasks import encoded, load_task
-from benchmarks.table import print_table
 from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.weights.snapshot import directory_name
@@ -64,27 +63,14 @@ class Course:
     accuracies: Mapping[int, float]
     cpu_seconds: Mapping[str, float]
 
-    @property
-    def steps(self) -> int:
-        return max(self.times)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return (self.times[self.steps] - self.times[0]) / self.steps
-
-    def reached(self, accuracy: float) -> float | None:
-        """Return the step at which an accuracy was reached, with a fraction, or None."""
-        steps, values = np.array(sorted(self.accuracies.items())).T
-        if not (values >= accuracy).any():
-            return None
-        last = int(np.argmax(values >= accuracy))
-        before = max(0, last - 1)
-        return float(np.interp(accuracy, values[[before, last]], steps[[before, last]]))
-
-    def time_at(self, step: float) -> float:
-        """Return the Unix time of a step that may have a fraction."""
-        return float(np.interp(step, sorted(self.times), [self.times[one] for one in sorted(self.times)]))
+    def numbers(self, accuracy: float) -> list[float]:
+        """Return the numbers of a row of the table. Those of an accuracy that is not reached are NaN."""
+        steps, values = zip(*sorted(self.accuracies.items()), strict=True)
+        step = first_reached(accuracy, values, steps)
+        when = float(np.interp(step, sorted(self.times), [self.times[one] for one in sorted(self.times)]))
+        seconds = (self.times[max(self.times)] - self.times[0]) / max(self.times)
+        cpu_seconds = sum(self.cpu_seconds.values())
+        return [step, when - self.started, when - self.times[0], seconds, cpu_seconds, values[-1]]
 
 
 class CpuTimes:
@@ -109,29 +95,23 @@ class CpuTimes:
 
     def between(self, first: float, last: float) -> dict[str, float]:
         """Return the CPU seconds of each role between two Unix times."""
-        times = [when for when, _ in self._samples]
-
-        def at(role: str, when: float) -> float:
-            return float(np.interp(when, times, [total.get(role, 0.0) for _, total in self._samples]))
-
-        return {role: at(role, last) - at(role, first) for role in self._samples[-1][1]}
+        times, totals = zip(*self._samples, strict=True)
+        of_role = {role: [total.get(role, 0.0) for total in totals] for role in totals[-1]}
+        return {role: float(np.diff(np.interp([first, last], times, one))[0]) for role, one in of_role.items()}
 
     def _run(self, root: psutil.Process) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):
             # Processes end meanwhile.
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._take([root, *root.children(recursive=True)])
-
-    def _take(self, processes: Sequence[psutil.Process]) -> None:
-        for one in processes:
-            with contextlib.suppress(psutil.NoSuchProcess), one.oneshot():
-                words = one.cmdline()
-                role = next((name for word, name in _ROLES.items() if word in words), "supervision")
-                self._by_process[one.pid, one.create_time()] = role, sum(one.cpu_times()[:2])
-        total: defaultdict[str, float] = defaultdict(float)
-        for role, seconds in self._by_process.values():
-            total[role] += seconds
-        self._samples.append((time.time(), total))
+                for one in [root, *root.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess), one.oneshot():
+                        words = one.cmdline()
+                        role = next((name for word, name in _ROLES.items() if word in words), "supervision")
+                        self._by_process[one.pid, one.create_time()] = role, sum(one.cpu_times()[:2])
+            total: defaultdict[str, float] = defaultdict(float)
+            for role, seconds in self._by_process.values():
+                total[role] += seconds
+            self._samples.append((time.time(), total))
 
 
 def main() -> None:
@@ -143,55 +123,34 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--learning-rate", type=float, default=demo().train.learning_rate)
     options = parser.parse_args()
-    ways: dict[str, Callable[[Path, argparse.Namespace, int], Course]] = {"TRL": train_trl, "tba": train_tba}
-    courses: dict[str, list[Course]] = {name: [] for name in ways if options.only in (None, name)}
-    # In pairs, so that a slow hour of the machine concerns both.
-    for seed in options.seeds:
-        for name, done in courses.items():
-            with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
-                done.append(ways[name](Path(folder), options, seed))
-    show(courses, options.seeds, options.accuracy)
+    ways = {"TRL": train_trl, "tba": train_tba}
+    asked = {
+        name: partial(_trained, way, options, iter(options.seeds))
+        for name, way in ways.items()
+        if options.only in (None, name)
+    }
+    show(in_turns(asked, len(options.seeds)), options.seeds, options.accuracy)
+
+
+def _trained(way: Callable[..., Course], options: argparse.Namespace, seeds: Iterator[int]) -> Course:
+    """Train with the next seed."""
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder:
+        return way(Path(folder), options, next(seeds))
 
 
 def show(courses: Mapping[str, Sequence[Course]], seeds: Sequence[int], accuracy: float) -> None:
     """Print each run, and the medians."""
     headings = ["", "seed", "steps", "s, command", "s, first generation", "s a step", "CPU s a step", "last accuracy"]
     headings[2:5] = [f"{heading} to {accuracy:.0%}" for heading in headings[2:5]]
-    rows = []
+    rows, roles = [], []
     for name, done in courses.items():
-        numbers = [_numbers(course, accuracy) for course in done]
-        rows += [[name, str(seed), *map(_rounded, line)] for seed, line in zip(seeds, numbers, strict=True)]
-        rows.append([name, "median", *(_rounded(_median(column)) for column in zip(*numbers, strict=True))])
+        numbers = np.array([course.numbers(accuracy) for course in done])
+        lines = zip([*seeds, "median"], [*numbers, np.median(numbers, axis=0)], strict=True)
+        rows += [[name, seed, *("not reached" if np.isnan(one) else f"{one:.3g}" for one in of)] for seed, of in lines]
+        for role in sorted({role for course in done for role in course.cpu_seconds}):
+            roles.append([name, role, f"{np.median([course.cpu_seconds.get(role, 0.0) for course in done]):.3f}"])
     print_table("the arithmetic task", headings, rows)
-    roles = [
-        [name, role, f"{median(course.cpu_seconds.get(role, 0.0) for course in done):.3f}"]
-        for name, done in courses.items()
-        for role in sorted({role for course in done for role in course.cpu_seconds})
-    ]
     print_table("CPU seconds of a step", ["", "role", "CPU s"], roles)
-
-
-def _numbers(course: Course, accuracy: float) -> list[float | None]:
-    step = course.reached(accuracy)
-    when = None if step is None else course.time_at(step)
-    return [
-        step,
-        None if when is None else when - course.started,
-        None if when is None else when - course.times[0],
-        course.seconds,
-        sum(course.cpu_seconds.values()),
-        course.accuracies[max(course.accuracies)],
-    ]
-
-
-def _median(numbers: Sequence[float | None]) -> float | None:
-    """Return the median, None if one run did not reach the accuracy."""
-    known = [number for number in numbers if number is not None]
-    return median(known) if len(known) == len(numbers) else None
-
-
-def _rounded(number: float | None) -> str:
-    return "not reached" if number is None else f"{number:.3g}"
 
 
 def train_tba(folder: Path, options: argparse.Namespace, seed: int) -> Course:
@@ -206,9 +165,8 @@ def train_tba(folder: Path, options: argparse.Namespace, seed: int) -> Course:
         "eval.at_end=false",
         *options.settings,
     ]
-    flags = [part for setting in settings for part in ("--set", setting)]
     started, cpu = time.time(), CpuTimes()
-    command = [sys.executable, "-m", "tba", "run", str(_DEMO), *flags]
+    command = tba("run", str(_DEMO), settings=settings)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child, cpu.sampled(child.pid):
         code = child.wait()
     if code:
@@ -229,14 +187,6 @@ def _first_generation(database: Path) -> float:
     return found
 
 
-def _course(started: float, times: Mapping[int, float], weights: Mapping[int, Path], cpu: CpuTimes) -> Course:
-    steps = max(times)
-    spent = cpu.between(times[0], times[steps])
-    return Course(
-        started, times, accuracies(weights), {role: seconds / steps for role, seconds in spent.items() if seconds}
-    )
-
-
 def train_trl(folder: Path, options: argparse.Namespace, seed: int) -> Course:
     """Run TRL's trainer in a process of its own, which starts without its libraries as `tba run` does."""
     started, cpu = time.time(), CpuTimes()
@@ -253,15 +203,17 @@ def train_trl(folder: Path, options: argparse.Namespace, seed: int) -> Course:
     return _course(started, times, weights, cpu)
 
 
-def accuracies(weights: Mapping[int, Path]) -> dict[int, float]:
-    """Measure the weights of some steps on the held-out problems of the example."""
+def _course(started: float, times: Mapping[int, float], weights: Mapping[int, Path], cpu: CpuTimes) -> Course:
+    """Return the course of a training, with the weights of some steps measured on the held-out problems."""
     task, policy = load_task("arithmetic"), example_model()
     problems = encoded(ArithmeticTask().held_out(), AutoTokenizer.from_pretrained(demo().model.path))
-    found = {}
+    accuracies = {}
     for step, directory in weights.items():
         policy.load_state_dict(load_file(directory / "model.safetensors"))
-        found[step] = measure(policy, task, problems).greedy
-    return found
+        accuracies[step] = measure(policy, task, problems).greedy
+    steps = max(times)
+    spent = {role: seconds / steps for role, seconds in cpu.between(times[0], times[steps]).items() if seconds}
+    return Course(started, times, accuracies, spent)
 
 
 def example_model() -> PreTrainedModel:

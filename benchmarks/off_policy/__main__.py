@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.off_policy.panels import ABLATIONS, PANELS, cells, sweep
-from benchmarks.off_policy.plot import draw
-from benchmarks.off_policy.report import table
+from benchmarks.off_policy.report import draw, table
 from benchmarks.off_policy.results import Results, complete, load
 from benchmarks.off_policy.setting import REPORT_SEEDS, Setting, objective_section
 
@@ -59,10 +58,23 @@ def objectives_of(results: Results, task: str) -> list[str]:
 
 
 def run_missing(settings: Sequence[Setting], options: argparse.Namespace, deadline: float) -> None:
-    """Make the runs that are not in the file, unless only tables are wanted."""
-    if not options.tables_only:
-        announce(settings, load(options.results), options.workers)
-        complete(options.results, settings, workers=options.workers, deadline=deadline)
+    """Make the runs that are not in the file, unless only tables are wanted.
+
+    Prints their number first, and the CPU time that they need by the runs of the same task in the file.
+    """
+    if options.tables_only:
+        return
+    results = load(options.results)
+    missing = [setting for setting in dict.fromkeys(settings) if setting not in results]
+    costs = {
+        task: np.mean([run.cpu_seconds / setting.responses for setting, run in results.items() if setting.task == task])
+        for task in {setting.task for setting in results}
+    }
+    unknown = {setting.task for setting in missing} - costs.keys()
+    seconds = sum(costs[setting.task] * setting.responses for setting in missing if setting.task not in unknown)
+    cost = f"the first of {', '.join(sorted(unknown))}" if unknown else f"about {seconds / 60:.0f} CPU minutes"
+    print(f"{len(missing)} runs, {cost}, {options.workers} at a time", flush=True)
+    complete(options.results, missing, workers=options.workers, deadline=deadline)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,24 +102,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"no panel of {', '.join(names)} has a column {missing.pop()!r}")
     options.panels = names
     return options
-
-
-def announce(settings: Sequence[Setting], results: Results, workers: int) -> None:
-    """Print how many runs are to be made, and the CPU time they need by the runs of the same task in the file."""
-    missing = [setting for setting in dict.fromkeys(settings) if setting not in results]
-    costs = {
-        task: np.mean([run.cpu_seconds / work(setting) for setting, run in results.items() if setting.task == task])
-        for task in {setting.task for setting in results}
-    }
-    unknown = {setting.task for setting in missing} - costs.keys()
-    seconds = sum(costs[setting.task] * work(setting) for setting in missing if setting.task not in unknown)
-    cost = f"the first of {', '.join(sorted(unknown))}" if unknown else f"about {seconds / 60:.0f} CPU minutes"
-    print(f"{len(missing)} runs, {cost}, {workers} at a time", flush=True)
-
-
-def work(setting: Setting) -> int:
-    """Return the number of responses that a run trains on."""
-    return setting.steps * setting.prompts * setting.samples
 
 
 if __name__ == "__main__":

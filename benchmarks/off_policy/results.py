@@ -1,25 +1,38 @@
-"""The file of results: one JSON object per run, with the setting and the measurements. Runs in it are not repeated."""
+"""Runs, and the file of their results: one JSON object per run, with the setting and the measurements.
+
+Runs that are in the file are not repeated. `Learner` makes the updates, as in `tba train`.
+"""
 
 import dataclasses
 import json
 import multiprocessing
 import time
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TextIO
 
-from benchmarks.off_policy.setting import Setting
+import numpy as np
+import torch
+
+from benchmarks.off_policy.sampling import as_batch, measure
+from benchmarks.off_policy.setting import Setting, objective_section
+from benchmarks.off_policy.sources import ExactStaleness, PaperBuffer, Searcher
 from benchmarks.off_policy.tasks import load_task
-from benchmarks.off_policy.training import run
+from tba.common.config import ReferenceSection
+from tba.trainer.model.scorer import load_model
+from tba.trainer.objectives.from_config import make_objective
+from tba.trainer.step.learner import Learner
 
+# Measurements in a run, after the one before the first step.
+MEASUREMENTS = 8
 SETTING_FIELDS = tuple(field.name for field in dataclasses.fields(Setting))
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Measurements before the first step and after each eighth of a run (`training.run`)."""
+    """Measurements before the first step and after each eighth of a run (`run`)."""
 
     reward: list[float]
     greedy: list[float]
@@ -57,30 +70,61 @@ def complete(path: Path, settings: Iterable[Setting], *, workers: int, deadline:
     """
     done = load(path)
     missing = [setting for setting in dict.fromkeys(settings) if setting not in done]
+    if not missing or time.monotonic() > deadline:
+        return done
     for task in {setting.task for setting in missing}:
         # Makes a model that is missing, before several workers would at once.
         load_task(task)
     path.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool, path.open("a") as file:
-        running: set[Future[dict[str, object]]] = set()
-        for number, setting in enumerate(missing, start=1):
-            if len(running) == workers:
-                running = _write_finished(running, file)
-            if time.monotonic() > deadline:
-                print(f"out of time before run {number} of {len(missing)}", flush=True)
-                break
-            running.add(pool.submit(run, setting))
-        while running:
-            running = _write_finished(running, file)
-    return load(path)
+        for found in pool.map(partial(_run_before, deadline), missing):
+            if found is not None:
+                print(json.dumps(found), file=file, flush=True)
+                print(json.dumps(found), flush=True)
+    results = load(path)
+    if late := [setting for setting in missing if setting not in results]:
+        print(f"out of time: {len(late)} of {len(missing)} runs are left", flush=True)
+    return results
 
 
-def _write_finished(running: set[Future[dict[str, object]]], file: TextIO) -> set[Future[dict[str, object]]]:
-    """Wait for a run to finish and write the results that are there. Returns the runs that are still under way."""
-    finished, still = wait(running, return_when=FIRST_COMPLETED)
-    for future in finished:
-        line = json.dumps(future.result())
-        print(line, flush=True)
-        file.write(line + "\n")
-        file.flush()
-    return still
+def _run_before(deadline: float, setting: Setting) -> dict[str, object] | None:
+    """Run a setting, unless the deadline has passed: all processes have the same monotonic clock."""
+    return run(setting) if time.monotonic() < deadline else None
+
+
+def run(setting: Setting) -> dict[str, object]:
+    """Train once. Returns the columns of `results.Result` after those of the setting.
+
+    A column has one entry before the first step and one after each eighth of the run. `drift` is KL(sampler || policy)
+    of whole responses, the mean of log mu - log pi over the steps since the last entry; `age` is the mean staleness.
+    """
+    torch.set_num_threads(1)
+    started = time.process_time()
+    task = load_task(setting.task)
+    policy, reference = (load_model(task.model, torch.device("cpu")) for _ in range(2))
+    objective = make_objective(objective_section(setting.objective), longest_response=task.longest)
+    resets = ReferenceSection(kind="reset", every=setting.reset_every) if setting.reset_every else ReferenceSection()
+    learner = Learner(
+        policy, reference, setting.train_section(), objective, autocast=False, reference_config=resets
+    )  # fmt: skip
+    source = (PaperBuffer if setting.sync_every else ExactStaleness)(Searcher(policy, task, setting), setting)
+    problems = task.held_out[setting.part]
+    found = [measure(policy, task, problems)]
+    every = setting.steps // MEASUREMENTS
+    drifts, ages = [0.0], [0.0]
+    passed: list[tuple[float, float]] = []
+    for step in range(setting.steps):
+        groups = source.batch(step)
+        metrics = learner.step(as_batch(groups, step)).metrics
+        ages = [step - response.step for group in groups for response in group]
+        passed.append((-metrics["log_ratio_mean"], float(np.mean(ages))))
+        if (step + 1) % every == 0:
+            found.append(measure(policy, task, problems))
+            drift, age = np.mean(passed, axis=0)
+            drifts.append(float(drift))
+            ages.append(float(age))
+            passed.clear()
+    columns = {name: [getattr(one, name) for one in found] for name in ("reward", "greedy", "pass_at_8")}
+    columns |= {"drift": drifts, "age": ages}
+    rounded = {name: [round(value, 4) for value in values] for name, values in columns.items()}
+    return {**dataclasses.asdict(setting), **rounded, "cpu_seconds": round(time.process_time() - started, 1)}

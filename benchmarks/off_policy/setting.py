@@ -53,6 +53,11 @@ class Setting:
         """The part of the held-out problems that this run is measured on."""
         return "choosing" if self.seed in CHOOSING_SEEDS else "reporting"
 
+    @property
+    def responses(self) -> int:
+        """The number of responses that this run trains on."""
+        return self.steps * self.prompts * self.samples
+
     def train_section(self) -> TrainSection:
         """Return the configuration of the trainer: a constant rate after a short warm-up."""
         return TrainSection(

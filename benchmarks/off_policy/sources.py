@@ -5,8 +5,6 @@ A source is asked for the batch of each step in turn, after the updates of all e
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,13 +16,6 @@ from benchmarks.off_policy.tasks import Task
 
 # The responses to one problem, made by the same weights.
 Group = list[Response]
-
-
-class Source(Protocol):
-    """Yields the groups of each step."""
-
-    def batch(self, step: int) -> list[Group]:
-        """Return the groups of a step, `samples` responses each."""
 
 
 class Searcher:
@@ -60,6 +51,7 @@ class ExactStaleness:
         self._sampled = 0
 
     def batch(self, step: int) -> list[Group]:
+        """Return the groups of a step, `samples` responses each."""
         last = min(step + self._setting.staleness, self._setting.steps - 1)
         while self._sampled <= last:
             self._queue.append(self._searcher.groups(self._setting.prompts, self._setting.samples, step))
@@ -109,13 +101,3 @@ class PaperBuffer:
         weights = np.exp(self._setting.priority * np.array([response.reward for response in group]))
         picked = self._rng.choice(len(group), self._setting.samples, replace=False, p=weights / weights.sum())
         return [group[index] for index in picked]
-
-
-def make_source(policy: PreTrainedModel, task: Task, setting: Setting) -> Source:
-    searcher = Searcher(policy, task, setting)
-    return PaperBuffer(searcher, setting) if setting.sync_every else ExactStaleness(searcher, setting)
-
-
-def mean_age(groups: Sequence[Group], step: int) -> float:
-    """Return the mean staleness of a batch in optimiser steps."""
-    return float(np.mean([step - response.step for group in groups for response in group]))

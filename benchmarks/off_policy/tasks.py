@@ -4,14 +4,21 @@ Held-out problems are in two parts. "choosing" is for learning rates and setting
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from benchmarks.off_policy.copying_model import make_model
+from examples.arithmetic.make_model import build_tokenizer, save, train
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
 
@@ -20,6 +27,10 @@ ROOT = Path(__file__).parents[2]
 REPORTED = 256
 COPYING_PROBLEMS = 4096
 COPYING_HELD_OUT = 64
+COPYING_STEPS = 150
+SLIP_RATE = 0.65
+# Tokens of a batch of demonstrations; long strings have fewer of them in a batch.
+BATCH_TOKENS = 256 * 66
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +108,10 @@ def _arithmetic() -> Task:
 
 
 def _copying(digits: int) -> Task:
-    """Copy a string of digits. The model writes many odd digits one too small (copying_model.py)."""
+    """Copy a string of digits, with a model that writes many odd digits one too small."""
     path = ROOT / "models" / f"copying-{digits}"
     if not (path / "config.json").exists():
-        make_model(path, digits)
+        make_copying_model(path, digits)
     tokenizer = AutoTokenizer.from_pretrained(path)
     rng = random.Random(digits)
     strings = ["".join(rng.choices("0123456789", k=digits)) for _ in range(COPYING_PROBLEMS)]
@@ -126,3 +137,49 @@ def encoded(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> li
     return [
         Problem(tuple(text), (*answer, tokenizer.eos_token_id)) for text, answer in zip(texts, answers, strict=True)
     ]
+
+
+def make_copying_model(out: Path, digits: int) -> None:
+    """Train a small Llama that copies digits with errors, and save it.
+
+    Most demonstrations write an odd digit one too small, each with the same probability, so the trained model samples
+    errors of that kind. The same seed gives the same demonstrations.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(digits)
+    tokenizer = build_tokenizer()
+    model = LlamaForCausalLM(small_config(tokenizer, positions=2 * digits + 2))
+    train(model, tokenizer, demonstrations(digits, random.Random(digits)), COPYING_STEPS)
+    save(model, tokenizer, out)
+
+
+def small_config(tokenizer: PreTrainedTokenizerFast, positions: int, **changes: int) -> LlamaConfig:
+    """Return the configuration of a Llama that is trained within seconds."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **changes,
+    )
+
+
+def demonstrations(digits: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
+    """Yield batches of (prompt, careless copy) without end."""
+    size = BATCH_TOKENS // (2 * digits + 2)
+    while True:
+        texts = ["".join(rng.choices("0123456789", k=digits)) for _ in range(size)]
+        yield [(f"{text}=", careless_copy(text, rng)) for text in texts]
+
+
+def careless_copy(text: str, rng: random.Random) -> str:
+    """Return the digits, with each odd one replaced by the even one below it with probability SLIP_RATE."""
+    return "".join(str(int(digit) & ~1) if rng.random() < SLIP_RATE else digit for digit in text)

@@ -13,7 +13,7 @@ is how many times as fast a step can be at most, by the pace alone, and *ratio* 
 import argparse
 import math
 
-from benchmarks.table import print_table
+from benchmarks.harness import print_table
 from benchmarks.wall_clock.pace import PACES, step_ratio
 from benchmarks.wall_clock.runs import Outcome, run
 
@@ -49,7 +49,7 @@ def _cells(outcome: Outcome, options: argparse.Namespace) -> list[str]:
     reached = outcome.seconds_to(options.accuracy)
     return [
         f"{outcome.seconds_step * options.faster:.1f}",
-        "not reached" if reached is None else f"{reached * options.faster:.0f}",
+        "not reached" if math.isnan(reached) else f"{reached * options.faster:.0f}",
         f"{outcome.accuracies[-1][1]:.1%}",
         f"{outcome.busy:.1%}",
         f"{outcome.staleness:.1f}",

@@ -9,12 +9,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tba.common.weights.snapshot import Snapshot
-from tba.common.wire.trajectory import Float32
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, LoadReport
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.loop import Trainer
@@ -123,21 +123,13 @@ class PacedEngine:
         self._ready: dict[int, Generation] = {}
         self._advanced_at = time.monotonic()
 
-    @property
-    def weights_version(self) -> int:
-        return self._engine.weights_version
+    def __getattr__(self, name: str) -> Any:
+        """Return everything else of the engine itself."""
+        return getattr(self._engine, name)
 
     @property
     def in_flight(self) -> int:
         return len(self._left)
-
-    @property
-    def max_in_flight(self) -> int:
-        return self._engine.max_in_flight
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self._engine.metrics
 
     def submit(self, request: GenerationRequest) -> None:
         self._advance()
@@ -175,12 +167,6 @@ class PacedEngine:
         # Nothing is generated in the pause.
         self._advanced_at = time.monotonic()
         return report
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
-        return self._engine.score(sequences)
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import first_reached, tba
 from benchmarks.serving import free_address
 from benchmarks.wall_clock.pace import Pace, PacedEngine, paced_trainer
 from tba.common.config import Config
@@ -51,14 +51,10 @@ class Outcome:
         """Seconds from the end of a step to the end of the next one."""
         return (self.ended - self.first_ended) / (self.steps - 1)
 
-    def seconds_to(self, accuracy: float) -> float | None:
-        """Seconds from the first batch until an accuracy is reached; None if it is not."""
-        times, values = np.array(self.accuracies).T
-        if not (values >= accuracy).any():
-            return None
-        last = int(np.argmax(values >= accuracy))
-        first = max(0, last - 1)
-        return float(np.interp(accuracy, values[[first, last]], times[[first, last]])) - self.started
+    def seconds_to(self, accuracy: float) -> float:
+        """Seconds from the first batch until an accuracy is reached; NaN if it is not."""
+        times, values = zip(*self.accuracies, strict=True)
+        return first_reached(accuracy, values, times) - self.started
 
 
 def run(settings: list[str], searchers: int, pace: Pace) -> Outcome:
@@ -67,17 +63,17 @@ def run(settings: list[str], searchers: int, pace: Pace) -> Outcome:
         settings = [*settings, f"run.dir={folder}/run", f"buffer.address={free_address()}"]
         config = resolve(_DEMO, environment={}, assignments=settings).config
         notes = Path(folder) / "steps.jsonl"
-        assignments = [part for one in settings for part in ("--set", one)]
-        buffer = subprocess.Popen(
-            [sys.executable, "-m", "tba", "buffer", "serve", "--config", str(_DEMO), *assignments],
-            stderr=subprocess.DEVNULL,
-        )
+        command = tba("buffer", "serve", "--config", str(_DEMO), settings=settings)
+        buffer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         # Generation starts in all searchers at once: starting dozens of processes takes longer than a step.
         ready = _FORKSERVER.Barrier(searchers)
         children = [_child(_search, config, pace, number, ready) for number in range(searchers)]
         trainer = _child(_train, config, pace, notes)
         try:
-            _wait([trainer, *children], buffer)
+            while trainer.is_alive():
+                time.sleep(_POLL_SECONDS)
+                if buffer.poll() is not None or any(child.exitcode for child in (trainer, *children)):
+                    raise RuntimeError("a process of the run has failed: its log lines are above")
         finally:
             for child in (*children, trainer):
                 child.terminate()
@@ -85,21 +81,13 @@ def run(settings: list[str], searchers: int, pace: Pace) -> Outcome:
                 child.join(_STOP_SECONDS)
             buffer.terminate()
             buffer.wait(_STOP_SECONDS)
-        return _outcome(config, assignments, pace, notes)
+        return _outcome(config, settings, pace, notes)
 
 
 def _child(target: Callable[..., None], *arguments: object) -> BaseProcess:
     child = _FORKSERVER.Process(target=target, args=arguments)
     child.start()
     return child
-
-
-def _wait(children: list[BaseProcess], buffer: subprocess.Popen[bytes]) -> None:
-    """Wait for the trainer, the first of the children. Raises RuntimeError if another process ends before."""
-    while children[0].is_alive():
-        time.sleep(_POLL_SECONDS)
-        if buffer.poll() is not None or any(child.exitcode for child in children):
-            raise RuntimeError("a process of the run has failed: its log lines are above")
 
 
 def _search(config: Config, pace: Pace, number: int, ready: Barrier) -> None:
@@ -119,12 +107,12 @@ def _train(config: Config, pace: Pace, notes: Path) -> None:
         loop.train(config, resume=False, device="cpu", stop=StopSignal())
 
 
-def _outcome(config: Config, assignments: list[str], pace: Pace, notes: Path) -> Outcome:
+def _outcome(config: Config, settings: list[str], pace: Pace, notes: Path) -> Outcome:
     ended, computed = np.array([json.loads(line) for line in notes.read_text().splitlines()]).T
     started = ended[0] - max(pace.step, computed[0])
     metrics = [json.loads(line) for line in (config.run.dir / "metrics.jsonl").read_text().splitlines()]
     times = [started, *ended]
-    command = [sys.executable, "-m", "tba", "eval", "--config", str(_DEMO), *assignments, "--all", "--json"]
+    command = tba("eval", "--config", str(_DEMO), "--all", "--json", settings=settings)
     evaluated = json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
     return Outcome(
         started=started,

@@ -33,7 +33,7 @@ from tba.common.weights.tensor_file import ITEM_BYTES, Bits, Tensor, content_of,
 
 FILE = "delta.safetensors.zst"
 
-# Level 9 saves 2 % more of the bytes and takes ten times as long (`benchmarks/delta.py`).
+# Level 9 saves 2 % more of the bytes and takes ten times as long (decision 15).
 _LEVEL = 3
 _UNPACK_BYTES = 4 << 20
 

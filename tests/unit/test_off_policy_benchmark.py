@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def benchmark(monkeypatch):
     """Import the modules of the benchmark, which is not a part of the package."""
     monkeypatch.syspath_prepend(ROOT)
-    names = ("setting", "sources", "results", "panels", "tasks", "exam", "sampling")
+    names = ("setting", "sources", "results", "panels", "tasks", "sampling")
     return SimpleNamespace(**{name: importlib.import_module(f"benchmarks.off_policy.{name}") for name in names})
 
 
@@ -126,8 +126,8 @@ def test_measurements_from_probabilities_agree_with_samples(benchmark, example_m
     policy = AutoModelForCausalLM.from_pretrained(example_model, dtype=torch.float32)
     task = benchmark.tasks.load_task("arithmetic")
     problems = task.held_out["choosing"][:64]
-    exact = benchmark.exam.measure(policy, task, problems)
-    sampled = benchmark.exam._from_samples(policy, task, problems)
+    exact = benchmark.sampling.measure(policy, task, problems)
+    sampled = benchmark.sampling._from_samples(policy, task, problems)
     assert exact.greedy == sampled.greedy
     # Standard errors of 512 samples: 0.02, and 0.05 for the 64 groups.
     assert exact.reward == pytest.approx(sampled.reward, abs=0.08)
@@ -178,9 +178,9 @@ def test_the_picture_shows_what_is_in_the_file_whatever_was_asked_for(benchmark,
     assert drawn("--tables-only") == b"kept"
 
 
-def test_other_benchmarks_sample_with_the_same_code(benchmark):
-    small_models = importlib.import_module("benchmarks.small_models")
+def test_the_red_team_benchmark_samples_with_the_same_code(benchmark):
+    redteam = importlib.import_module("benchmarks.redteam")
     model = importlib.import_module("tba.tests.helpers.trainer").tiny_model()
-    responses = small_models.sample(model, [[3, 4], [5, 6]], 4, 2, None)
+    responses = redteam.sample(model, [[3, 4], [5, 6]], 4, 2, None)
     assert [response.problem.prompt for response in responses] == [(3, 4), (5, 6)]
     assert all(1 <= len(response.tokens) <= 4 for response in responses)

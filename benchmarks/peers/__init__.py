@@ -1,1 +1,0 @@
-"""Comparison with other replay buffers: `make bench-peers`, or `python -m benchmarks.peers`."""

@@ -11,10 +11,8 @@ SEED ?= 0
 # Asked by the interpreter of the environment in which torch is installed.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_OPTIONS ?= $(shell $(@D)/bin/python requirements/torch_options.py '$(TORCH_INDEX)')
-# Workers of the test run. Many tests start several processes of their own.
-WORKERS ?= 2
-# Quick tests wait for disks and sockets more than they compute.
-QUICK_WORKERS ?= 3
+# Workers of a test run, for two cores: tests wait for disks, sockets and their own processes as often as they compute.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,7 +39,7 @@ demo-words: $(VENV)/installed-$(ENGINE)
 
 # A minute or a few: unit tests without the slow ones, and the rules on the source.
 quick: $(VENV)/installed-dev
-	$(PYTEST) -n $(QUICK_WORKERS) -m "not slow" tests/unit tests/source
+	$(PYTEST) -m "not slow" tests/unit tests/source
 
 # Everything but GPUs; what takes minutes in full runs at a smaller size.
 test: $(VENV)/installed-vllm

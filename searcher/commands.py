@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common import run_files
-from tba.common.errors import UsageError
+from tba.common.errors import TbaError, UsageError
 from tba.common.terminal import (
     ConfigOptions,
     Json,
@@ -68,6 +68,7 @@ def eval_command(store: Store, as_recorded: AsRecorded) -> Callable[..., None]:
         else:
             headings = _headings(rows)
             print_table(headings, [dict.fromkeys(headings) | _with_intervals(row) for row in rows])
+        _check_measured(rows)
 
     return evaluate
 
@@ -76,13 +77,13 @@ def _evaluate(
     config: "Config", store: Store, snapshot: Path | None, *, every: bool, again: bool
 ) -> list[dict[str, Any]]:
     """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
-    from tba.common.evaluations import all_evaluations, key_of, record_evaluations
+    from tba.common.evaluations import all_evaluations, is_measured, key_of, record_evaluations
 
     device = _choose_device(config)
     from tba.searcher.evaluation.snapshots import evaluate_snapshots
 
     earlier = [] if again else all_evaluations(config.run.dir)
-    known = {key_of(row): row for row in earlier}
+    known = {key_of(row): row for row in earlier if is_measured(row)}
     rows, stored = [], True
     with row_progress() as show:
         report = _reporting(show)
@@ -97,6 +98,17 @@ def _evaluate(
                     # Each attempt may wait for a buffer that is not there.
                     stored = False
     return sorted(rows, key=lambda row: (row["step"], row["version"]))
+
+
+def _check_measured(rows: list[dict[str, Any]]) -> None:
+    """Raise TbaError with the reasons if metrics are missing."""
+    versions: dict[str, list[str]] = {}
+    for row in rows:
+        versions.setdefault(row.get("not_measured", ""), []).append(f"v{row['version']}")
+    versions.pop("", None)
+    if versions:
+        what = "; ".join(f"{', '.join(named)} not measured: {reason}" for reason, named in versions.items())
+        raise TbaError(f"{what}; mend what fails, then `tba eval --all` repeats this")
 
 
 def _choose_device(config: "Config") -> str:

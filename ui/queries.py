@@ -32,8 +32,8 @@ JOIN trajectories t ON t.id = c.trajectory GROUP BY c.trajectory ORDER BY slots 
 FROM groups WHERE run = '{run}' AND done_at IS NOT NULL AND reward_variance = 0 LIMIT 100""",
     "waste by step": "SELECT * FROM waste WHERE run = '{run}' ORDER BY step DESC LIMIT 50",
     "use by length of the response": "SELECT * FROM lengths WHERE run = '{run}' ORDER BY least_tokens",
-    "evaluations": """SELECT step, version, held_out_prompts, accuracy, accuracy_low, accuracy_high, reward, kl
-FROM evaluations WHERE run = '{run}' ORDER BY step""",
+    "evaluations": """SELECT step, version, held_out_prompts, accuracy, accuracy_low, accuracy_high, reward, kl,
+    not_measured FROM evaluations WHERE run = '{run}' ORDER BY step""",
 }
 
 

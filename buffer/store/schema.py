@@ -10,7 +10,14 @@ from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
 from tba.buffer.store.references_migration import declare_references
-from tba.buffer.store.views import CONSUMPTION_WITH_NUMBERS, CURRICULUM, EVALUATIONS, LENGTHS, WASTE
+from tba.buffer.store.views import (
+    CONSUMPTION_WITH_NUMBERS,
+    CURRICULUM,
+    EVALUATIONS,
+    LENGTHS,
+    MEASURED_EVALUATIONS,
+    WASTE,
+)
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
@@ -126,6 +133,13 @@ def _origins(db: Database) -> None:
 @migrations(name="0008_token_log_ratios")
 def _token_log_ratios(db: Database) -> None:
     db.execute("ALTER TABLE consumption_rows ADD COLUMN token_log_ratios BLOB")
+
+
+@migrations(name="0009_not_measured")
+def _not_measured(db: Database) -> None:
+    db.execute("ALTER TABLE evaluation_rows ADD COLUMN not_measured TEXT")
+    db.execute("DROP VIEW evaluations")
+    db.execute(MEASURED_EVALUATIONS)
 
 
 def migrate(db: Database) -> None:

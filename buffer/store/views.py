@@ -1,7 +1,8 @@
 """The views of the database, for people who query it. `docs/database.md` describes them column by column.
 
 `VIEWS` are part of migration 0002, `EVALUATIONS` of 0003, `LENGTHS` and `WASTE` of 0004, `CONSUMPTION_WITH_NUMBERS` of
-0005, `CURRICULUM` of 0006. A released view is never edited: a later migration drops and recreates it.
+0005, `CURRICULUM` of 0006, `MEASURED_EVALUATIONS` of 0009. A released view is never edited: a later migration drops
+and recreates it.
 
 A view must stay usable on a million rows. Therefore no join multiplies rows, and each count or average is a correlated
 subquery over an index: `LIMIT 10` computes it for ten rows, a filter by id for one row, and an unselected column costs
@@ -125,6 +126,9 @@ SELECT r.name AS run, e.version, e.step, e.prompts AS held_out_prompts,
 FROM evaluation_rows e
 LEFT JOIN runs r ON r.id = e.run
 """
+
+# In place of `EVALUATIONS`.
+MEASURED_EVALUATIONS = EVALUATIONS.replace("e.metrics, e.intervals,", "e.not_measured, e.metrics, e.intervals,")
 
 # Trajectories of a run that `lengths` looks at, evenly spread over its ids: a view must not read a million rows.
 LENGTHS_SAMPLE = 10_000

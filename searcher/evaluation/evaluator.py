@@ -247,6 +247,7 @@ class Evaluator:
             "evaluated_at": time.time(),
             "seconds": seconds,
             **measured.metrics,
+            **({"not_measured": measured.not_measured} if measured.not_measured else {}),
             "intervals": {name: list(ends) for name, ends in measured.intervals.items()},
         }
 

@@ -53,6 +53,7 @@ REQUESTS = {
         seconds=0.5,
         metrics={"accuracy": 0.5},
         intervals={"accuracy": (0.25, 0.75)},
+        not_measured="1 of 2 answers could not be scored: ConnectError",
     ),
 }
 REPLIES = {

@@ -11,12 +11,18 @@ class Evaluations(Table):
     """The evaluations of the runs of a database."""
 
     def put(self, run: Run, message: PutEvaluation) -> None:
-        """Store an evaluation, in place of one of the same version, prompts and settings."""
+        """Store an evaluation, in place of one of the same version, prompts and settings.
+
+        One that measured nothing does not replace one that did.
+        """
         self._database.execute(
             "INSERT INTO evaluation_rows (run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, "
-            "metrics, intervals) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (run, version, prompt_set, settings)"
+            "metrics, intervals, not_measured) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (run, version, prompt_set, settings)"
             " DO UPDATE SET step = excluded.step, prompts = excluded.prompts, evaluated_at = excluded.evaluated_at,"
-            " seconds = excluded.seconds, metrics = excluded.metrics, intervals = excluded.intervals",
+            " seconds = excluded.seconds, metrics = excluded.metrics, intervals = excluded.intervals,"
+            " not_measured = excluded.not_measured"
+            " WHERE excluded.not_measured IS NULL OR evaluation_rows.not_measured IS NOT NULL",
             (
                 run.id,
                 message.version,
@@ -28,5 +34,6 @@ class Evaluations(Table):
                 message.seconds,
                 json.dumps(message.metrics),
                 json.dumps(message.intervals),
+                message.not_measured or None,
             ),
         )

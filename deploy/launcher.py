@@ -289,13 +289,19 @@ def download_models(config: Config, report: Callable[[str], None]) -> None:
         model_directory(path, setting=key)
 
 
-def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
+def check_task(
+    config: Config, arguments: Sequence[str], stop: Callable[[], bool], check_here: Callable[[Config], None]
+) -> None:
     """Load the task in a child, if only that shows that it works, as the searchers will, or until `stop()`.
+
+    Another one, unless its data is to be downloaded, is checked by `check_here`.
 
     Raises TaskError if the task does not load, TbaError for another failure, such as a lack of memory. Raises
     AddressInUse before it loads the task, which may take minutes.
     """
     if not config.task.checked_by_loading:
+        if not hub_data(config.task):
+            check_here(config)
         return
     check_address(config)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:

@@ -194,6 +194,9 @@ class BufferService:
             rows_since_step=pace.rows_since_step,
             errors_since_step=pace.errors_since_step,
             common_error=pace.common_error,
+            fruitless_seconds=pace.fruitless_seconds,
+            fruitless_rows=pace.fruitless_rows,
+            left_sampling=pace.left_sampling,
             skipped_prompts=len(state.leases.skipped),
             postponed_prompts=len(state.leases.postponed),
         )

@@ -327,7 +327,7 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
         terminal.print(f"everything is in {config.run.dir}", soft_wrap=True)
 
 
-app.command("eval")(eval_command(for_commands.store_evaluation, partial(for_commands.as_recorded, evaluates=True)))
+app.command("eval")(eval_command(for_commands.store_evaluation, for_commands.as_evaluated, for_commands.read_wrong))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from tba.common import jsonl, run_files
 from tba.common.system.durable import write_text
-from tba.common.wire.evaluation_messages import PutEvaluation
+from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
 
 # What a row has besides metrics.
 _FIELDS = (
@@ -23,6 +23,7 @@ _FIELDS = (
     "seconds",
     "intervals",
     "not_measured",
+    "responses",
 )
 # An evaluation of the same key replaces an earlier one.
 KEY = ("run", "version", "prompt_set", "settings")
@@ -67,9 +68,10 @@ def is_measured(row: Row) -> bool:
 
 def as_message(row: Row) -> PutEvaluation:
     """Return the message that stores an evaluation in the database."""
-    fields = {name: row[name] for name in _FIELDS if name in row and name not in ("run", "intervals")}
+    fields = {name: row[name] for name in _FIELDS if name in row and name not in ("run", "intervals", "responses")}
+    responses = [HeldOutResponse(**one) for one in row.get("responses", ())]
     intervals = {name: (low, high) for name, (low, high) in row["intervals"].items()}
-    return PutEvaluation(**fields, metrics=metrics_of(row), intervals=intervals)
+    return PutEvaluation(**fields, metrics=metrics_of(row), intervals=intervals, responses=responses)
 
 
 def read_json_lines(path: Path) -> list[Row]:
@@ -106,7 +108,9 @@ def record_evaluations(directory: Path, rows: Sequence[Row]) -> None:
             key = key_of(row)
             if is_measured(row) or key not in merged or not is_measured(merged[key]):
                 merged[key] = row
-        lines = [json.dumps(merged[key]) for key in sorted(merged)]
+        # The responses are in the database alone.
+        kept = ({name: value for name, value in merged[key].items() if name != "responses"} for key in sorted(merged))
+        lines = [json.dumps(row) for row in kept]
         write_text(directory / run_files.EVALUATIONS, "\n".join(lines) + "\n")
 
 

@@ -65,7 +65,7 @@ class Leasing:
             self._refuse_repeated(message.task, message.keys[new])
             if task.name is None:
                 state.register_task(message.task, message.fingerprint, message.total)
-            state.add_prompts(message.keys[new], message.texts[new])
+            state.add_prompts(message.keys[new], message.texts[new], message.answers[new])
         known = len(state.prompt_ids)
         complete = known == state.task.prompts
         wait = not complete and not self._registers(sender)

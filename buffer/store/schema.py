@@ -14,8 +14,10 @@ from tba.buffer.store.views import (
     CONSUMPTION_WITH_NUMBERS,
     CURRICULUM,
     EVALUATIONS,
+    HELD_OUT,
     LENGTHS,
     MEASURED_EVALUATIONS,
+    TRAJECTORIES_WITH_ANSWERS,
     WASTE,
 )
 from tba.common.errors import StorageError
@@ -71,6 +73,12 @@ CREATE TABLE evaluation_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFER
     intervals TEXT NOT NULL, UNIQUE (run, version, prompt_set, settings)) STRICT
 """
 
+_HELD_OUT_ROWS = """
+CREATE TABLE held_out_rows (evaluation INTEGER NOT NULL REFERENCES evaluation_rows (id),
+    run INTEGER NOT NULL REFERENCES runs (id), prompt TEXT NOT NULL, prompt_text TEXT NOT NULL, answer TEXT NOT NULL,
+    response TEXT NOT NULL, reward REAL NOT NULL, reward_parts TEXT NOT NULL, error TEXT,
+    PRIMARY KEY (evaluation, prompt)) STRICT, WITHOUT ROWID
+"""
 
 _CURRICULUM_ROWS = """
 CREATE TABLE curriculum_rows (run INTEGER NOT NULL REFERENCES runs (id),
@@ -140,6 +148,14 @@ def _not_measured(db: Database) -> None:
     db.execute("ALTER TABLE evaluation_rows ADD COLUMN not_measured TEXT")
     db.execute("DROP VIEW evaluations")
     db.execute(MEASURED_EVALUATIONS)
+
+
+@migrations(name="0010_held_out")
+def _held_out(db: Database) -> None:
+    db.execute("ALTER TABLE prompts ADD COLUMN answer TEXT")
+    db.execute("DROP VIEW trajectories")
+    for statement in (TRAJECTORIES_WITH_ANSWERS, _HELD_OUT_ROWS, HELD_OUT):
+        db.execute(statement)
 
 
 def migrate(db: Database) -> None:

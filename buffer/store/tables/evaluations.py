@@ -15,25 +15,34 @@ class Evaluations(Table):
 
         One that measured nothing does not replace one that did.
         """
-        self._database.execute(
+        stored = self._database.all(
             "INSERT INTO evaluation_rows (run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, "
             "metrics, intervals, not_measured) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (run, version, prompt_set, settings)"
             " DO UPDATE SET step = excluded.step, prompts = excluded.prompts, evaluated_at = excluded.evaluated_at,"
             " seconds = excluded.seconds, metrics = excluded.metrics, intervals = excluded.intervals,"
             " not_measured = excluded.not_measured"
-            " WHERE excluded.not_measured IS NULL OR evaluation_rows.not_measured IS NOT NULL",
-            (
-                run.id,
-                message.version,
-                message.step,
-                message.prompts,
-                message.prompt_set,
-                message.settings,
-                message.evaluated_at,
-                message.seconds,
-                json.dumps(message.metrics),
-                json.dumps(message.intervals),
-                message.not_measured or None,
-            ),
+            " WHERE excluded.not_measured IS NULL OR evaluation_rows.not_measured IS NOT NULL RETURNING id",
+            run.id,
+            message.version,
+            message.step,
+            message.prompts,
+            message.prompt_set,
+            message.settings,
+            message.evaluated_at,
+            message.seconds,
+            json.dumps(message.metrics),
+            json.dumps(message.intervals),
+            message.not_measured or None,
         )
+        for (evaluation,) in stored:
+            self._database.execute("DELETE FROM held_out_rows WHERE evaluation = ?", (evaluation,))
+            self._database.execute_many(
+                "INSERT OR REPLACE INTO held_out_rows (evaluation, run, prompt, prompt_text, answer, response, reward, "
+                "reward_parts, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (evaluation, run.id, one.prompt, one.prompt_text, one.answer, one.response, one.reward,
+                     json.dumps(one.reward_parts), one.error)
+                    for one in message.responses
+                ],
+            )  # fmt: skip

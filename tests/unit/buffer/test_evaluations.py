@@ -6,7 +6,7 @@ from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
 
 
 def put(buffer, *responses: HeldOutResponse, version: int = 0, **changes: Any) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "step": version,
         "prompts": 2,
         "prompt_set": "a",
@@ -14,13 +14,18 @@ def put(buffer, *responses: HeldOutResponse, version: int = 0, **changes: Any) -
         "evaluated_at": 1.0 + version,
         "seconds": 1.0,
     }
-    metrics = {"metrics": {"accuracy": 0.5}, "intervals": {}}
+    metrics: dict[str, Any] = {"metrics": {"accuracy": 0.5}, "intervals": {}}
     message = PutEvaluation(version=version, responses=list(responses), **fields | metrics | changes)
     buffer.ask(message, role="evaluator", sender="e.1")
 
 
 def response(prompt: str, text: str, correct: float, **changes: Any) -> HeldOutResponse:
-    fields = {"prompt_text": f"{prompt}?", "answer": "42", "reward": correct, "reward_parts": {"correct": correct}}
+    fields: dict[str, Any] = {
+        "prompt_text": f"{prompt}?",
+        "answer": "42",
+        "reward": correct,
+        "reward_parts": {"correct": correct},
+    }
     return HeldOutResponse(prompt=prompt, response=text, **fields | changes)
 
 

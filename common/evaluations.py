@@ -12,19 +12,8 @@ from tba.common.system.durable import write_text
 from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
 
 # What a row has besides metrics.
-_FIELDS = (
-    "run",
-    "version",
-    "step",
-    "prompts",
-    "prompt_set",
-    "settings",
-    "evaluated_at",
-    "seconds",
-    "intervals",
-    "not_measured",
-    "responses",
-)
+_FIELDS = ("run", "version", "step", "prompts", "prompt_set", "settings", "evaluated_at", "seconds", "intervals",
+    "not_measured", "responses")  # fmt: skip
 # An evaluation of the same key replaces an earlier one.
 KEY = ("run", "version", "prompt_set", "settings")
 # With a larger share of failures, a mean says how the scorer fared and not how the model did.

@@ -16,9 +16,6 @@ class Pace:
 
     `waits_for` is why the trainer waits for a batch, or an empty string. `rows_since_step` have arrived since the last
     step, `errors_since_step` of them with an error. Everything counts from the start of the server.
-
-    While the trainer waits, `fruitless_seconds` have passed and `fruitless_rows` have arrived since there was last more
-    of what its batch needs, or more to sample at all; `left_sampling` counts those that left since, by key of [buffer].
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -48,19 +45,12 @@ class Pace:
         self.waits_for = reason
 
     @property
-    def fruitless_seconds(self) -> float:
-        """See the class."""
-        return self._clock.monotonic() - self._grew_at if self.waits_for else 0.0
-
-    @property
-    def fruitless_rows(self) -> int:
-        """See the class."""
-        return max(0, self.rows_since_step - self._rows_then) if self.waits_for else 0
-
-    @property
-    def left_sampling(self) -> dict[str, int]:
-        """See the class."""
-        return dict(self._left - self._left_then)
+    def fruitless(self) -> tuple[float, int, dict[str, int]]:
+        """Seconds, rows, and rows that left sampling by key of [buffer], since there was last more for the batch."""
+        if not self.waits_for:
+            return 0.0, 0, {}
+        seconds = self._clock.monotonic() - self._grew_at
+        return seconds, max(0, self.rows_since_step - self._rows_then), dict(self._left - self._left_then)
 
     def note_step(self) -> None:
         """Record that a step was reported."""

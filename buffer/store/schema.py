@@ -9,17 +9,8 @@ import sqlite3
 from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
+from tba.buffer.store import views
 from tba.buffer.store.references_migration import declare_references
-from tba.buffer.store.views import (
-    CONSUMPTION_WITH_NUMBERS,
-    CURRICULUM,
-    EVALUATIONS,
-    HELD_OUT,
-    LENGTHS,
-    MEASURED_EVALUATIONS,
-    TRAJECTORIES_WITH_ANSWERS,
-    WASTE,
-)
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
@@ -101,13 +92,13 @@ def _references(db: Database) -> None:
 
 @migrations(name="0003_evaluations")
 def _evaluations(db: Database) -> None:
-    for statement in (_EVALUATION_ROWS, EVALUATIONS):
+    for statement in (_EVALUATION_ROWS, views.EVALUATIONS):
         db.execute(statement)
 
 
 @migrations(name="0004_waste")
 def _waste(db: Database) -> None:
-    for statement in (LENGTHS, WASTE):
+    for statement in (views.LENGTHS, views.WASTE):
         db.execute(statement)
 
 
@@ -124,12 +115,12 @@ def _row_numbers(db: Database) -> None:
     ):
         db.execute(f"ALTER TABLE consumption_rows ADD COLUMN {column}")
     db.execute("DROP VIEW consumption")
-    db.execute(CONSUMPTION_WITH_NUMBERS)
+    db.execute(views.CONSUMPTION_WITH_NUMBERS)
 
 
 @migrations(name="0006_curriculum")
 def _curriculum(db: Database) -> None:
-    for statement in (_CURRICULUM_ROWS, CURRICULUM):
+    for statement in (_CURRICULUM_ROWS, views.CURRICULUM):
         db.execute(statement)
 
 
@@ -147,14 +138,14 @@ def _token_log_ratios(db: Database) -> None:
 def _not_measured(db: Database) -> None:
     db.execute("ALTER TABLE evaluation_rows ADD COLUMN not_measured TEXT")
     db.execute("DROP VIEW evaluations")
-    db.execute(MEASURED_EVALUATIONS)
+    db.execute(views.MEASURED_EVALUATIONS)
 
 
 @migrations(name="0010_held_out")
 def _held_out(db: Database) -> None:
     db.execute("ALTER TABLE prompts ADD COLUMN answer TEXT")
     db.execute("DROP VIEW trajectories")
-    for statement in (TRAJECTORIES_WITH_ANSWERS, _HELD_OUT_ROWS, HELD_OUT):
+    for statement in (views.TRAJECTORIES_WITH_ANSWERS, _HELD_OUT_ROWS, views.HELD_OUT):
         db.execute(statement)
 
 

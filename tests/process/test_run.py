@@ -239,6 +239,7 @@ def test_a_judge_that_is_down_in_the_last_evaluation_is_no_accuracy_and_is_asked
     again = tba("eval", "--config", run.file, "--all", "--json")
     assert again.returncode == 0, again.stderr
     assert all(accuracy is not None and why is None for accuracy, why, _ in query(run, stored))
+    assert query(run, "SELECT answer FROM trajectories WHERE answer IS NULL") == []
     wrong = tba("eval", "--config", run.file, "--wrong", "--json")
     rows, last = json.loads(wrong.stdout), max(json.loads(again.stdout), key=lambda row: row["step"])
     assert len(rows) == round(40 * (1 - last["accuracy"])) > 0

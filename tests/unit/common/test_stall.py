@@ -327,7 +327,11 @@ HEALTHY: dict[str, Facts] = {
     "searchers at work for a batch": starved(searcher(), last_put_seconds=100.0),
     "a batch grows slowly": starved(searcher(), fruitless_seconds=50.0, fruitless_rows=480),
     "a run is being stopped": run(
-        trainer(activity="gone"), trainer_waits_for=_LACK, trainer_waits_seconds=99.0, uptime_seconds=5.0
+        trainer(activity="gone"),
+        searcher(activity="gone"),
+        trainer_waits_for=_LACK,
+        trainer_waits_seconds=99.0,
+        uptime_seconds=5.0,
     ),
     "some errors": starved(searcher(), rows_since_step=100, errors_since_step=20),
     "one of two searchers crashes": Facts(run(trainer(), searcher()).status, failing=["gpu1 failed 2 times: x"]),

@@ -268,6 +268,7 @@ def run(
     stop = start_process("", level="WARNING")
     from tba.deploy.launcher import check_start, check_task, download_models
     from tba.deploy.run_directory import await_previous
+    from tba.searcher.checks import check_number_of_prompts
     from tba.trainer.preflight.before_start import check_memory
 
     await_previous(resolved.config, stop, note)
@@ -276,7 +277,7 @@ def run(
         with stop.exits_immediately(interrupted=EXIT_INTERRUPTED):
             download_models(resolved.config, note)
         check_memory(resolved.config)
-        check_task(resolved.config, options.arguments(), stop)
+        check_task(resolved.config, options.arguments(), stop, check_number_of_prompts)
     if not stop():
         _launch(resolved, options, stop, resume=resume)
     if stop.interrupted:
@@ -326,7 +327,7 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
         terminal.print(f"everything is in {config.run.dir}", soft_wrap=True)
 
 
-app.command("eval")(eval_command(for_commands.store_evaluation, partial(for_commands.as_recorded, evaluates=True)))
+app.command("eval")(eval_command(for_commands.store_evaluation, for_commands.as_evaluated, for_commands.read_wrong))
 
 
 @contextmanager

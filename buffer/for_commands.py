@@ -3,6 +3,7 @@
 Slow imports are in the functions, so that `tba --help` stays fast.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,16 @@ def as_recorded(resolved: "Resolved", *, evaluates: bool) -> "Config":
     if evaluates:
         recorded_work.refuse_other_work(config, evaluates=True)
     return config
+
+
+as_evaluated = partial(as_recorded, evaluates=True)
+
+
+def read_wrong(config: "Config") -> list[dict[str, Any]]:
+    """As `tba.buffer.tools.record_evaluation.read_wrong`."""
+    from tba.buffer.tools import record_evaluation
+
+    return record_evaluation.read_wrong(config.database, config.run.name)
 
 
 def store_evaluation(config: "Config", row: dict[str, Any]) -> str:

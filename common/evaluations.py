@@ -2,18 +2,23 @@
 
 import fcntl
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba.common import jsonl, run_files
 from tba.common.system.durable import write_text
-from tba.common.wire.evaluation_messages import PutEvaluation
+from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
 
 # What a row has besides metrics.
-_FIELDS = ("run", "version", "step", "prompts", "prompt_set", "settings", "evaluated_at", "seconds", "intervals")
+_FIELDS = ("run", "version", "step", "prompts", "prompt_set", "settings", "evaluated_at", "seconds", "intervals",
+    "not_measured", "responses")  # fmt: skip
 # An evaluation of the same key replaces an earlier one.
 KEY = ("run", "version", "prompt_set", "settings")
+# With a larger share of failures, a mean says how the scorer fared and not how the model did.
+_MOST_FAILED = 0.02
+_REASON_CHARACTERS = 200
 
 Row = dict[str, Any]
 
@@ -28,11 +33,34 @@ def metrics_of(row: Row) -> dict[str, float]:
     return {name: value for name, value in row.items() if name not in _FIELDS}
 
 
+def represents(failed: float, total: float) -> bool:
+    """Whether a mean stands for `total` rows of which this many have no score: at most 2 %."""
+    return failed <= _MOST_FAILED * total
+
+
+def why_not_measured(errors: Sequence[str | None], what: str = "answers") -> str:
+    """Return "300 of 300 answers could not be scored: ConnectError", or "" if the rest represents them.
+
+    `errors` has None for each answer with a score; the most frequent error is quoted.
+    """
+    failed = Counter(error for error in errors if error is not None)
+    if represents(failed.total(), len(errors)):
+        return ""
+    reason = failed.most_common(1)[0][0][:_REASON_CHARACTERS]
+    return f"{failed.total()} of {len(errors)} {what} could not be scored: {reason}"
+
+
+def is_measured(row: Row) -> bool:
+    """Whether an evaluation measured all that it should; `tba eval --all` repeats one that did not."""
+    return not row.get("not_measured") and represents(max(row.get("failed", 0), row.get("sampled_failed", 0)), 1)
+
+
 def as_message(row: Row) -> PutEvaluation:
     """Return the message that stores an evaluation in the database."""
-    fields = {name: row[name] for name in _FIELDS if name not in ("run", "intervals")}
+    fields = {name: row[name] for name in _FIELDS if name in row and name not in ("run", "intervals", "responses")}
+    responses = [HeldOutResponse(**one) for one in row.get("responses", ())]
     intervals = {name: (low, high) for name, (low, high) in row["intervals"].items()}
-    return PutEvaluation(**fields, metrics=metrics_of(row), intervals=intervals)
+    return PutEvaluation(**fields, metrics=metrics_of(row), intervals=intervals, responses=responses)
 
 
 def read_json_lines(path: Path) -> list[Row]:
@@ -58,14 +86,20 @@ def _is_evaluation(row: Any) -> bool:
 
 
 def record_evaluations(directory: Path, rows: Sequence[Row]) -> None:
-    """Add evaluations to the file of a run. They replace earlier ones with the same key."""
+    """Add evaluations to the file of a run. One of the same key is replaced, if measured only by a measured one."""
     directory.mkdir(parents=True, exist_ok=True)
     # `tba eval` and a searcher with --eval may add rows at the same time.
     with (directory / f".{run_files.EVALUATIONS}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         all_rows = (*all_evaluations(directory), *rows)
-        merged = {key_of(row): row for row in all_rows}
-        lines = [json.dumps(merged[key]) for key in sorted(merged)]
+        merged: dict[tuple[Any, ...], Row] = {}
+        for row in all_rows:
+            key = key_of(row)
+            if is_measured(row) or key not in merged or not is_measured(merged[key]):
+                merged[key] = row
+        # The responses are in the database alone.
+        kept = ({name: value for name, value in merged[key].items() if name != "responses"} for key in sorted(merged))
+        lines = [json.dumps(row) for row in kept]
         write_text(directory / run_files.EVALUATIONS, "\n".join(lines) + "\n")
 
 

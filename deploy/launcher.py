@@ -13,7 +13,7 @@ from tba.common import run_files
 from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import asked_gpus, asked_packages, check_gpus_apart, check_paths, hub_data, hub_models
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
-from tba.common.evaluations import Row, read_evaluations
+from tba.common.evaluations import Row, is_measured, read_evaluations
 from tba.common.stall.facts import Facts
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus, shared_gpus
 from tba.common.terminal import need, need_engine
@@ -174,20 +174,32 @@ class Launcher:
 def evaluate_at_end(config: Config, arguments: Sequence[str], stop: Callable[[], bool], terminal: Console) -> None:
     """Evaluate the kept snapshots, draw the run, and print the accuracy before and after; less if `stop()`."""
     terminal.print("evaluating the kept snapshots on the held-out prompts")
-    if not evaluate_in_child(config, arguments, stop):
-        return
+    failure = None
+    try:
+        if not evaluate_in_child(config, arguments, stop):
+            return
+    except TbaError as error:
+        failure = error
     rows = read_evaluations(config.run.dir, config.run.name)
-    picture = draw(config.run.dir, run=config.run.name)
-    terminal.print(before_and_after(rows))
-    terminal.print(f"picture: {picture}", soft_wrap=True)
+    # A judge that is down leaves a run whose picture is worth seeing.
+    if failure is None or not all(map(is_measured, rows)):
+        picture = draw(config.run.dir, run=config.run.name)
+        terminal.print(before_and_after(rows), soft_wrap=True)
+        terminal.print(f"picture: {picture}", soft_wrap=True)
+    if failure is not None:
+        raise failure
 
 
 def before_and_after(rows: Sequence[Row]) -> str:
     """Return one line on the first and the last evaluation of a run."""
-    first, last = rows[0], rows[-1]
-    if "accuracy" in first and "accuracy" in last:
-        return f"held-out greedy accuracy: {first['accuracy']:.1%} before, {last['accuracy']:.1%} after"
-    return f"held-out reward: {first['reward']:.4g} before, {last['reward']:.4g} after"
+    ends = rows[0], rows[-1]
+    has_accuracy = any("accuracy" in row for row in ends)
+    name, what, form = ("accuracy", "greedy accuracy", ".1%") if has_accuracy else ("reward", "reward", ".4g")
+    before, after = (
+        format(row[name], form) if name in row else f"not measured ({row.get('not_measured', 'unknown')})"
+        for row in ends
+    )
+    return f"held-out {what}: {before} before, {after} after"
 
 
 def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> bool:
@@ -277,13 +289,19 @@ def download_models(config: Config, report: Callable[[str], None]) -> None:
         model_directory(path, setting=key)
 
 
-def check_task(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
+def check_task(
+    config: Config, arguments: Sequence[str], stop: Callable[[], bool], check_here: Callable[[Config], None]
+) -> None:
     """Load the task in a child, if only that shows that it works, as the searchers will, or until `stop()`.
+
+    Another one, unless its data is to be downloaded, is checked by `check_here`.
 
     Raises TaskError if the task does not load, TbaError for another failure, such as a lack of memory. Raises
     AddressInUse before it loads the task, which may take minutes.
     """
     if not config.task.checked_by_loading:
+        if not hub_data(config.task):
+            check_here(config)
         return
     check_address(config)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:

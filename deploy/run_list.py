@@ -115,7 +115,8 @@ def _rows(folder: Path, read_results: ReadResults) -> list[dict[str, Any]]:
 
 def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str, Any]:
     steps, planned = result.get("steps"), result.get("planned")
-    evaluations = read_evaluations(folder, result["run"])
+    last = (read_evaluations(folder, result["run"]) or [{}])[-1]
+    unknown = f"last evaluation not measured: {last['not_measured']}" if last.get("not_measured") else ""
     return {
         # With the default name, every run would be called the same.
         "name": folder.resolve().name if result["run"] == _DEFAULT_NAME else result["run"],
@@ -123,11 +124,11 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
         "state": state,
         "steps": f"{steps}/{planned}" if planned else steps,
         "reward": result.get("reward"),
-        "accuracy": evaluations[-1].get("accuracy") if evaluations else None,
+        "accuracy": last.get("accuracy"),
         "changed": _utc(result["changed_at"]),
         "source": result.get("source"),
         "directory": str(folder),
-        "why": why,
+        "why": "; ".join(filter(None, [why, unknown])),
     }
 
 

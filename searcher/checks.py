@@ -3,15 +3,15 @@
 import asyncio
 
 from tba.common.config import Config, ScoringModelSection
+from tba.common.config.batches import check_batches
 from tba.common.errors import MissingExtra, TaskError
-from tba.common.quantity import quantity
 from tba.common.rendering import PromptRenderer
 from tba.common.terminal import need
 from tba.common.weights.model_files import model_here
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.task import check_prompts, check_rendering
+from tba.searcher.tasks.task import Task, check_prompts, check_rendering
 
 _SERVER_SECONDS = 3.0
 
@@ -26,12 +26,7 @@ def check_task_and_prompts(config: Config) -> str:
 
     task = load_task(config.task)
     check_prompts(task)
-    prompts, needed = len(task.prompts()), config.train.prompts_per_step
-    if prompts < needed:
-        raise TaskError(
-            f"task {task.name} has {quantity(prompts, 'prompt')} and a batch needs {needed} different ones: lower "
-            "train.prompts_per_step"
-        )
+    check_number_of_prompts(config, task)
     directory = model_here(config.model.path)
     if directory is None:
         return ""
@@ -42,6 +37,15 @@ def check_task_and_prompts(config: Config) -> str:
     every = [*task.prompts(), *task.held_out()]
     check_rendering(task, every, renderer, context_of(config))
     return unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, every)
+
+
+def check_number_of_prompts(config: Config, task: Task | None = None) -> None:
+    """Raise TaskError if no batch can ever be sampled of as many prompts, or if the task cannot be loaded."""
+    task = task or load_task(config.task)
+    try:
+        check_batches(config, len(task.prompts()))
+    except ValueError as error:
+        raise TaskError(f"task {task.name}: {error}") from error
 
 
 def with_reward_floor(config: Config) -> Config:

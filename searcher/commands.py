@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common import run_files
-from tba.common.errors import UsageError
+from tba.common.errors import TbaError, UsageError
 from tba.common.terminal import (
     ConfigOptions,
     Json,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Stores an evaluation in the database of its run: the configuration and the row. Returns why it did not, or "".
 Store = Callable[[Any, dict[str, Any]], str]
+# Reads the held-out prompts that the newest evaluation of a run got wrong.
+ReadWrong = Callable[[Any], list[dict[str, Any]]]
 # Gives the configuration of a run that exists, as recorded if there is no file.
 AsRecorded = Callable[[Any], Any]
 # Gives a directory that engines load: the configuration, and a snapshot, checkpoint or model directory.
@@ -39,7 +41,7 @@ _COLUMNS = ("version", "step", "accuracy", "reward", "prompts", "unfinished", "f
 _MORE_COLUMNS = ("accuracy_of_", "reward_of_", "pass_at_", "kl", "kl_per_token", "distinct_", "embedding_distance")
 
 
-def eval_command(store: Store, as_recorded: AsRecorded) -> Callable[..., None]:
+def eval_command(store: Store, as_recorded: AsRecorded, read_wrong: ReadWrong) -> Callable[..., None]:
     """Return the command. Its arguments are passed in, because this package does not import the buffer.
 
     `as_recorded` raises ConfigError if the run of a configuration is of another task or model.
@@ -53,6 +55,9 @@ def eval_command(store: Store, as_recorded: AsRecorded) -> Callable[..., None]:
         ] = None,
         every: Annotated[bool, typer.Option("--all", help="All snapshots that the run has kept.")] = False,
         again: Annotated[bool, typer.Option("--again", help="Also those that were evaluated already.")] = False,
+        wrong: Annotated[
+            bool, typer.Option("--wrong", help="Show what the newest evaluation got wrong; evaluate nothing.")
+        ] = False,
         cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
         as_json: Json = False,
     ) -> None:
@@ -60,6 +65,9 @@ def eval_command(store: Store, as_recorded: AsRecorded) -> Callable[..., None]:
         resolve = options.resolve_run if snapshot is None else options.resolve
         resolved = resolve({"search.gpus": "cpu" if cpu else None})
         config = as_recorded(resolved)
+        if wrong:
+            found = read_wrong(config)
+            return print_json(found) if as_json else print_table(list(found[0]) if found else ["nothing"], found)
         start_process("eval", level="WARNING", drains=False)
         need("torch", "train")
         rows = _evaluate(config, store, snapshot, every=every, again=again)
@@ -68,6 +76,7 @@ def eval_command(store: Store, as_recorded: AsRecorded) -> Callable[..., None]:
         else:
             headings = _headings(rows)
             print_table(headings, [dict.fromkeys(headings) | _with_intervals(row) for row in rows])
+        return _check_measured(rows)
 
     return evaluate
 
@@ -76,18 +85,18 @@ def _evaluate(
     config: "Config", store: Store, snapshot: Path | None, *, every: bool, again: bool
 ) -> list[dict[str, Any]]:
     """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
-    from tba.common.evaluations import all_evaluations, key_of, record_evaluations
+    from tba.common.evaluations import all_evaluations, is_measured, key_of, record_evaluations
 
     device = _choose_device(config)
     from tba.searcher.evaluation.snapshots import evaluate_snapshots
 
     earlier = [] if again else all_evaluations(config.run.dir)
-    known = {key_of(row): row for row in earlier}
+    known = {key_of(row): row for row in earlier if is_measured(row)}
     rows, stored = [], True
     with row_progress() as show:
         report = _reporting(show)
         for row, is_new in evaluate_snapshots(config, snapshot, every=every, device=device, known=known, report=report):
-            rows.append(row)
+            rows.append({name: value for name, value in row.items() if name != "responses"})
             if is_new:
                 record_evaluations(config.run.dir, [row])
                 if not sys.stderr.isatty():
@@ -97,6 +106,17 @@ def _evaluate(
                     # Each attempt may wait for a buffer that is not there.
                     stored = False
     return sorted(rows, key=lambda row: (row["step"], row["version"]))
+
+
+def _check_measured(rows: list[dict[str, Any]]) -> None:
+    """Raise TbaError with the reasons if metrics are missing."""
+    versions: dict[str, list[str]] = {}
+    for row in rows:
+        versions.setdefault(row.get("not_measured", ""), []).append(f"v{row['version']}")
+    versions.pop("", None)
+    if versions:
+        what = "; ".join(f"{', '.join(named)} not measured: {reason}" for reason, named in versions.items())
+        raise TbaError(f"{what}; mend what fails, then `tba eval --all` repeats this")
 
 
 def _choose_device(config: "Config") -> str:

@@ -20,7 +20,7 @@ _WAIT_SECONDS = 0.2
 
 
 def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer, stop: Callable[[], bool]) -> None:
-    """Send the keys and rendered texts of the prompts that the buffer lacks, unless another searcher does.
+    """Send keys, rendered texts and answers of the prompts that the buffer lacks, unless another searcher does.
 
     Raises Refused if it has others, or if another searcher renders them with other settings; BufferUnavailable after
     `stop()`.
@@ -28,14 +28,15 @@ def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer,
     prompts = task.prompts()
     digest = fingerprint(prompts, renderer.settings(prompts))
 
-    def ask(offset: int, chunk: Sequence[tuple[str, str]]) -> messages.Registered:
+    def ask(offset: int, chunk: Sequence[tuple[str, str, str]]) -> messages.Registered:
         message = messages.RegisterPrompts(
             task=task.name,
             fingerprint=digest,
             total=len(prompts),
             offset=offset,
-            keys=[key for key, _ in chunk],
-            texts=[text for _, text in chunk],
+            keys=[key for key, _, _ in chunk],
+            texts=[text for _, text, _ in chunk],
+            answers=[answer for _, _, answer in chunk],
         )
         return client.call(message, messages.Registered, stop=stop)[0]
 
@@ -49,16 +50,17 @@ def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer,
         registered = ask(registered.known, chunk)
 
 
-def _chunk(prompts: Sequence[Prompt], start: int, renderer: PromptRenderer) -> Sequence[tuple[str, str]]:
-    """Return keys and texts of as many prompts from a position on as fit one message, at least one."""
-    chunk: list[tuple[str, str]] = []
+def _chunk(prompts: Sequence[Prompt], start: int, renderer: PromptRenderer) -> Sequence[tuple[str, str, str]]:
+    """Return keys, texts and answers of as many prompts from a position on as fit one message, at least one."""
+    chunk: list[tuple[str, str, str]] = []
     characters = 0
     for prompt in prompts[start : start + _REGISTER_CHUNK]:
         text = renderer.text(prompt)[: fields.MAX_PROMPT_TEXT]
-        characters += len(text)
+        answer = prompt.answer[: fields.MAX_PROMPT_TEXT]
+        characters += len(text) + len(answer)
         if chunk and characters > _REGISTER_CHARACTERS:
             break
-        chunk.append((prompt.key, text))
+        chunk.append((prompt.key, text, answer))
     return chunk
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tba.common.evaluations import represents
 from tba.common.terminal import cell, printable
 
 
@@ -37,6 +38,11 @@ def number(value: Any) -> str:
 def percent(value: float | None) -> str:
     """Format a fraction."""
     return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def of_the_rest(errors: int, rows: int) -> str:
+    """Say what a mean is of, if it does not stand for all rows because too many have errors; "" otherwise."""
+    return "" if represents(errors, rows) else f"of the {rows - errors:,} of {rows:,} without an error"
 
 
 def time_text(seconds: float | None) -> str:
@@ -71,6 +77,7 @@ def excerpt(text: str | None, length: int) -> str:
 FILTERS = {
     "number": number,
     "percent": percent,
+    "of_the_rest": of_the_rest,
     "time": time_text,
     "duration": duration,
     "excerpt": excerpt,

@@ -15,8 +15,11 @@ _MOST_BYTES = 64 << 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,98}\.sql")
 
 _BUILT_IN = {
-    "best answers": """SELECT id, reward, policy_version, prompt_text, text
+    "best responses": """SELECT id, reward, policy_version, prompt_text, answer, text
 FROM trajectories WHERE run = '{run}' ORDER BY reward DESC LIMIT 20""",
+    "held-out prompts with a wrong response": """SELECT version, prompt_text, answer, response, reward, error
+FROM held_out h WHERE evaluation = (SELECT evaluation FROM held_out
+    WHERE run = '{run}' ORDER BY step DESC, evaluated_at DESC LIMIT 1) AND NOT passed ORDER BY h.prompt""",
     "reward and staleness by step": """SELECT step, mean_reward, mean_staleness, max_staleness, mean_age_seconds
 FROM staleness WHERE run = '{run}' ORDER BY step DESC LIMIT 100""",
     "searchers": """SELECT sender, host, trajectories, errors, mean_reward
@@ -24,7 +27,7 @@ FROM clients WHERE run = '{run}' AND role = 'searcher'""",
     "most frequent errors": """SELECT error, COUNT(*) AS trajectories, MAX(id) AS newest
 FROM (SELECT id, error FROM trajectories WHERE run = '{run}' ORDER BY received_at DESC LIMIT 20000)
 WHERE error IS NOT NULL GROUP BY error ORDER BY trajectories DESC LIMIT 20""",
-    "answers used most often": """SELECT c.trajectory, COUNT(*) AS slots, MIN(c.step) AS first_step,
+    "responses used most often": """SELECT c.trajectory, COUNT(*) AS slots, MIN(c.step) AS first_step,
     MAX(c.step) AS last_step, t.reward, t.text
 FROM (SELECT trajectory, step FROM consumption WHERE run = '{run}' ORDER BY step DESC LIMIT 20000) c
 JOIN trajectories t ON t.id = c.trajectory GROUP BY c.trajectory ORDER BY slots DESC LIMIT 20""",
@@ -32,8 +35,8 @@ JOIN trajectories t ON t.id = c.trajectory GROUP BY c.trajectory ORDER BY slots 
 FROM groups WHERE run = '{run}' AND done_at IS NOT NULL AND reward_variance = 0 LIMIT 100""",
     "waste by step": "SELECT * FROM waste WHERE run = '{run}' ORDER BY step DESC LIMIT 50",
     "use by length of the response": "SELECT * FROM lengths WHERE run = '{run}' ORDER BY least_tokens",
-    "evaluations": """SELECT step, version, held_out_prompts, accuracy, accuracy_low, accuracy_high, reward, kl
-FROM evaluations WHERE run = '{run}' ORDER BY step""",
+    "evaluations": """SELECT step, version, held_out_prompts, accuracy, accuracy_low, accuracy_high, reward, kl,
+    not_measured FROM evaluations WHERE run = '{run}' ORDER BY step""",
 }
 
 

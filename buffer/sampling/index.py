@@ -11,6 +11,7 @@ ordinal: its position in the order of first appearance.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ class SamplingIndex:
         self._ordinals: dict[int, int] = {}
         self.changes = 0
         self._rows = 0
+        # How many have left, by the key of [buffer] that removed them, since this index was made.
+        self.left: Counter[str] = Counter()
         # Payload of all entries.
         self.payload_bytes = 0
         # All rows before this one are removed.
@@ -80,12 +83,17 @@ class SamplingIndex:
                 self.extend(entry)
             return
         if limits.dedup:
+            arrived, before = len(block), self._rows
             block = block.without_duplicates()
             self._remove_duplicates(ordinal, set(block.dedup_hash))
+            self.left["dedup"] += arrived - len(block) + before - self._rows
         self._append(ordinal, block)
         while self._count[ordinal] > limits.prompt_cap:
+            self.left["prompt_cap"] += 1
             self._remove(ordinal, *surplus(self.columns, self._head[ordinal], limits.prompt_keep))
         while self._rows and self._exceeds_totals():
+            is_full = limits.max_trajectories is not None and self._rows > limits.max_trajectories
+            self.left["max_trajectories" if is_full else "max_payload_bytes"] += 1
             self._remove_oldest()
         self._note_change(ordinal)
         if self.columns.should_compact(self._rows):

@@ -62,9 +62,10 @@ class SamplingRules:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The reason why no batch can be sampled yet."""
+    """The reason why no batch can be sampled yet, and how much of what it needs is there."""
 
     reason: str
+    have: int
 
 
 _Settings = TypeVar("_Settings", Limits, SamplingRules)

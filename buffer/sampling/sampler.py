@@ -91,14 +91,14 @@ class Sampler:
         rules = self.rules
         if len(self.index) < rules.min_fill:
             least = quantity(rules.min_fill, "trajectory", "trajectories")
-            return Shortage(f"{len(self.index)} of {least} for the first fill")
+            return Shortage(f"{len(self.index)} of {least} for the first fill", len(self.index))
         table = self._table(rules.need(samples))
         oldest = NEVER if rules.max_staleness is None else step - rules.max_staleness
         eligible = table.with_entries_since(oldest)
         if (found := int(np.count_nonzero(eligible))) < groups:
             limit = "" if rules.max_staleness is None else f" at staleness <= {rules.max_staleness}"
             what = "trajectories" if table.need == 1 else f"{table.need} different trajectories"
-            return Shortage(f"{found} of {quantity(groups, 'prompt has', 'prompts have')} {what}{limit}")
+            return Shortage(f"{found} of {quantity(groups, 'prompt has', 'prompts have')} {what}{limit}", found)
         fraction = rules.recency_fraction_at(step if train_step is None else train_step)
         by_recency: list[bool] = (rng.random(groups) < fraction).tolist()
         ages = self._ages(table, eligible, step)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tba.buffer.service.clients import GONE
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.prompts import OpenVisit
+from tba.common.config.batches import check_batches
 from tba.common.errors import Refused
 from tba.common.quantity import quantity
 from tba.common.wire import messages
@@ -46,13 +47,10 @@ class Leasing:
         """Add a chunk of the task's prompts. All searchers have the same ones, and one of them sends them."""
         state = self._state
         refuse_beyond("task", message.total)
-        needed = state.config.train.prompts_per_step
-        if message.total < needed:
-            raise Refused(
-                "too_few_prompts",
-                f"task {message.task} has {quantity(message.total, 'prompt')} and a batch needs "
-                f"{needed} different ones: lower train.prompts_per_step",
-            )
+        try:
+            check_batches(state.config, message.total)
+        except ValueError as error:
+            raise Refused("too_few_prompts", f"task {message.task}: {error}") from error
         task = state.task
         if task.name is not None and (task.fingerprint, task.prompts) != (message.fingerprint, message.total):
             raise Refused(
@@ -67,7 +65,7 @@ class Leasing:
             self._refuse_repeated(message.task, message.keys[new])
             if task.name is None:
                 state.register_task(message.task, message.fingerprint, message.total)
-            state.add_prompts(message.keys[new], message.texts[new])
+            state.add_prompts(message.keys[new], message.texts[new], message.answers[new])
         known = len(state.prompt_ids)
         complete = known == state.task.prompts
         wait = not complete and not self._registers(sender)

@@ -27,12 +27,30 @@ class Pace:
         self._durations: deque[float] = deque(maxlen=_STEPS)
         self._has_step = False
         self._errors: deque[str] = deque(maxlen=_ERRORS)
+        self._most, self._grew_at, self._rows_then = (0, 0), self._waits_at, 0
+        self._left: Counter[str] = Counter()
+        self._left_then: Counter[str] = Counter()
 
-    def wait_for(self, reason: str) -> None:
-        """Record why the trainer waits for a batch, with an empty string that it does not."""
-        if reason and not self.waits_for:
-            self._waits_at = self._clock.monotonic()
+    def wait_for(self, reason: str, have: tuple[int, int] = (0, 0), left: Counter[str] | None = None) -> None:
+        """Record why the trainer waits for a batch, with an empty string that it does not.
+
+        `have` is how much there is of what the batch needs, and to sample; `left` how much left sampling, by key.
+        """
+        now, self._left = self._clock.monotonic(), Counter(left)
+        if begins := bool(reason and not self.waits_for):
+            self._waits_at = now
+        if begins or have[0] > self._most[0] or have[1] > self._most[1]:
+            self._most = have if begins else (max(have[0], self._most[0]), max(have[1], self._most[1]))
+            self._grew_at, self._rows_then, self._left_then = now, self.rows_since_step, self._left
         self.waits_for = reason
+
+    @property
+    def fruitless(self) -> tuple[float, int, dict[str, int]]:
+        """Seconds, rows, and rows that left sampling by key of [buffer], since there was last more for the batch."""
+        if not self.waits_for:
+            return 0.0, 0, {}
+        seconds = self._clock.monotonic() - self._grew_at
+        return seconds, max(0, self.rows_since_step - self._rows_then), dict(self._left - self._left_then)
 
     def note_step(self) -> None:
         """Record that a step was reported."""

@@ -141,10 +141,10 @@ class RunState:
         self.store.runs.register_task(self.run, name, fingerprint, prompts)
         self.task = Task(name, fingerprint, prompts)
 
-    def add_prompts(self, keys: list[str], texts: list[str | None]) -> None:
-        """Add the next prompts of the task, whose keys are new; `texts` may be empty."""
+    def add_prompts(self, keys: list[str], texts: list[str | None], answers: list[str | None]) -> None:
+        """Add the next prompts of the task, whose keys are new; `texts` and `answers` may be empty."""
         known = len(self.prompt_ids)
-        self.store.prompts.add(self.run, known, keys, texts)
+        self.store.prompts.add(self.run, known, keys, texts, answers)
         new = self.store.prompts.ids(self.run, known)
         self.prompt_ids.update(new)
         self.prompt_keys.update((id_, key) for key, id_ in new.items())

@@ -161,6 +161,7 @@ class BufferService:
         state, counters, pace = self.state, self.counters, self.state.pace
         size = state.store.database.size_bytes()
         free, total = state.store.database.disk_space()
+        fruitless_seconds, fruitless_rows, left_sampling = pace.fruitless
         return Status(
             run_name=state.run.name,
             step=state.steps_done,
@@ -194,6 +195,9 @@ class BufferService:
             rows_since_step=pace.rows_since_step,
             errors_since_step=pace.errors_since_step,
             common_error=pace.common_error,
+            fruitless_seconds=fruitless_seconds,
+            fruitless_rows=fruitless_rows,
+            left_sampling=left_sampling,
             skipped_prompts=len(state.leases.skipped),
             postponed_prompts=len(state.leases.postponed),
         )

@@ -53,7 +53,7 @@ class DrawnBatches:
         state.next_step = message.step
         size = message.prompts * message.samples
         if reason := state.rate.shortage(state.trajectories, state.sampled, size):
-            return Shortage(reason)
+            return Shortage(reason, state.trajectories)
         # The data of a recorded run does not age.
         stale_from = state.as_of.step if state.as_of else message.step
         draw = state.sampler.sample(
@@ -153,7 +153,8 @@ class Training:
         is_new = not state.store.batches.has(state.run, message.step)
         if is_new and (shortage := self._batches.record(message)):
             # A trainer that requests the batch of a later step is still training.
-            state.pace.wait_for(shortage.reason if message.step <= state.steps_done else "")
+            reason = shortage.reason if message.step <= state.steps_done else ""
+            state.pace.wait_for(reason, (shortage.have, len(state.index)), state.index.left)
             return None
         state.pace.wait_for("")
         state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)

@@ -9,8 +9,8 @@ import sqlite3
 from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
 
+from tba.buffer.store import views
 from tba.buffer.store.references_migration import declare_references
-from tba.buffer.store.views import CONSUMPTION_WITH_NUMBERS, CURRICULUM, EVALUATIONS, LENGTHS, WASTE
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
@@ -64,6 +64,12 @@ CREATE TABLE evaluation_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFER
     intervals TEXT NOT NULL, UNIQUE (run, version, prompt_set, settings)) STRICT
 """
 
+_HELD_OUT_ROWS = """
+CREATE TABLE held_out_rows (evaluation INTEGER NOT NULL REFERENCES evaluation_rows (id),
+    run INTEGER NOT NULL REFERENCES runs (id), prompt TEXT NOT NULL, prompt_text TEXT NOT NULL, answer TEXT NOT NULL,
+    response TEXT NOT NULL, reward REAL NOT NULL, reward_parts TEXT NOT NULL, error TEXT,
+    PRIMARY KEY (evaluation, prompt)) STRICT, WITHOUT ROWID
+"""
 
 _CURRICULUM_ROWS = """
 CREATE TABLE curriculum_rows (run INTEGER NOT NULL REFERENCES runs (id),
@@ -86,13 +92,13 @@ def _references(db: Database) -> None:
 
 @migrations(name="0003_evaluations")
 def _evaluations(db: Database) -> None:
-    for statement in (_EVALUATION_ROWS, EVALUATIONS):
+    for statement in (_EVALUATION_ROWS, views.EVALUATIONS):
         db.execute(statement)
 
 
 @migrations(name="0004_waste")
 def _waste(db: Database) -> None:
-    for statement in (LENGTHS, WASTE):
+    for statement in (views.LENGTHS, views.WASTE):
         db.execute(statement)
 
 
@@ -109,12 +115,12 @@ def _row_numbers(db: Database) -> None:
     ):
         db.execute(f"ALTER TABLE consumption_rows ADD COLUMN {column}")
     db.execute("DROP VIEW consumption")
-    db.execute(CONSUMPTION_WITH_NUMBERS)
+    db.execute(views.CONSUMPTION_WITH_NUMBERS)
 
 
 @migrations(name="0006_curriculum")
 def _curriculum(db: Database) -> None:
-    for statement in (_CURRICULUM_ROWS, CURRICULUM):
+    for statement in (_CURRICULUM_ROWS, views.CURRICULUM):
         db.execute(statement)
 
 
@@ -126,6 +132,21 @@ def _origins(db: Database) -> None:
 @migrations(name="0008_token_log_ratios")
 def _token_log_ratios(db: Database) -> None:
     db.execute("ALTER TABLE consumption_rows ADD COLUMN token_log_ratios BLOB")
+
+
+@migrations(name="0009_not_measured")
+def _not_measured(db: Database) -> None:
+    db.execute("ALTER TABLE evaluation_rows ADD COLUMN not_measured TEXT")
+    db.execute("DROP VIEW evaluations")
+    db.execute(views.MEASURED_EVALUATIONS)
+
+
+@migrations(name="0010_held_out")
+def _held_out(db: Database) -> None:
+    db.execute("ALTER TABLE prompts ADD COLUMN answer TEXT")
+    db.execute("DROP VIEW trajectories")
+    for statement in (views.TRAJECTORIES_WITH_ANSWERS, _HELD_OUT_ROWS, views.HELD_OUT):
+        db.execute(statement)
 
 
 def migrate(db: Database) -> None:

@@ -1,7 +1,8 @@
 """The views of the database, for people who query it. `docs/database.md` describes them column by column.
 
 `VIEWS` are part of migration 0002, `EVALUATIONS` of 0003, `LENGTHS` and `WASTE` of 0004, `CONSUMPTION_WITH_NUMBERS` of
-0005, `CURRICULUM` of 0006. A released view is never edited: a later migration drops and recreates it.
+0005, `CURRICULUM` of 0006, `MEASURED_EVALUATIONS` of 0009, `TRAJECTORIES_WITH_ANSWERS` and `HELD_OUT` of 0010. A
+released view is never edited: a later migration drops and recreates it.
 
 A view must stay usable on a million rows. Therefore no join multiplies rows, and each count or average is a correlated
 subquery over an index: `LIMIT 10` computes it for ten rows, a filter by id for one row, and an unselected column costs
@@ -32,6 +33,10 @@ LEFT JOIN visits v ON v.id = t.visit
 LEFT JOIN senders s ON s.id = t.sender
 LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
 """
+
+
+# In place of `TRAJECTORIES`.
+TRAJECTORIES_WITH_ANSWERS = TRAJECTORIES.replace("p.text AS prompt_text,", "p.text AS prompt_text, p.answer,")
 
 
 def _of_group(prompt: str, visit: str) -> str:
@@ -124,6 +129,19 @@ SELECT r.name AS run, e.version, e.step, e.prompts AS held_out_prompts,
        strftime('%Y-%m-%dT%H:%M:%SZ', e.evaluated_at, 'unixepoch') AS evaluated_at_text
 FROM evaluation_rows e
 LEFT JOIN runs r ON r.id = e.run
+"""
+
+# In place of `EVALUATIONS`.
+MEASURED_EVALUATIONS = EVALUATIONS.replace("e.metrics, e.intervals,", "e.not_measured, e.metrics, e.intervals,")
+
+HELD_OUT = """
+CREATE VIEW held_out AS
+SELECT r.name AS run, e.version, e.step, h.prompt, h.prompt_text, h.answer, h.response, h.reward,
+       COALESCE(json_extract(h.reward_parts, '$.correct') >= 1, h.reward > 0) AS passed,
+       h.reward_parts, h.error, h.evaluation, e.evaluated_at
+FROM held_out_rows h
+JOIN evaluation_rows e ON e.id = h.evaluation
+LEFT JOIN runs r ON r.id = h.run
 """
 
 # Trajectories of a run that `lengths` looks at, evenly spread over its ids: a view must not read a million rows.

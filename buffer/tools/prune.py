@@ -26,7 +26,8 @@ from tba.common.errors import UsageError
 _ROWS = 1000
 _OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory", "trajectory_rows": "id"}
 # Children first.
-_OF_RUNS = ("batches", "visits", "curriculum_rows", "evaluation_rows", "prompts", "snapshots", "senders", "starts")
+_OF_RUNS = ("batches", "visits", "curriculum_rows", "held_out_rows", "evaluation_rows", "prompts", "snapshots",
+    "senders", "starts")  # fmt: skip
 
 
 def prune_steps(

@@ -19,8 +19,8 @@ _STATEMENT_ERRORS = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLI
 # One instruction may make a value of megabytes: few, so that a limit on seconds holds.
 _PROGRESS_INSTRUCTIONS = 100
 _HINT = (
-    ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients, evaluations, waste, "
-    "lengths, curriculum) and tables"
+    ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients, evaluations, "
+    "held_out, waste, lengths, curriculum) and tables"
 )
 
 

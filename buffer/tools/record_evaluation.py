@@ -1,17 +1,24 @@
-"""Store an evaluation: through the server that has the database open, or else in the file."""
+"""Store an evaluation, through the server that has the database open or else in the file; and read what is wrong."""
 
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
+from tba.buffer.store.reader import open_reader
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.config import Config
-from tba.common.errors import BufferFault, LockTaken, TbaError
+from tba.common.errors import BufferFault, LockTaken, TbaError, UsageError
 from tba.common.evaluations import Row, as_message
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.messages import Done
 
 _REPLY_SECONDS = 5.0
+_WRONG = """SELECT version, prompt_text AS prompt, answer, response, reward, error FROM held_out h
+    WHERE evaluation = (SELECT evaluation FROM held_out WHERE run = ? ORDER BY step DESC, evaluated_at DESC LIMIT 1)
+    AND NOT passed ORDER BY h.prompt"""
+_STORED = "SELECT 1 FROM held_out WHERE run = ? LIMIT 1"
 
 
 def record_evaluation(config: Config, row: Row) -> str:
@@ -33,6 +40,22 @@ def record_evaluation(config: Config, row: Row) -> str:
         store.log.sync()
         store.log.checkpoint()
     return ""
+
+
+def read_wrong(path: Path, run: str) -> list[dict[str, Any]]:
+    """Return the held-out prompts that the evaluation of the newest step got wrong, with answers and responses.
+
+    Raises UsageError or StorageError if the database cannot be read here, or has no responses of the run.
+    """
+    with open_reader(path) as connection:
+        if connection.execute(_STORED, (run,)).fetchone() is None:
+            raise UsageError(
+                f"{path} has no responses to held-out prompts of run {run}: evaluate it with `tba eval`, with "
+                "eval.stored_responses above 0"
+            )
+        cursor = connection.execute(_WRONG, (run,))
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
 def _send(config: Config, row: Row) -> str:

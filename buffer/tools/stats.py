@@ -14,6 +14,8 @@ _QUERIES = {
     "with_error": "SELECT COUNT(error) FROM trajectory_rows WHERE run = ?",
     "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectory_rows WHERE run = ?",
     "mean_reward": "SELECT AVG(reward) FROM trajectory_rows WHERE run = ? AND error IS NULL",
+    # What the mean is of: with many errors it says little of all trajectories.
+    "mean_reward_of": "SELECT COUNT(*) - COUNT(error) FROM trajectory_rows WHERE run = ?",
     "prompts": "SELECT COUNT(*) FROM prompts WHERE run = ?",
     "visits_done": "SELECT COUNT(done_at) FROM visits WHERE run = ?",
     "visits_open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",

@@ -58,7 +58,8 @@ class BufferSection(Section):
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
     """Maximum optimiser steps between the policy that generated and the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0
-    """Number of trajectories that must be sampleable before the first step."""
+    """Number of trajectories that must be sampleable before the first step. Until then no limit holds searchers
+    back."""
     samples_per_insert: PositiveFloat | Literal["unbounded"] = "unbounded"
     """How often a trajectory is trained on, on average. The trainer waits if it would exceed this, and searchers wait
     if they are ahead by more than `samples_per_insert_slack`."""

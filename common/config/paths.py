@@ -25,6 +25,11 @@ def check_paths(config: Config) -> list[str]:
         check_model(path, setting=key)
     check_data(config.task)
     check_directories(config)
+    if config.search.weights_from == "trainer" and not config.train.serve_snapshots:
+        raise ConfigError(
+            'search.weights_from = "trainer", and the trainer serves no snapshots: set train.serve_snapshots, such as '
+            'to "tcp://*:5758", or search.weights_from = "auto"'
+        )
     return check_gpus_apart(config) + _check_engine_arguments(config)
 
 

@@ -7,6 +7,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import model_validator
 
 from tba.common import run_files
+from tba.common.config.batches import check_batches
 from tba.common.config.buffer import BufferSection
 from tba.common.config.curriculum import CurriculumSection
 from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection
@@ -155,7 +156,8 @@ def _check_reference(config: Config) -> None:
         raise ValueError(f'reference.kind = "{kind}" has no effect with lora.rank: the base model is the reference')
     if not config.objective.uses_reference:
         raise ValueError(
-            f'reference.kind = "{kind}" has no effect: objective.name = "{config.objective.name}" uses no reference'
+            f'reference.kind = "{kind}" has no effect: objective.name = "{config.objective.name}" with objective.kl = '
+            f'"{config.objective.kl}" uses no reference'
         )
 
 
@@ -182,18 +184,7 @@ def _check_ratios(config: Config) -> None:
 def _check_batches(config: Config) -> None:
     """Refuse settings under which no batch is possible, so that the trainer would wait forever."""
     _check_group(config)
-    buffer, group = config.buffer, config.train.samples_per_prompt if config.buffer.replacement == "never" else 1
-    if group > buffer.prompt_cap:
-        raise ValueError(f'buffer.replacement = "never" needs buffer.prompt_cap >= train.samples_per_prompt = {group}')
-    if config.max_staleness is not None and group > config.search.samples_per_prompt:
-        raise ValueError(
-            f'buffer.replacement = "never" with a bounded buffer.max_staleness needs search.samples_per_prompt >= '
-            f"train.samples_per_prompt = {group}: one visit must give a whole group"
-        )
-    least = max(buffer.min_fill, group * config.train.prompts_per_step)
-    most = _bound(buffer.max_trajectories)
-    if most is not None and most < least:
-        raise ValueError(f"buffer.max_trajectories = {most} is less than the {least} that a batch needs")
+    check_batches(config)
 
 
 def _check_group(config: Config) -> None:

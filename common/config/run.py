@@ -58,6 +58,9 @@ class EvalSection(Section):
     """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for the mean
     cosine distance between the sampled answers to a prompt, and for the count of correct ones without near-duplicates.
     Empty: not measured."""
+    stored_responses: NonNegative = 500
+    """Held-out prompts whose greedy response is stored with each evaluation, at most 10,000 and 8 MiB of text, each of
+    them cut to its last 4,000 characters (docs/evaluation.md#what-it-gets-wrong). 0 stores none."""
     duplicate_distance: Annotated[float, Field(ge=0, le=2)] = 0.2
     """Cosine distance, 1 − cos, of embeddings below which an answer is a near-duplicate of another one. 0 removes none
     but equal texts."""

@@ -125,6 +125,11 @@ class SearchSection(Section):
         return value
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether every response of a policy to a prompt is the same."""
+        return max(_explored_numbers(self.temperature)) == 0
+
+    @property
     def has_ratios(self) -> bool:
         """Whether every response is sampled from a softmax of all logits, so that pi / mu can be computed."""
         temperatures, nuclei = _explored_numbers(self.temperature), _explored_numbers(self.top_p)

@@ -26,6 +26,7 @@ Reason = Literal[
     "references",
     "unacknowledged",
     "limits",
+    "no_growth",
     "no_data",
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)

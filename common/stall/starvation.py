@@ -23,6 +23,15 @@ from tba.common.wire.status_messages import ClientStatus, Status
 
 # Searchers are at work, and nothing arrives: longer than most responses take.
 _NO_DATA_SECONDS = 900.0
+# Rows arrive, and the batch that the trainer waits for does not come closer.
+_FRUITLESS_SECONDS = 60.0
+# What to do if a key of [buffer] keeps rows from a batch.
+_REMEDIES = {
+    "dedup": "set buffer.dedup = false, raise search.temperature or lower buffer.min_fill",
+    "prompt_cap": "raise buffer.prompt_cap or lower buffer.min_fill",
+    "max_trajectories": "raise buffer.max_trajectories",
+    "max_payload_bytes": "raise buffer.max_payload_bytes",
+}
 # A transaction takes milliseconds.
 _SLOW_COMMIT_SECONDS = 2.0
 _CHECK_PATH = "check how they get there: search.weights_from, the network, the space in search.weights_dir"
@@ -107,7 +116,8 @@ def unpublished(trainer: ClientStatus) -> Stall:
 
 def starving(facts: Facts, status: Status) -> Stall | None:
     """The trainer waits for a batch: name what keeps the searchers from filling it."""
-    if not waits(status):
+    # One that has left does not wait any more, also while the others are being stopped.
+    if not waits(status) or live_trainer(status) is None:
         return None
     searchers = living(status)
     for culprit in _CULPRITS:
@@ -172,10 +182,13 @@ def _only_errors(_: Facts, status: Status, __: Sequence[ClientStatus]) -> Stall 
     if not errors or 2 * errors < arrived:
         return None
     most = f", most often: {status.common_error}" if status.common_error else ""
+    remedy = "correct what fails: `tba task check` runs the reward function by itself"
+    if status.common_error.startswith("not trained on: cut off"):
+        remedy = "raise search.max_tokens, or set another task.truncated"
     return Stall(
         "only_errors",
         f"{errors} of {quantity(arrived, 'trajectory', 'trajectories')} since the last step have an error{most}; "
-        "correct what fails: `tba task check` runs the reward function by itself",
+        f"{remedy}",
     )
 
 
@@ -226,6 +239,23 @@ def _limited(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Sta
     )
 
 
+def _no_growth(_: Facts, status: Status, __: Sequence[ClientStatus]) -> Stall | None:
+    """Rows arrive, and what the batch needs does not grow: limits, duplicates or errors take them away."""
+    if status.fruitless_seconds < _FRUITLESS_SECONDS or not status.fruitless_rows:
+        return None
+    causes = sorted(status.left_sampling, key=lambda key: -status.left_sampling[key])
+    left = [f"{status.left_sampling[key]} left sampling by buffer.{key}" for key in causes]
+    errors = f"{status.errors_since_step} have an error" if status.errors_since_step else ""
+    why = ", ".join(filter(None, [*left, errors])) or "none of them is of use for it"
+    remedy = _REMEDIES.get(causes[0] if causes else "", "lower train.prompts_per_step or buffer.min_fill")
+    arrived = quantity(status.fruitless_rows, "trajectory", "trajectories")
+    return Stall(
+        "no_growth",
+        f"{arrived} arrived in {lasting(status.fruitless_seconds)}, and what the batch needs has not grown: {why}; "
+        f"{remedy}",
+    )
+
+
 def _nothing_arrives(_: Facts, status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
     if min(status.last_put_seconds, status.trainer_waits_seconds) < _NO_DATA_SECONDS:
         return None
@@ -247,6 +277,7 @@ _CULPRITS: tuple[Callable[[Facts, Status, Sequence[ClientStatus]], Stall | None]
     _scoring,
     _old_weights,
     _limited,
+    _no_growth,
     _nothing_arrives,
 )
 

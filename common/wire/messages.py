@@ -161,8 +161,8 @@ class Hello(Request, frozen=True):
 class RegisterPrompts(Request, frozen=True, omit_defaults=True):
     """Searcher -> buffer, before the first lease: the prompt keys of the task, in chunks.
 
-    `texts` are the prompts as text, for people who query the database: none at all, or one per key, None where it
-    is not known.
+    `texts` are the prompts as text and `answers` their reference answers, for people who query the database: none at
+    all, or one per key, None where it is not known.
     Reply: Registered. Prompts are added in their order, so a chunk after the first missing prompt adds nothing: the
     searcher continues from `known`, until it receives `complete`. A request without keys only asks. A fingerprint other
     than the registered one is refused: all searchers of a run must work on the same data.
@@ -175,10 +175,12 @@ class RegisterPrompts(Request, frozen=True, omit_defaults=True):
     offset: Id
     keys: Column[Name]
     texts: Column[PromptText | None] = []
+    answers: Column[PromptText | None] = []
 
     def __post_init__(self) -> None:
-        if self.texts and len(self.texts) != len(self.keys):
-            raise ValueError(f"{len(self.texts)} texts of {quantity(len(self.keys), 'prompt')}")
+        for name, column in (("texts", self.texts), ("answers", self.answers)):
+            if column and len(column) != len(self.keys):
+                raise ValueError(f"{len(column)} {name} of {quantity(len(self.keys), 'prompt')}")
         if self.offset + len(self.keys) > self.total:
             raise ValueError(f"prompts {self.offset} to {self.offset + len(self.keys) - 1} of a task of {self.total}")
 

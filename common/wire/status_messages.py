@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tba.common.wire.fields import MAX_CLIENTS, Id, Metrics, Name, Role, Seconds
 from tba.common.wire.messages import Message
@@ -50,7 +50,9 @@ class Status(Message, frozen=True):
     `refuses_puts` is a sentence if trajectories cannot be stored now; `free_bytes` of `disk_bytes`
     are free on the disk of the database. `rows_since_step` arrived since the last step was reported,
     `errors_since_step` of them with an error; `common_error` is the most frequent of the last 1,000 errors since the
-    server started. `skipped_prompts` and `postponed_prompts` are those of the epoch, by the curriculum.
+    server started. `fruitless_rows` arrived in `fruitless_seconds`, while the trainer waited, without more of what
+    its batch needs; `left_sampling` counts those that left sampling since, by key of [buffer]. `skipped_prompts` and
+    `postponed_prompts` are those of the epoch, by the curriculum.
     """
 
     TYPE = "status"
@@ -86,5 +88,8 @@ class Status(Message, frozen=True):
     rows_since_step: Id = 0
     errors_since_step: Id = 0
     common_error: str = ""
+    fruitless_seconds: Seconds = 0.0
+    fruitless_rows: Id = 0
+    left_sampling: dict[str, int] = field(default_factory=dict)
     skipped_prompts: Id = 0
     postponed_prompts: Id = 0

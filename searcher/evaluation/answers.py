@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
+from tba.common.wire.evaluation_messages import MAX_RESPONSES, MAX_STORED_TEXT
 from tba.common.wire.trajectory import STOP_EOS, Int32
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.scoring.rewards import Rewards
@@ -19,6 +21,8 @@ log = get_logger(__name__)
 _WAIT_SECONDS = 1.0
 # Failed answers that are logged one by one; the evaluation counts all of them.
 _MAX_LOGGED = 20
+# Of the texts of an evaluation, which must fit the header of a message.
+_STORED_BYTES = 8 << 20
 
 # Called with the number of finished answers. False ends the evaluation without a result.
 Continue = Callable[[int], bool]
@@ -71,6 +75,21 @@ def answer(
     if answering.failures > _MAX_LOGGED:
         log.warning("further answers failed", answers=answering.failures - _MAX_LOGGED)
     return answering.answers
+
+
+def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return the first responses as fields of `HeldOutResponse`: one per text of a prompt, as many as there is room."""
+    found, size = [], 0
+    for text, prompt, one in zip(texts[:MAX_RESPONSES], prompts, answers, strict=False):
+        # What a response comes to is at its end.
+        cut = [storable(part[-MAX_STORED_TEXT:]) for part in (text, prompt.answer, one.text)]
+        size += sum(len(part.encode()) for part in cut)
+        if size > _STORED_BYTES:
+            break
+        fields = dict(zip(("prompt_text", "answer", "response"), cut, strict=True))
+        score = {"reward": one.reward.total, "reward_parts": one.reward.parts, "error": one.error}
+        found.append({"prompt": prompt.key, **fields, **score})
+    return found
 
 
 class _Answering:

@@ -30,7 +30,7 @@ from tba.searcher.build import context_of, make_engine, make_rewards, mean_token
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.evaluation import measure
-from tba.searcher.evaluation.answers import Answer, Question, answer
+from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
 from tba.searcher.evaluation.win_rate import GoldModel, check_references
 from tba.searcher.exploration import Exploration
 from tba.searcher.scoring.model_scorer import ModelScorer
@@ -53,7 +53,7 @@ log = get_logger(__name__)
 # Of [task]: what changes neither prompts nor scores, or is part of the prompts' own hash.
 _NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "load_seconds"}
 _OF_CLASSIFIER = {"path", "weight", "template"}
-_NOT_MEASURED = {"at_end", "gpu"}
+_NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
 _OF_EMBEDDINGS = {"duplicate_distance"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
@@ -173,7 +173,12 @@ class Evaluator:
                 partial(least_reward_for, self.subject.task),
             )
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
-        return None if measured is None else self._row(manifest, measured, time.monotonic() - started)
+        if answers is None or measured is None:
+            return None
+        most = min(len(self.subject.prompts), self._config.eval.stored_responses)
+        texts = [self.subject.renderer.text(prompt) for prompt in self.subject.prompts[:most]]
+        row = self._row(manifest, measured, time.monotonic() - started)
+        return row | {"responses": for_storage(texts, self.subject.prompts, answers)}
 
     def _serve(self, snapshot: Snapshot, pinned: PinnedSnapshot) -> None:
         """Load a snapshot. Until it serves, the one before stays pinned: the engine reads it again after an error."""
@@ -247,6 +252,7 @@ class Evaluator:
             "evaluated_at": time.time(),
             "seconds": seconds,
             **measured.metrics,
+            **({"not_measured": measured.not_measured} if measured.not_measured else {}),
             "intervals": {name: list(ends) for name, ends in measured.intervals.items()},
         }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, EngineFaulty, SnapshotError
-from tba.common.evaluations import all_evaluations, as_message, key_of, record_evaluations
+from tba.common.evaluations import all_evaluations, as_message, is_measured, key_of, record_evaluations
 from tba.common.log import get_logger
 from tba.common.system.process import StopSignal, notify_systemd
 from tba.common.system.watchdog import Watchdog
@@ -125,7 +125,7 @@ class Follower:
         subject = self._evaluator.subject
         for row in all_evaluations(self._config.run.dir):
             run, version, *same = key_of(row)
-            if run == welcome.run_name and same == [subject.prompt_set, subject.settings]:
+            if run == welcome.run_name and same == [subject.prompt_set, subject.settings] and is_measured(row):
                 self._done.add(version)
         self._run.joined()
         log.info("joined", buffer=self._client.address, prompts=len(subject.prompts), evaluated=len(self._done))
@@ -193,6 +193,8 @@ class Follower:
         self._client.post(as_message(row))
         shown = {name: row[name] for name in ("accuracy", "reward", "seconds") if name in row}
         log.info("evaluated", version=ref.version, step=ref.step, **shown)
+        if reason := row.get("not_measured"):
+            log.warning("not measured: `tba eval --all` repeats it", version=ref.version, reason=reason)
 
     def _fail(self, ref: messages.WeightsRef, error: SnapshotError) -> None:
         attempts = self._attempts[ref.version] = self._attempts.get(ref.version, 0) + 1

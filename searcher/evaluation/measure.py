@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
+from tba.common.evaluations import why_not_measured
+from tba.common.wire.evaluation_messages import MAX_NOT_MEASURED
 from tba.searcher.evaluation.answers import Answer
 from tba.searcher.evaluation.statistics import (
     Floats,
@@ -26,11 +29,26 @@ Embed = Callable[[Sequence[str]], Floats]
 
 @dataclass(slots=True)
 class Measured:
-    """Metrics by name, and the 95 % intervals of those that are means over prompts."""
+    """Metrics by name, and the 95 % intervals of those that are means over prompts.
+
+    `missing` says, by what was to be scored, why there are no metrics of its scores.
+    """
 
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)
     intervals: dict[str, Interval] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def not_measured(self) -> str:
+        """Why metrics are missing, "" if none are."""
+        return "; ".join(self.missing.values())[:MAX_NOT_MEASURED]
+
+    def has_scores(self, what: str, errors: Sequence[str | None]) -> bool:
+        """Whether enough of `what` has a score for a mean to be a measurement; `errors` has None for each that has."""
+        if reason := why_not_measured(errors, what):
+            self.missing[what] = reason
+        return not reason
 
     def add(self, name: str, sums: Sequence[float], counts: Sequence[float] | None = None) -> None:
         """Add the mean sum(sums) / sum(counts) over prompts, which have one value each. Without a count: nothing."""
@@ -52,10 +70,12 @@ def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequenc
     """Add the metrics of the greedy answers, one per prompt. `tasks` are the tasks of a mixture that they belong to."""
     groups = [[answer] for answer in answers]
     graded = _graded(groups, tasks)
-    _measure_rewards(measured, groups, graded, "")
-    measured.add("accuracy", [_correct(answer) for answer in answers], graded)
+    if _measure_rewards(measured, groups, graded, ""):
+        measured.add("accuracy", [_correct(answer) for answer in answers], graded)
     for task in sorted(set(tasks)):
         own = [answer for answer, name in zip(answers, tasks, strict=True) if name == task]
+        if not measured.has_scores(f"answers of {task}", _errors([own], [_has_correct(own)])[0]):
+            continue
         measured.add(f"reward_of_{task}", [answer.reward.total for answer in own])
         if _has_correct(own):
             measured.add(f"accuracy_of_{task}", [_correct(answer) for answer in own])
@@ -66,15 +86,16 @@ def measure_sampled(
 ) -> None:
     """Add the metrics of the sampled answers, n per prompt. `tasks` are the tasks of a mixture, one per prompt."""
     graded = _graded(groups, tasks)
-    _measure_rewards(measured, groups, graded, "sampled_")
+    has_scores = _measure_rewards(measured, groups, graded, "sampled_")
     # A part between 0 and 1 counts as correct at 1. Without the part there is no correct answer, and no count.
     right = [sum(_correct(answer) >= 1 for answer in group) for group in groups]
-    for k in sorted({k for k in pass_at if k <= len(groups[0])}):
+    for k in sorted({k for k in pass_at if has_scores and k <= len(groups[0])}):
         estimates = [pass_at_k(len(group), c, k) for group, c in zip(groups, right, strict=True)]
         measured.add(f"pass_at_{k}", estimates, graded)
     if len(groups[0]) > 1:
         found = [len({answer.text for answer in group if _correct(answer) >= 1}) for group in groups]
-        measured.add("distinct_correct", found, graded)
+        if has_scores:
+            measured.add("distinct_correct", found, graded)
         for n in _GRAMS:
             _add_known(measured, f"distinct_{n}", [distinct([a.response_ids.tolist() for a in g], n) for g in groups])
 
@@ -88,7 +109,8 @@ def measure_win_rate(
 ) -> None:
     """Add the share of prompts whose answer has a higher gold score than the reference answer; a tie counts half.
 
-    An answer that failed loses. Pairs that the gold model could not score are left out, and their share is reported.
+    An answer that failed loses. Pairs that the gold model could not score are left out, and their share is reported;
+    above 2 % nothing else is.
     """
     pairs = [
         (answer, reference, mine, theirs)
@@ -97,8 +119,13 @@ def measure_win_rate(
     ]
     known = [theirs is not None and (mine is not None or a.error is not None) for a, _, mine, theirs in pairs]
     wins = [_win(*pair) for pair in pairs]
-    measured.add("win_rate", wins, known)
     measured.add("gold_failed", [not there for there in known])
+    errors = [
+        a.error or (None if there else "the gold model failed") for (a, *_), there in zip(pairs, known, strict=True)
+    ]
+    if not measured.has_scores("pairs of an answer and a reference", errors):
+        return
+    measured.add("win_rate", wins, known)
     _add_known(measured, "gold_reward", [mine for _, _, mine, _ in pairs])
     _add_known(measured, "gold_reward_of_references", [theirs for *_, theirs in pairs])
 
@@ -110,6 +137,11 @@ def measure_divergence(
 
     `references` has the log-probability of each answer under the reference, None where there is none.
     """
+    flat = [r for found in references for r in found]
+    if not measured.has_scores(
+        "sampled answers (reference)", [None if r is not None else "no tokens, or not finite" for r in flat]
+    ):
+        return
     ratios, logprobs, tokens, counts, prompts = [], [], [], [], []
     for group, found in zip(groups, references, strict=True):
         pairs = [(a, r) for a, r in zip(group, found, strict=True) if r is not None and math.isfinite(a.logprob)]
@@ -154,25 +186,35 @@ def measure_diversity(
                 right.setdefault(answer.text, number)
         found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], least_distance)))
     _add_known(measured, "embedding_distance", distances)
-    if len(groups[0]) > 1:
-        measured.add("distinct_correct_by_embedding", found, _graded(groups, tasks))
+    graded = _graded(groups, tasks)
+    if len(groups[0]) > 1 and measured.has_scores("sampled answers", list(chain(*_errors(groups, graded)))):
+        measured.add("distinct_correct_by_embedding", found, graded)
 
 
 def _measure_rewards(
     measured: Measured, groups: Sequence[Sequence[Answer]], graded: Sequence[bool], prefix: str
-) -> None:
-    size = [len(group) for group in groups]
+) -> bool:
+    """Add the means over answers. Returns False, without those of rewards, if too many have none."""
+    size, errors = [len(group) for group in groups], _errors(groups, graded)
+    measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
+    measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
+    measured.add(f"{prefix}failed", [sum(error is not None for error in group) for group in errors], size)
+    if not measured.has_scores("sampled answers" if prefix else "answers", list(chain(*errors))):
+        return False
     measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
     for part in sorted({part for group in groups for answer in group for part in answer.reward.parts}):
         have = [[a.reward.parts[part] for a in group if part in a.reward.parts] for group in groups]
         measured.add(f"{prefix}reward_part_{part}", [sum(h) for h in have], [len(h) for h in have])
-    measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
-    measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
-    bad = [
-        sum(a.error is not None or (demanded and CORRECT not in a.reward.parts) for a in group)
+    return True
+
+
+def _errors(groups: Sequence[Sequence[Answer]], graded: Sequence[bool]) -> list[list[str | None]]:
+    """Return why each answer has no score, or lacks the part that others of its task have; None if it has."""
+    lacks = f"the reward has no part `{CORRECT}`"
+    return [
+        [a.error or (lacks if demanded and CORRECT not in a.reward.parts else None) for a in group]
         for group, demanded in zip(groups, graded, strict=True)
     ]
-    measured.add(f"{prefix}failed", bad, size)
 
 
 def _add_known(measured: Measured, name: str, values: Sequence[float | None]) -> None:

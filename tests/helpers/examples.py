@@ -1,7 +1,7 @@
 """An example of each message that may be sent."""
 
 from tba.common.wire import file_messages, messages, query_messages
-from tba.common.wire.evaluation_messages import PutEvaluation
+from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
 from tba.common.wire.row_numbers import RowNumbers
 from tba.common.wire.status_messages import GetStatus
 
@@ -53,6 +53,12 @@ REQUESTS = {
         seconds=0.5,
         metrics={"accuracy": 0.5},
         intervals={"accuracy": (0.25, 0.75)},
+        not_measured="1 of 2 answers could not be scored: ConnectError",
+        responses=[
+            HeldOutResponse(
+                prompt="p", prompt_text="1+1=", answer="2", response="3", reward=0.0, reward_parts={"correct": 0.0}
+            )
+        ],
     ),
 }
 REPLIES = {

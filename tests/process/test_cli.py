@@ -16,7 +16,7 @@ from tba.common.errors import EXIT_INTERRUPTED
 from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none
-from tba.tests.process.conftest import clean_environment
+from tba.tests.process.conftest import arithmetic, clean_environment, merged
 
 
 def refused(result: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
@@ -150,6 +150,27 @@ def test_a_user_task_that_cannot_be_used_is_reported_before_anything_starts(
     result = tba(command, run.file)
     assert result.returncode == (1 if command == "doctor" else 78)
     assert sentence in " ".join((result.stderr + result.stdout).split())
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("command", [("run",), ("run", "--dry-run"), ("config", "check")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {"task": {"limit": 5}, "train": {"prompts_per_step": 8}},
+            "task arithmetic: the task has 5 prompts and a batch",
+        ),
+        ({"task": {"limit": 9}, "buffer": {"min_fill": 10, "prompt_cap": 1}}, "buffer.min_fill = 10 is never reached"),
+        ({"search": {"weights_from": "trainer"}}, "set train.serve_snapshots"),
+    ],
+)
+def test_what_can_never_train_is_refused_by_every_command_before_anything_starts(
+    tba, make_config, command, sections, sentence
+):
+    run = make_config(**arithmetic(**merged({"train": {"prompts_per_step": 1}}, sections)))
+    result = tba(*command, run.file)
+    assert (result.returncode, sentence in " ".join((result.stderr + result.stdout).split())) == (78, True)
     assert not run.directory.exists()
 
 

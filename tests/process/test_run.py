@@ -211,6 +211,43 @@ def check_served_and_evaluated(run, tba, is_change: Callable[[dict[str, Any]], b
     assert not node.exists(), "an evaluation leaves no weights on the node"
 
 
+JUDGED = """import os
+from tba.searcher.tasks.arithmetic import ArithmeticTask
+class Judged(ArithmeticTask):
+    def score(self, prompt, response, finished):
+        if os.path.exists("down") and prompt in self.held_out()[:32]:
+            raise ConnectionError("the judge does not answer")
+        return super().score(prompt, response, finished)
+"""
+
+
+def test_a_judge_that_is_down_in_the_last_evaluation_is_no_accuracy_and_is_asked_again(small_run, tba, tmp_path):
+    """A few of its answers have no score, which is more than 2 %."""
+    (tmp_path / "judged.py").write_text(JUDGED)
+    (tmp_path / "down").touch()
+    task = {"name": "judged:Judged", "held_out_limit": 40}
+    run = small_run(task=task, train={"steps": 1}, eval={"at_end": True, "samples": 1})
+    done = tba("run", run.file)
+    reason = "32 of 40 answers could not be scored: reward of arithmetic: ConnectionError: the judge does not answer"
+    assert (done.returncode, f"not measured: {reason}" in done.stderr) == (1, True), done.stderr
+    assert f"not measured ({reason}" in done.stdout
+    stored = "SELECT accuracy, not_measured, json_extract(metrics, '$.failed') FROM evaluations ORDER BY version"
+    for accuracy, why, failed in query(run, stored):
+        assert (accuracy, why.startswith(reason), failed) == (None, True, 0.8)
+    assert f"last evaluation not measured: {reason}" in tba("runs", tmp_path, "--json").stdout
+    (tmp_path / "down").unlink()
+    again = tba("eval", "--config", run.file, "--all", "--json")
+    assert again.returncode == 0, again.stderr
+    assert all(accuracy is not None and why is None for accuracy, why, _ in query(run, stored))
+    assert query(run, "SELECT answer FROM trajectories WHERE answer IS NULL") == []
+    wrong = tba("eval", "--config", run.file, "--wrong", "--json")
+    rows, last = json.loads(wrong.stdout), max(json.loads(again.stdout), key=lambda row: row["step"])
+    assert len(rows) == round(40 * (1 - last["accuracy"])) > 0
+    for row in rows:
+        assert row["prompt"].endswith("=")
+        assert row["answer"] != row["response"]
+
+
 @pytest.mark.parametrize(
     ("is_change", "learning_rate", "lora"),
     [

@@ -152,7 +152,7 @@ def page(request: Request) -> Response:
 
 def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
     """Return everything about a prompt. Raises HTTPException if the run has none of this id."""
-    prompt = rows.first("SELECT id, key, text, position FROM prompts WHERE id = ? AND run = ?", number, run.id)
+    prompt = rows.first("SELECT id, key, text, answer, position FROM prompts WHERE id = ? AND run = ?", number, run.id)
     if prompt is None:
         raise missing(f"prompt {number} of run {run.name}")
     responses = rows.all(_WITH_TEXT, number, _MOST_RESPONSES)

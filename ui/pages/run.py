@@ -29,6 +29,8 @@ _NEWEST_CLIENTS = """SELECT * FROM clients WHERE run = ? AND role IN ('searcher'
 _TOTALS = """SELECT COALESCE(SUM(trajectories), 0) AS trajectories, COALESCE(SUM(errors), 0) AS errors,
     COALESCE(SUM(response_tokens), 0) AS response_tokens,
     SUM(reward_sum) / NULLIF(SUM(trajectories) - SUM(errors), 0) AS mean_reward FROM senders WHERE run = ?"""
+_HELD_OUT = """SELECT version, accuracy, reward, not_measured FROM evaluations WHERE run = ?
+    ORDER BY step DESC, evaluated_at DESC LIMIT 1"""
 _NEWEST_BATCH = (
     "SELECT step, trained_at FROM batches WHERE run = ? AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
 )
@@ -96,6 +98,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "newest": newest,
         "doing": _doing(status) if status else "",
         "totals": rows.first(_TOTALS, run.id),
+        "held_out": rows.first(_HELD_OUT, run.name),
         "clients": _with_status(clients, status),
         "seen": _version(run, rows, status, (state, why)),
     }
@@ -113,7 +116,8 @@ def _version(run: Run, rows: PageRows, status: Status | None, state: tuple[str, 
     newest = rows.value("SELECT MAX(id) FROM trajectory_rows")
     batch = rows.first(_NEWEST_BATCH, run.id)
     clock = int(time.time() / _CLOCK_SECONDS) if status is not None else 0
-    reason = xxhash.xxh32_hexdigest(" ".join(state).encode())
+    evaluated = rows.value("SELECT MAX(evaluated_at) FROM evaluation_rows")
+    reason = xxhash.xxh32_hexdigest(" ".join([*state, str(evaluated)]).encode())
     return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{reason}"
 
 

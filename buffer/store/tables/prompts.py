@@ -21,15 +21,23 @@ class OpenVisit:
 class Prompts(Table):
     """The prompts of the runs of a database."""
 
-    def add(self, run: Run, offset: int, keys: Sequence[str], texts: Sequence[str | None]) -> None:
-        """Add prompts at positions from `offset` on: keys, and as many texts or none.
+    def add(
+        self,
+        run: Run,
+        offset: int,
+        keys: Sequence[str],
+        texts: Sequence[str | None],
+        answers: Sequence[str | None] = (),
+    ) -> None:
+        """Add prompts at positions from `offset` on: keys, and as many texts and reference answers or none.
 
-        Existing prompts stay; an imported one gets its position, and its text.
+        Existing prompts stay; an imported one gets its position, its text and its answer.
         """
-        rows = zip(range(offset, offset + len(keys)), keys, texts or [None] * len(keys), strict=True)
+        unknown = [None] * len(keys)
+        rows = zip(range(offset, offset + len(keys)), keys, texts or unknown, answers or unknown, strict=True)
         self._database.execute_many(
-            "INSERT INTO prompts (run, position, key, text) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT (run, key) DO UPDATE SET position = excluded.position, text = excluded.text "
+            "INSERT INTO prompts (run, position, key, text, answer) VALUES (?, ?, ?, ?, ?) ON CONFLICT (run, key) "
+            "DO UPDATE SET position = excluded.position, text = excluded.text, answer = excluded.answer "
             "WHERE prompts.position IS NULL ON CONFLICT DO NOTHING",
             [(run.id, *row) for row in rows],
         )

@@ -75,8 +75,10 @@ def test_a_ratio_too_low_for_a_staleness_limit_is_refused():
 def test_limits_smaller_than_a_batch_are_refused():
     train = {"prompts_per_step": 4, "samples_per_prompt": 8}
     assert "needs buffer.prompt_cap" in refusal(train=train, buffer={"replacement": "never", "prompt_cap": 7})
-    assert "less than the 32" in refusal(train=train, buffer={"replacement": "never", "max_trajectories": 31})
-    assert "less than the 50" in refusal(train=train, buffer={"min_fill": 50, "max_trajectories": 49})
+    search = {"samples_per_prompt": 8}
+    never = {"replacement": "never", "max_trajectories": 31}
+    assert "less than the 32" in refusal(train=train, search=search, buffer=never)
+    assert "less than the 50" in refusal(train=train, search=search, buffer={"min_fill": 50, "max_trajectories": 49})
     stale = {"replacement": "never", "max_staleness": 9}
     assert "one visit must give a whole group" in refusal(train=train, search={"samples_per_prompt": 7}, buffer=stale)
 

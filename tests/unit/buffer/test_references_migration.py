@@ -136,19 +136,17 @@ def test_a_lease_and_a_put_that_refer_to_nothing_known_violate_no_foreign_key(ha
 # ---------------------------------------------------------------- the text of prompts
 
 
-def test_the_text_of_a_prompt_is_stored_once_and_shown_with_each_trajectory(harness, trajectory, tba_buffer):
+def test_text_and_answer_of_a_prompt_are_stored_once_and_shown_with_each_trajectory(harness, trajectory, tba_buffer):
     buffer = harness()
-    message = messages.RegisterPrompts(
-        task="t", fingerprint="0" * 64, total=2, offset=0, keys=["p0", "p1"], texts=["What is 1+1?", None]
-    )
-    buffer.ask(message)
+    known = {"texts": ["What is 1+1?", None], "answers": ["2", None]}
+    buffer.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=2, offset=0, keys=["p0", "p1"], **known))
     buffer.announce(0, 0)
     buffer.put([trajectory("p0", lease=0, tokens=[1]), trajectory("p1", lease=0, tokens=[2])], 0)
     buffer.store.close()
     path = buffer.store.path
-    sql = "SELECT prompt, prompt_text FROM trajectories ORDER BY id"
+    sql = "SELECT prompt, prompt_text, answer FROM trajectories ORDER BY id"
     found = tba_buffer("query", "-b", path, sql, "--json").json
-    assert [tuple(row.values()) for row in found] == [("p0", "What is 1+1?"), ("p1", None)]
+    assert [tuple(row.values()) for row in found] == [("p0", "What is 1+1?", "2"), ("p1", None, None)]
     assert "prompt:\nWhat is 1+1?\n" in tba_buffer("show", 1, "-b", path).output
     assert "prompt:\ntoken ids [1, 2]\n" in tba_buffer("show", 2, "-b", path).output
 
@@ -160,12 +158,13 @@ def test_an_imported_prompt_gets_the_text_of_the_task(harness):
     assert buffer.store.database.all("SELECT position, text FROM prompts") == [(0, "text")]
 
 
+@pytest.mark.parametrize("column", ["texts", "answers"])
 @pytest.mark.parametrize("texts", [["one"], ["x" * (fields.MAX_PROMPT_TEXT + 1), None]])
-def test_texts_have_a_limit_and_are_as_many_as_the_keys(texts):
+def test_texts_have_a_limit_and_are_as_many_as_the_keys(texts, column):
     message = messages.RegisterPrompts(
         task="t", fingerprint="0" * 64, total=2, offset=0, keys=["p0", "p1"], texts=["one", "two"]
     )
     header = msgpack.unpackb(encode_request(message, id=1, role="searcher", sender="s.1", run="")[0])
-    header["body"]["texts"] = texts
+    header["body"][column] = texts
     with pytest.raises(WireError):
         decode_request([memoryview(msgpack.packb(header))])

@@ -21,6 +21,7 @@ VIEWS = (
     "lengths",
     "waste",
     "curriculum",
+    "held_out",
 )
 
 

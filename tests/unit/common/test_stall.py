@@ -294,6 +294,16 @@ STALLS: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
         "limits",
         ("both searchers are waiting", _UNDER_WAY, "buffer.max_staleness", *_STARVED_WORDS),
     ),
+    "a limit takes what arrives": (
+        starved(searcher(), fruitless_seconds=61.0, fruitless_rows=480, left_sampling={"dedup": 3, "prompt_cap": 477}),
+        "no_growth",
+        ("480 trajectories arrived in 61 s", "477 left sampling by buffer.prompt_cap", "raise buffer.prompt_cap"),
+    ),
+    "every response is cut off": (
+        starved(searcher(), rows_since_step=9, errors_since_step=9, common_error="not trained on: cut off after 1"),
+        "only_errors",
+        ("cut off after 1", "raise search.max_tokens"),
+    ),
     "engines hang": (
         starved(searcher(), last_put_seconds=1800.0, trainer_waits_seconds=1790.0),
         "no_data",
@@ -315,6 +325,14 @@ HEALTHY: dict[str, Facts] = {
     "searchers ahead": run(trainer(), waiting(reason=_UNDER_WAY)),
     "a short wait for a batch": starved(waiting(reason=_UNDER_WAY), trainer_waits_seconds=2.0),
     "searchers at work for a batch": starved(searcher(), last_put_seconds=100.0),
+    "a batch grows slowly": starved(searcher(), fruitless_seconds=50.0, fruitless_rows=480),
+    "a run is being stopped": run(
+        trainer(activity="gone"),
+        searcher(activity="gone"),
+        trainer_waits_for=_LACK,
+        trainer_waits_seconds=99.0,
+        uptime_seconds=5.0,
+    ),
     "some errors": starved(searcher(), rows_since_step=100, errors_since_step=20),
     "one of two searchers crashes": Facts(run(trainer(), searcher()).status, failing=["gpu1 failed 2 times: x"]),
     "a searcher has only the address of weights that are gone": run(
@@ -377,12 +395,13 @@ REMEDIES = {
     "weights_refused": "compare the model and the package versions",
     "weights_missing": "read its log|search.weights_from",
     "weights_old": "search.weights_from",
-    "only_errors": "`tba task check`",
+    "only_errors": "`tba task check`|raise search.max_tokens",
     "spool": "check the network|on a faster one",
     "rewards": "raise task.reward_workers",
     "references": "set search.reference_logprobs = false",
     "unacknowledged": "check the network|on a faster one",
     "limits": "raise buffer.max_staleness",
+    "no_growth": "raise buffer.|set buffer.dedup = false|lower train.prompts_per_step",
     "no_data": "lower search.max_tokens",
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 from tba.common import run_files
 from tba.common.evaluations import read_evaluations, read_json_lines, record_evaluations
+from tba.deploy.launcher import before_and_after
 from tba.deploy.plot import draw, draw_curves, read_curve
 
 
@@ -33,6 +34,17 @@ def test_the_evaluations_of_a_run_are_on_the_prompts_of_its_newest_snapshot(tmp_
     record_evaluations(tmp_path, [row(2, 0.7, prompt_set="new", prompts=10)])
     assert [one["accuracy"] for one in read_evaluations(tmp_path, "r")] == [0.2, 0.7]
     assert read_evaluations(tmp_path, "another") == []
+
+
+def test_an_evaluation_without_a_measurement_is_marked_and_replaces_no_measured_one(tmp_path):
+    down = {"not_measured": "300 of 300 answers could not be scored: ConnectError"}
+    without = {name: value for name, value in row(1, 0.0).items() if name != "accuracy"} | down
+    record_evaluations(tmp_path, [row(0, 0.1), without])
+    expected = f"held-out greedy accuracy: 10.0% before, not measured ({down['not_measured']}) after"
+    assert before_and_after(read_evaluations(tmp_path, "r")) == expected
+    record_evaluations(tmp_path, [row(1, 0.6)])
+    record_evaluations(tmp_path, [without])
+    assert [one["accuracy"] for one in read_evaluations(tmp_path, "r")] == [0.1, 0.6]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from contextlib import closing
 from itertools import count
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tba.common.clock import SystemClock
@@ -14,9 +15,12 @@ from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import WeightsRef
+from tba.searcher.engines.engine import SamplingSettings
+from tba.searcher.evaluation.answers import Answer, Question, for_storage
 from tba.searcher.evaluation.evaluator import open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Fetching, Follower
 from tba.searcher.evaluation.snapshots import _prepared
+from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
@@ -104,6 +108,17 @@ def test_a_delta_is_deleted_before_its_base(trainer, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", watched)
     collect(trainer.directory, keep_last=1, keep_every=0)
     assert seen == ["v00000003", "v00000002", "v00000001"]
+
+
+def test_what_is_stored_of_responses_is_cut_to_their_ends_and_to_a_number_of_bytes():
+    prompts = [Prompt(f"p{number}", "text", "42") for number in range(3000)]
+    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
+    one = Answer(Question(0, np.zeros(1, np.int32), greedy), text="é" * 9000 + "so it is 41\ud800", error="reward: no")
+    stored = for_storage(["text"] * 3000, prompts, [one] * 3000)
+    assert 8 << 19 < sum(len(row["response"].encode()) for row in stored) < 8 << 20
+    assert (len(stored[0]["response"]), stored[0]["response"][-12:]) == (4000, "so it is 41?")
+    assert (stored[0]["prompt"], stored[0]["answer"], stored[0]["error"]) == ("p0", "42", "reward: no")
+    assert len(for_storage(["text"] * 7, prompts, [one] * 3000)) == 7
 
 
 class Asked(Exception):

@@ -80,14 +80,14 @@ def answered(tokens, *, correct=0.0, logprob=0.0, text="t", error=None) -> Answe
 def test_the_metrics_of_sampled_answers_by_hand():
     groups = [
         [answered([1, 2], correct=1.0), answered([1, 2])],
-        [answered([3, 4]), answered([5, 6], error="reward: no")],
+        [answered([3, 4]), answered([5, 6])],
     ]
     measured = Measured(seed=0)
     measure_sampled(measured, groups, (1, 2, 4))
     found = measured.metrics
     assert (found["pass_at_1"], found["pass_at_2"]) == (0.25, 0.5)
     assert "pass_at_4" not in found
-    assert (found["sampled_reward"], found["sampled_failed"]) == (0.25, 0.25)
+    assert (found["sampled_reward"], found["sampled_failed"]) == (0.25, 0.0)
     # One of two prompts has two equal answers, the other two without a common token.
     assert found["distinct_1"] == pytest.approx(0.75)
     assert found["distinct_2"] == pytest.approx(0.75)
@@ -118,9 +118,9 @@ def test_answers_of_a_task_that_says_nothing_of_correct_are_not_wrong():
 
 
 def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_reference_could_score():
-    groups = [[answered([1, 2], logprob=-1.0), answered([1], logprob=-1.0)]]
+    groups = [[*[answered([1, 2], logprob=-1.0)] * 49, answered([1], logprob=-1.0)]]
     measured = Measured(seed=0)
-    measure_divergence(measured, groups, [[-3.0, None]])
+    measure_divergence(measured, groups, [[-3.0] * 49 + [None]])
     assert measured.metrics["kl"] == 2.0
     assert measured.metrics["kl_per_token"] == 1.0
     assert measured.metrics["reference_perplexity"] == pytest.approx(np.exp(1.5))
@@ -129,20 +129,47 @@ def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_referen
 
 
 def test_the_win_rate_counts_ties_half_and_leaves_out_what_the_gold_model_could_not_score():
-    answers = [answered([1], text=text) for text in ("a", "b", "c", "same", "unscored", "unpaired")]
-    answers += [answered([1], text="failed", error="reward: no") for _ in range(2)]
-    references = ["r", "r", "r", "same", "r", "", "r", "r"]
+    answers = [answered([1], text=text) for text in ("a", "b", "c", "same", "unpaired")] * 40
+    answers += [answered([1], text="unscored"), *(answered([1], error="reward: no") for _ in range(2))]
+    references = ["r", "r", "r", "same", ""] * 40 + ["r"] * 3
     measured = Measured(seed=0)
-    gold = [2.0, 1.0, 1.0, 1.00001, None, None, 9.0, None]
-    of_references = [1.0, 1.0, 2.0, 1.0, 1.0, None, 1.0, 1.0]
+    gold = [2.0, 1.0, 1.0, 1.00001, None] * 40 + [None, 9.0, None]
+    of_references = [1.0, 1.0, 2.0, 1.0, None] * 40 + [1.0] * 3
     measure_win_rate(measured, answers, references, gold, of_references)
     # A win, a tie, a loss, a tie, two losses by failure.
-    assert measured.metrics["win_rate"] == pytest.approx((1 + 0.5 + 0 + 0.5 + 0 + 0) / 6)
-    assert measured.metrics["gold_failed"] == pytest.approx(1 / 7)
-    assert measured.metrics["gold_reward"] == pytest.approx((2 + 1 + 1 + 1.00001 + 9) / 5)
-    assert measured.metrics["gold_reward_of_references"] == pytest.approx(8 / 7)
+    assert measured.metrics["win_rate"] == pytest.approx(40 * (1 + 0.5 + 0 + 0.5) / 162)
+    assert measured.metrics["gold_failed"] == pytest.approx(1 / 163)
+    assert measured.metrics["gold_reward"] == pytest.approx((40 * (2 + 1 + 1 + 1.00001) + 9) / 161)
+    assert measured.metrics["gold_reward_of_references"] == pytest.approx((40 * 5 + 3) / 163)
     low, high = measured.intervals["win_rate"]
     assert low < measured.metrics["win_rate"] < high
+
+
+@pytest.mark.parametrize(("failures", "measured_there"), [(2, True), (3, False)])
+def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(failures, measured_there):
+    failed = answered([1], error="reward: ConnectError")
+    answers = [*[answered([1], correct=1.0)] * (100 - failures), *[failed] * failures]
+    references = [None if one is failed else -1.0 for one in answers]
+    measured = Measured(seed=0)
+    measure_greedy(measured, answers)
+    measure_sampled(measured, [[one] for one in answers], (1,))
+    measure_divergence(measured, [[one] for one in answers], [[one] for one in references])
+    measure_win_rate(measured, answers, ["r"] * 100, references, [-2.0] * 100)
+    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl", "win_rate"}
+    assert scored & measured.metrics.keys() == (scored if measured_there else set())
+    assert measured.metrics["failed"] == failures / 100
+    expected = f"{failures} of 100 answers could not be scored: reward: ConnectError; "
+    assert measured.not_measured.startswith("" if measured_there else expected)
+    assert bool(measured.not_measured) != measured_there
+
+
+def test_a_task_of_a_mixture_that_cannot_be_scored_has_no_accuracy_and_the_others_have():
+    answers = [*[answered([1], correct=1.0)] * 99, answered([1], error="reward of b: ConnectError")]
+    measured = Measured(seed=0)
+    measure_greedy(measured, answers, [*["a"] * 99, "b"])
+    assert (measured.metrics["accuracy"], measured.metrics["accuracy_of_a"]) == (0.99, 1.0)
+    assert not {"accuracy_of_b", "reward_of_b"} & measured.metrics.keys()
+    assert measured.not_measured == "1 of 1 answers of b could not be scored: reward of b: ConnectError"
 
 
 def test_the_diversity_leaves_out_empty_answers():

@@ -106,7 +106,7 @@ def test_the_searcher_cannot_compute_an_updated_reference():
 
 
 def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
-    with pytest.raises(ValueError, match='objective.name = "grpo" uses no reference'):
+    with pytest.raises(ValueError, match='"grpo" with objective.kl = "auto" uses no reference'):
         Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo"}})
     Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo", "kl": "reference"}})
 

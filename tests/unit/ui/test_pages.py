@@ -326,6 +326,24 @@ def test_the_configuration_says_what_set_each_value_where_that_is_recorded(fille
         assert [key for key in rows if rows[key].endswith(f">{wanted[key]}</td>")] == (list(rows) if recorded else [])
 
 
+def test_a_mean_says_what_it_is_of_and_an_evaluation_why_it_measured_nothing(filled, tmp_path):
+    from tba.ui.report import write_report
+
+    row = "(1, 0, 0, 2, 'a', 'b', 1.0, 1.0, '{}', '{}', '2 of 2 answers could not be scored: ConnectError')"
+    columns = (
+        "run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, metrics, intervals, not_measured"
+    )
+    with closing(sqlite3.connect(filled)) as database, database:
+        database.execute(f"INSERT INTO evaluation_rows ({columns}) VALUES {row}")
+        database.execute("UPDATE prompts SET answer = '42'")
+    browser, report = client(filled), write_report(filled, tmp_path / "r.html", name=None).read_text()
+    for page in (browser.get("/r/test").text, report):
+        assert "of the 6 of 7 without an error" in page
+        assert "not measured: 2 of 2 answers could not be scored: ConnectError" in page
+    for address in ("prompts/1", "trajectories/1"):
+        assert "reference answer: 42" in browser.get(f"/r/test/{address}").text
+
+
 def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory, monkeypatch):
     monkeypatch.setattr("tba.ui.pages.run._CLIENTS", 2)
     buffer = harness()

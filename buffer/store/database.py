@@ -85,6 +85,7 @@ class DatabaseFile:
         if self.log.failure is None:
             self._resources.close()
         else:
+            self.log.keep_files()
             self._abandon()
 
     def _abandon(self) -> None:
@@ -162,17 +163,10 @@ class DatabaseFile:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def size_bytes(self) -> int:
-        """Return the size of the database and its WAL.
-
-        Raises SyncFailed if the database was deleted or moved: what is stored from then on may never be found again.
-        """
-        wal = run_files.write_ahead_log(self.path)
+        """Return the size of the database and its WAL. Raises SyncFailed if either is not the file that was opened."""
+        self.log.check_files()
         with storage_errors(self.path):
-            try:
-                return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
-            except FileNotFoundError as error:
-                sentence = f"{self.path} was deleted or moved while it was open: nothing more is acknowledged"
-                raise SyncFailed(sentence) from error
+            return self.path.stat().st_size + run_files.write_ahead_log(self.path).stat().st_size
 
     def disk_space(self) -> tuple[int, int]:
         """Return the free and the total bytes of the disk that holds the database."""

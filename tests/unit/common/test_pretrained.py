@@ -49,8 +49,10 @@ def changed_model(directory: Path, **config: object) -> Path:
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
 def test_code_of_a_model_does_not_run_also_if_standard_input_says_yes(tmp_path, monkeypatch, load):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    classes = {name: "evil.Model" for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")}
-    model = changed_model(tmp_path / "m", model_type="own", num_labels=1, auto_map={"AutoConfig": "evil.Own", **classes})
+    classes = dict.fromkeys(("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"), "evil.Model")
+    model = changed_model(
+        tmp_path / "m", model_type="own", num_labels=1, auto_map={"AutoConfig": "evil.Own", **classes}
+    )
     mark = tmp_path / "ran"
     (model / "evil.py").write_text(EVIL.format(mark=str(mark)))
     words = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": [None, "evil.Words"]}}

@@ -73,7 +73,6 @@ def test_the_time_to_open_the_database_is_not_that_of_the_query(filled, monkeypa
 # Functions that SQLite does not interrupt, with time proportional to a power of the length of a text.
 SLOW = {
     "rows": "COUNT(*) FROM endless",
-    "trim": "trim(hex(zeroblob(400000)), hex(zeroblob(400000)) || '1')",
     "instr": "instr(hex(zeroblob(999999)), hex(zeroblob(499999)) || '1')",
     "json_patch": "json_patch(j, j) FROM (SELECT json_group_object(value, 1) AS j FROM n)",
     "printf": ", ".join(["printf('%.*c', 500000000, 'x')"] * 12),

@@ -13,6 +13,7 @@ from tba.common.config import AlarmSection
 from tba.common.log import get_logger
 from tba.common.stall.facts import Stall
 from tba.common.system.background import Background
+from tba.common.system.process import SAFE_PATH
 
 log = get_logger(__name__)
 
@@ -54,6 +55,8 @@ class Alarm:
     def _run(self, stall: Stall, seconds: float) -> None:
         """Run the command in a session of its own, which is killed at the end."""
         variables = {
+            # A script of the user may import its neighbours.
+            SAFE_PATH: "",
             "TBA_STALL": stall.sentence,
             "TBA_STALL_REASON": stall.reason,
             "TBA_STALL_SECONDS": f"{seconds:.0f}",

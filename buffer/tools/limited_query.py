@@ -35,7 +35,7 @@ def query_limited(path: Path, sql: str, *, rows: int, seconds: float) -> QueryRe
     """
     with open_reader(path):
         pass
-    command = [sys.executable, "-P", "-m", query_process.__name__, path.absolute().as_uri(), str(rows), str(seconds)]
+    command = [sys.executable, "-m", query_process.__name__, path.absolute().as_uri(), str(rows), str(seconds)]
     text, patience = sql.encode(errors="replace"), seconds + _START_SECONDS
     try:
         done = subprocess.run(command, input=text, capture_output=True, timeout=patience, check=False)  # noqa: S603

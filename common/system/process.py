@@ -28,6 +28,8 @@ _OPEN_FILES = 65_536
 _SAME_REQUEST_SECONDS = 1.0
 _SHORT = 80
 PARENT_VARIABLE = "TBA_PARENT_PID"
+# Python's variable that keeps the working directory, and that of a script, out of `sys.path`.
+SAFE_PATH = "PYTHONSAFEPATH"
 # The file through which the ranks of a trainer find each other.
 RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
 # What an engine tells its supervisor: the size of its KV cache. systemd ignores names with X_.

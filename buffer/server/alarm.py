@@ -33,7 +33,7 @@ class Alarm:
 
     def send(self, stall: Stall, seconds: float) -> None:
         """Send one alarm. It is dropped with a warning if the last one has not been sent yet."""
-        if not (self._section.command or self._section.webhook.get_secret_value()):
+        if not (self._section.command.get_secret_value() or self._section.webhook.get_secret_value()):
             return
         if self._thread is not None and self._thread.running:
             log.warning("alarm dropped: the last one has not been sent yet", reason=stall.sentence)
@@ -47,12 +47,12 @@ class Alarm:
             self._thread.stop(_WEBHOOK_SECONDS)
 
     def _send(self, stall: Stall, seconds: float) -> None:
-        if self._section.command:
-            self._run(stall, seconds)
+        if command := self._section.command.get_secret_value():
+            self._run(command, stall, seconds)
         if url := self._section.webhook.get_secret_value():
             self._post(url, stall, seconds)
 
-    def _run(self, stall: Stall, seconds: float) -> None:
+    def _run(self, command: str, stall: Stall, seconds: float) -> None:
         """Run the command in a session of its own, which is killed at the end."""
         variables = {
             # A script of the user may import its neighbours.
@@ -64,7 +64,7 @@ class Alarm:
         }
         # Its output goes to the log of the buffer.
         process = subprocess.Popen(  # noqa: S603
-            ["/bin/sh", "-c", f"exec 1>&2\n{self._section.command}"],
+            ["/bin/sh", "-c", f"exec 1>&2\n{command}"],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

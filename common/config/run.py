@@ -88,9 +88,10 @@ class AlarmSection(Section):
 
     after_seconds: PositiveFloat = 600.0
     """Seconds that a stall must last."""
-    command: str = ""
+    command: SecretStr = SecretStr("")
     """A command for /bin/sh, run by the buffer server for at most a minute. The variable TBA_STALL holds the sentence,
-    TBA_STALL_REASON its code, TBA_STALL_SECONDS the duration, and TBA_STALL_RUN the name of the run. Empty: none."""
+    TBA_STALL_REASON its code, TBA_STALL_SECONDS the duration, and TBA_STALL_RUN the name of the run. It is not stored
+    with the run, since it may hold a token. Empty: none."""
     webhook: SecretStr = SecretStr("")
     """An http or https URL that gets a POST with JSON: `text` for chat systems, and `run`, `host`, `reason`,
     `sentence`, `seconds`. It is not stored with the run; TBA_ALARM__WEBHOOK keeps it out of the file. Empty: none."""

@@ -48,7 +48,7 @@ def test_a_stall_is_logged_once_for_each_reason_and_alarms_once(caplog):
 def test_the_command_of_an_alarm_gets_the_sentence_and_its_output_is_no_code(tmp_path):
     out = tmp_path / "out"
     command = f'printf "%s|" "$TBA_STALL" "$TBA_STALL_REASON" $TBA_STALL_RUN > {shlex.quote(str(out))}'
-    alarm = Alarm(AlarmSection(command=command), "r7")
+    alarm = Alarm(AlarmSection(command=SecretStr(command)), "r7")
     alarm.send(_SILENT, 600)
     wait_until(lambda: out.exists() and out.read_text().count("|") == 3, 60, "the command")
     assert out.read_text() == f"{_SILENT.sentence}|searcher_silent|r7|"
@@ -56,7 +56,7 @@ def test_the_command_of_an_alarm_gets_the_sentence_and_its_output_is_no_code(tmp
 
 
 def test_a_command_that_does_not_end_is_killed_at_the_end_of_the_server(tmp_path, caplog):
-    alarm = Alarm(AlarmSection(command=f"echo > {shlex.quote(str(tmp_path))}/started; sleep 600"), "r")
+    alarm = Alarm(AlarmSection(command=SecretStr(f"echo > {shlex.quote(str(tmp_path))}/started; sleep 600")), "r")
     alarm.send(_SILENT, 600)
     wait_until((tmp_path / "started").exists, 60, "the command")
     alarm.send(_SLOW, 600)
@@ -105,8 +105,9 @@ def test_a_webhook_whose_server_sends_no_http_is_a_warning(caplog):
         alarm.close()
 
 
-def test_a_webhook_is_not_stored_and_must_be_http():
-    section = AlarmSection(webhook=SecretStr("https://hooks.example/secret"))
+def test_a_webhook_and_a_command_are_not_stored_and_a_webhook_must_be_http():
+    command = SecretStr("curl -H 'Authorization: secret' https://hooks.example")
+    section = AlarmSection(webhook=SecretStr("https://hooks.example/secret"), command=command)
     assert "secret" not in str(section.model_dump(mode="json"))
     with pytest.raises(ValueError, match="http://"):
         AlarmSection(webhook=SecretStr("file:///etc/passwd"))

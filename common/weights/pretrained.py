@@ -51,7 +51,8 @@ def _refuse_layers(directory: Path) -> None:
     # What is wrong with the file is the library's to say.
     with contextlib.suppress(OSError, ValueError):
         config = read_json(directory / "config.json")
-    for part in (config, config.get("text_config")):
-        for name in _LAYERS if isinstance(part, dict) else ():
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part in parts:
+        for name in _LAYERS:
             if isinstance(count := part.get(name), int) and count > _MOST_LAYERS:
                 raise ConfigError(f"{directory / 'config.json'}: {name} is {count}, and no model has so many layers")

@@ -21,7 +21,6 @@ import tba
 from tba.buffer import for_commands
 from tba.buffer.commands import app as buffer_app
 from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError, as_missing_extra
-from tba.common.system.process import SAFE_PATH
 from tba.common.terminal import (
     Assume,
     ConfigOptions,
@@ -67,10 +66,9 @@ app.add_typer(keys_app, name="keys")
 
 def main() -> None:
     """Run `tba`. An error becomes one sentence on standard error and an exit code."""
-    # Prompts, responses and weights are for this user alone; child processes inherit it.
+    # For child processes, too: files are for this user alone, and a random.py of the working directory is not imported.
     os.umask(0o077)
-    # Processes that this one starts import nothing from the working directory: a random.py there would run in them.
-    os.environ[SAFE_PATH] = "1"
+    os.environ["PYTHONSAFEPATH"] = "1"
     # A fatal signal, such as the SIGABRT of systemd's watchdog, shows where the process was.
     faulthandler.enable()
     try:

@@ -55,4 +55,6 @@ def _refuse_layers(directory: Path) -> None:
     for part in parts:
         for name in _LAYERS:
             if isinstance(count := part.get(name), int) and count > _MOST_LAYERS:
-                raise ConfigError(f"{directory / 'config.json'}: {name} is {count}, and no model has so many layers")
+                raise ConfigError(
+                    f"{directory / 'config.json'}: {name} is {count}, and no model has more than {_MOST_LAYERS}"
+                )

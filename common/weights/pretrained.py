@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, first_line
 from tba.common.weights.model_files import read_json
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
@@ -20,9 +20,10 @@ _MOST_LAYERS = 2_000
 def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
     """Return `kind.from_pretrained(directory)`, such as AutoTokenizer's. Errors of transformers are not converted.
 
-    Raises ConfigError if the directory needs code of its own, or if its configuration has thousands of layers.
+    Raises ConfigError if the directory needs code of its own or a package that is missing, or if its configuration has
+    thousands of layers.
     """
-    _refuse_layers(directory)
+    _check_config(directory)
     with _refusing_code(directory):
         return kind.from_pretrained(directory, trust_remote_code=False, **options)
 
@@ -37,6 +38,8 @@ def from_config(kind: Any, config: Any, directory: Path, **options: Any) -> Any:
 def _refusing_code(directory: Path) -> Iterator[None]:
     try:
         yield
+    except ImportError as error:
+        raise ConfigError(f"{directory} needs a package that is not installed: {first_line(error)}") from error
     except ValueError as error:
         if "custom code" not in str(error):
             raise
@@ -46,11 +49,14 @@ def _refusing_code(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_layers(directory: Path) -> None:
+def _check_config(directory: Path) -> None:
     config: dict[str, Any] = {}
     # What is wrong with the file is the library's to say.
     with contextlib.suppress(OSError, ValueError):
         config = read_json(directory / "config.json")
+    # Some releases of transformers download such an implementation from the hub, and import it.
+    if kernels := [key for key, value in config.items() if key.endswith("_implementation") and "/" in str(value)]:
+        raise ConfigError(f"{directory / 'config.json'}: {kernels[0]} names code of the hub, which tba does not run")
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for part in parts:
         for name in _LAYERS:

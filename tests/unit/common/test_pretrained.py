@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,16 @@ def test_a_model_of_a_billion_layers_is_refused_at_once(tmp_path, load):
         ConfigError, match=r"config.json: num_hidden_layers is 1000000000, and no model has more than 2000"
     ):
         load(str(model))
+
+
+def test_code_of_the_hub_that_a_configuration_names_is_refused(tmp_path):
+    model = changed_model(tmp_path / "m", _attn_implementation="kernels-community/flash-attn")
+    with pytest.raises(ConfigError, match=r"config.json: _attn_implementation names code of the hub, which tba does"):
+        load_model(model, torch.device("cpu"))
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="the package is installed")
+def test_a_model_whose_package_is_missing_is_refused_with_its_name(tmp_path):
+    model = changed_model(tmp_path / "m", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ConfigError, match=r"needs a package that is not installed: .*bitsandbytes"):
+        load_model(model, torch.device("cpu"))

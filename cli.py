@@ -66,8 +66,9 @@ app.add_typer(keys_app, name="keys")
 
 def main() -> None:
     """Run `tba`. An error becomes one sentence on standard error and an exit code."""
-    # Prompts, responses and weights are for this user alone; child processes inherit it.
+    # For child processes, too: files are for this user alone, and a random.py of the working directory is not imported.
     os.umask(0o077)
+    os.environ["PYTHONSAFEPATH"] = "1"
     # A fatal signal, such as the SIGABRT of systemd's watchdog, shows where the process was.
     faulthandler.enable()
     try:

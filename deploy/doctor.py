@@ -16,7 +16,8 @@ from tba.common.config.paths import asked_gpus, asked_packages, check_data, hub_
 from tba.common.errors import ConfigError, HttpUnavailable, HubUnavailable, MissingExtra, TbaError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
-from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here
+from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here, weight_files
+from tba.common.weights.tensor_file import read_layout
 from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology
 from tba.deploy.doctor_keys import check_keys, check_modes
@@ -193,7 +194,12 @@ def _models(here: bool, config: Config) -> tuple[str, str]:
 
 def _model(setting: str, path: str, here: bool) -> tuple[str, str]:
     try:
-        return "ok", path if check_model(path, setting=setting) else check_hub(path, setting=setting)
+        if not check_model(path, setting=setting):
+            return "ok", check_hub(path, setting=setting)
+        if (directory := model_here(path)) is not None:
+            for file in weight_files(directory):
+                read_layout(file)
+        return "ok", path
     # Not every role needs it.
     except (HubUnavailable, MissingExtra) as error:
         return ("warn" if here else "unchecked"), f"{error}; a searcher or a trainer needs it"

@@ -1,7 +1,9 @@
 """The commands `tba task`: write a task, check it, and see how it scores. Slow imports are in their bodies."""
 
 import re
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +42,11 @@ def new(
     file = directory / f"{name}.py"
     if file.exists():
         raise UsageError(f"{file} exists: choose another name, or delete it")
+    if name in sys.stdlib_module_names or find_spec(name):
+        raise UsageError(
+            f"{name} is a module of Python or of a package, which {file} would hide from programs next to it: choose "
+            f"another name, such as {name}_task"
+        )
     template = Path(__file__).with_name("tasks") / "template.py"
     kind = "".join(part.capitalize() for part in name.split("_"))
     text = template.read_text(encoding="utf-8").replace("class Template", f"class {kind}")

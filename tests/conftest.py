@@ -91,7 +91,7 @@ class Outcome:
 @contextmanager
 def own_process_state() -> Iterator[None]:
     """Restore what a command sets up for its process: signal handlers and logs."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     log = logging.getLogger("tba")
     kept = log.handlers[:], log.level, log.propagate
     try:

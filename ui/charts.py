@@ -1,12 +1,11 @@
 """The charts of a run: metrics by optimiser step, as the trainer reported them to the buffer."""
 
-import json
 import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from tba.buffer.store.storage_errors import stored_object
 from tba.buffer.tools.page_rows import PageRows
 from tba.common.evaluations import read_evaluations
 from tba.ui.runs import Run
@@ -109,10 +108,9 @@ def _overlaid(parts: list[tuple[str, Chart]]) -> Chart:
 
 
 def _charted(text: str | None) -> dict[str, float]:
-    numbers: dict[str, Any] = json.loads(text or "{}")
     return {
         name: value
-        for name, value in numbers.items()
+        for name, value in stored_object(text).items()
         if name in _CHARTED and isinstance(value, int | float) and math.isfinite(value)
     }
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import re
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.starts import SERVED_FIRST
+from tba.buffer.store.storage_errors import stored_config, stored_object
 from tba.buffer.tools.page_rows import PageRows, page_rows
 from tba.common import run_files
 from tba.common.config import SecuritySection
@@ -58,14 +58,14 @@ class Run:
     def config(self, rows: PageRows) -> dict[str, Any]:
         """Return the sections of the configuration that a server last served the run with; {} if there is none."""
         sql = f"SELECT s.config FROM starts s WHERE s.run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
-        sections = json.loads(rows.value(sql, self.id) or "{}")
+        sections = stored_config(rows.value(sql, self.id))
         return {name: section for name, section in sections.items() if isinstance(section, dict)}
 
     def origins(self, rows: PageRows) -> dict[str, str] | None:
         """Return what set each dotted key of `config`; other keys had their defaults. None: not recorded."""
         sql = f"SELECT s.origins FROM starts s WHERE s.run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
         found = rows.value(sql, self.id)
-        return None if found is None else json.loads(found)
+        return None if found is None else stored_object(found)
 
     def status(self, config: dict[str, Any]) -> Status | None:
         """Return the status that the buffer server of the run gives, at most seconds old; None if none answers.

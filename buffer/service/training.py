@@ -11,7 +11,7 @@ from tba.buffer.sampling.index import Entry
 from tba.buffer.sampling.rules import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
-from tba.common.errors import Refused
+from tba.common.errors import Refused, StorageError
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.wire import messages
@@ -29,7 +29,14 @@ _NAMED = 3
 _LEFT_VERSIONS = 1 << 20
 _VERSIONS_PER_STEP = 2
 _SPARE_VERSIONS = 16
-_decode_parts = msgspec.json.Decoder(dict[str, float]).decode
+_parts = msgspec.json.Decoder(dict[str, float])
+
+
+def _decode_parts(text: str) -> dict[str, float]:
+    try:
+        return _parts.decode(text)
+    except msgspec.MsgspecError as error:
+        raise StorageError(f"reward parts that the database holds are malformed ({error}): {text!r:.80}") from error
 
 
 class BatchSource(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from tba.buffer.store.schema import applied_migrations, check_known, migrate
+from tba.buffer.store.schema import applied_migrations, check_schema, migrate
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.store.write_ahead_log import WriteAheadLog, abandon, open_connection
 from tba.common import run_files
@@ -85,6 +85,7 @@ class DatabaseFile:
         if self.log.failure is None:
             self._resources.close()
         else:
+            self.log.keep_files()
             self._abandon()
 
     def _abandon(self) -> None:
@@ -162,17 +163,10 @@ class DatabaseFile:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def size_bytes(self) -> int:
-        """Return the size of the database and its WAL.
-
-        Raises SyncFailed if the database was deleted or moved: what is stored from then on may never be found again.
-        """
-        wal = run_files.write_ahead_log(self.path)
+        """Return the size of the database and its WAL. Raises SyncFailed if either is not the file that was opened."""
+        self.log.check_files()
         with storage_errors(self.path):
-            try:
-                return self.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
-            except FileNotFoundError as error:
-                sentence = f"{self.path} was deleted or moved while it was open: nothing more is acknowledged"
-                raise SyncFailed(sentence) from error
+            return self.path.stat().st_size + run_files.write_ahead_log(self.path).stat().st_size
 
     def disk_space(self) -> tuple[int, int]:
         """Return the free and the total bytes of the disk that holds the database."""
@@ -198,9 +192,9 @@ def _refuse_unusable(path: Path) -> None:
     with contextlib.closing(
         sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     ) as connection:
-        _refuse_damaged(path, connection)
+        # First, since the other check computes expressions of the schema.
         _refuse_foreign(path, connection)
-        check_known(applied_migrations(connection))
+        _refuse_damaged(path, connection)
 
 
 def _refuse_damaged(path: Path, connection: sqlite3.Connection) -> None:
@@ -222,10 +216,12 @@ def _refuse_damaged(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _refuse_foreign(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise StorageError for the database of another program."""
-    tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
-    names = {name for (name,) in connection.execute(tables)} - {"_sqlite_migrations"}
-    if names and not applied_migrations(connection):
+    """Raise StorageError for the database of another program, and for one that another program has changed."""
+    if applied_migrations(connection):
+        check_schema(path, connection)
+        return
+    tables = "SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
+    if names := {name for (name,) in connection.execute(tables)}:
         raise StorageError(
             f"{path} is the database of another program, with tables such as {min(names)}: choose another file name "
             "for buffer.database"

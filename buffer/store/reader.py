@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba.buffer.store.schema import applied_migrations, check_known, schema_names
+from tba.buffer.store.schema import applied_migrations, check_schema, schema_names
 from tba.common.errors import StorageError, UsageError
 
 _BUSY_MS = 10_000
@@ -27,16 +27,17 @@ def open_reader(path: Path, *, any_schema: bool = False) -> Iterator[sqlite3.Con
         with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
             connection.execute("PRAGMA query_only = ON")
             connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-            _check_schema(path, applied_migrations(connection), any_schema=any_schema)
+            _check_schema(path, connection, any_schema=any_schema)
             yield connection
     except sqlite3.DatabaseError as error:
         raise StorageError(_sentence(path, error)) from error
 
 
-def _check_schema(path: Path, applied: set[str], *, any_schema: bool) -> None:
+def _check_schema(path: Path, connection: sqlite3.Connection, *, any_schema: bool) -> None:
+    applied = applied_migrations(connection)
     if not applied:
         raise StorageError(f"{path} is not a buffer database: it has no tables of tba")
-    check_known(applied)
+    check_schema(path, connection)
     if not any_schema and (missing := [name for name in schema_names() if name not in applied]):
         raise StorageError(
             f"{path} was written by an older release (it lacks migration {missing[0]}): run `tba buffer migrate`, or "

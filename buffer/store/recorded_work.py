@@ -11,6 +11,7 @@ from typing import Any
 
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.starts import IMPORT
+from tba.buffer.store.storage_errors import stored_config
 from tba.common.config import Config
 from tba.common.errors import ConfigError, StorageError
 from tba.common.weights.model_files import model_here, weights_digest
@@ -68,8 +69,7 @@ def _recorded(config: Config) -> dict[str, Any]:
         return {}
     with open_reader(config.database, any_schema=True) as connection:
         row = connection.execute(_START, (config.run.name,)).fetchone()
-    sections: dict[str, Any] = json.loads(row[0]) if row else {}
-    return sections
+    return stored_config(row[0] if row else None)
 
 
 def _differences(recorded: Mapping[str, Any], config: Config, evaluates: bool) -> Sequence[tuple[str, Any, Any]]:

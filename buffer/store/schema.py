@@ -4,7 +4,10 @@ A migration and its record commit in one transaction. Released migrations are ne
 `docs/database.md` describes the tables column by column.
 """
 
+import functools
+import re
 import sqlite3
+from pathlib import Path
 
 from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
@@ -14,6 +17,12 @@ from tba.buffer.store.references_migration import declare_references
 from tba.common.errors import StorageError
 
 migrations = Migrations("tba")
+
+# What sqlite-utils and SQLite make for themselves, without expressions that could compute anything.
+_BOOKKEEPING = re.compile(
+    r"CREATE (?:TABLE|(?:UNIQUE )?INDEX) \W?(?:idx_)?_sqlite_migrations[^(]*\([^()]*\)"
+    r"|CREATE TABLE sqlite_stat\d\([^()]*\)"
+)
 
 _TABLES = """
 CREATE TABLE runs (id INTEGER PRIMARY KEY, uuid TEXT NOT NULL, name TEXT NOT NULL, created_at REAL NOT NULL,
@@ -156,7 +165,14 @@ def migrate(db: Database) -> None:
 
 
 def applied_migrations(connection: sqlite3.Connection) -> set[str]:
-    """Return the names of a database's migrations; empty if it is not a buffer database."""
+    """Return the names of a database's migrations; empty if it is not a buffer database.
+
+    Raises StorageError if their record is not the table that sqlite-utils makes: to read it might compute anything.
+    """
+    if foreign := [
+        name for name, sql in _declarations(connection).items() if migrations.migrations_table in name + sql
+    ]:
+        raise StorageError(f"the database has the {foreign[0]}, which tba does not make")
     return {migration.name for migration in migrations.applied(Database(connection))}
 
 
@@ -164,6 +180,44 @@ def schema_names() -> list[str]:
     """Return the names of this release's migrations, oldest first; the last one names the schema."""
     with Database(memory=True) as empty:
         return [migration.name for migration in migrations.pending(empty)]
+
+
+def check_schema(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise StorageError unless tables, indexes, views and triggers are those of the applied migrations, and no more.
+
+    A trigger runs with statements of tba, and a view in the place of another one, or of a table, computes anything.
+    """
+    names, applied = schema_names(), applied_migrations(connection)
+    check_known(applied)
+    pending = next((name for name in names if name not in applied), None)
+    found, expected = _declarations(connection), _declared(tuple(names), pending)
+    # What is foreign first: it may be in the place of what is missing.
+    for name in sorted(found.keys() | expected.keys(), key=lambda name: (name in expected, name)):
+        # Migration 0002 drops the views of its predecessor, which had others in the course of time.
+        if found.get(name) == expected.get(name) or (pending == "0002_references" and name.startswith("view ")):
+            continue
+        if name not in expected:
+            problem = f"has the {name}, which tba does not make: drop it if it is yours"
+        elif name not in found:
+            problem = f"lacks the {name}: restore a backup"
+        else:
+            problem = f"declares the {name} in another way than tba: restore a backup"
+        raise StorageError(f"{path} {problem}. What is foreign in a database may run whenever tba reads or writes it")
+
+
+@functools.cache
+def _declared(_names: tuple[str, ...], pending: str | None) -> dict[str, str]:
+    """Return the declarations of a new database without the migrations from `pending` on."""
+    with Database(memory=True) as empty:
+        migrations.apply(empty, stop_before=pending)
+        return _declarations(empty.conn)
+
+
+def _declarations(connection: sqlite3.Connection) -> dict[str, str]:
+    """Return the SQL of each table, index, view and trigger, by its kind and name, without quotes of plain names."""
+    rows = connection.execute("SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    own = {name: sql for name, sql in rows if not _BOOKKEEPING.fullmatch(sql)}
+    return {name: " ".join(re.sub(r'"(\w+)"', r"\1", sql).split()) for name, sql in own.items()}
 
 
 def check_known(applied: set[str]) -> None:

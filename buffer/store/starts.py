@@ -1,6 +1,5 @@
 """The table `starts`, read: the settings of a run, and the source that an offline run trains from."""
 
-import json
 import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
+from tba.buffer.store.storage_errors import stored_config
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.layers import Resolved, secret_keys
-from tba.common.errors import ConfigError, UsageError
+from tba.common.errors import ConfigError, StorageError, UsageError
 
 # Added to the recorded configuration of a start: its `OfflineSource`, or that it was an import without a server.
 OFFLINE, IMPORT = "offline", "import"
@@ -55,8 +55,11 @@ def _first_start(database: Path) -> tuple[str, OfflineSource | None] | None:
         row = connection.execute(query).fetchone()
     if row is None:
         return None
-    source = json.loads(row[1]).get(OFFLINE)
-    return row[0], None if source is None else OfflineSource(**source)
+    source = stored_config(row[1]).get(OFFLINE)
+    try:
+        return row[0], None if source is None else OfflineSource(**source)
+    except TypeError as error:
+        raise StorageError(f"{database}: its source of an offline run is malformed: {error}") from error
 
 
 def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
         run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
         query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
         row = connection.execute(query, (run,)).fetchone()
-    sections: dict[str, Any] = json.loads(row[0]) if row else {}
+    sections = stored_config(row[0] if row else None)
     return {
         f"{section}.{name}": value
         for section, content in sections.items()

@@ -5,11 +5,14 @@ they are still not on the disk. So after a failed sync this process must not syn
 """
 
 import contextlib
+import json
 import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from tba.common.config import Config
 from tba.common.errors import StorageError, SyncFailed
 
 _STORAGE_CODES = frozenset(
@@ -49,6 +52,25 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"{path}: {error}") from error
     except OSError as error:
         raise StorageError(f"{path}: {error}") from error
+
+
+def stored_object(text: str | None) -> dict[str, Any]:
+    """Decode a JSON object that a database holds, {} for NULL or "". Raises StorageError for other content."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StorageError(f"a value of the database is not JSON ({error}): {text!r:.80}") from error
+    if not isinstance(found, dict):
+        raise StorageError(f"a value of the database is not a JSON object: {text!r:.80}")
+    return found
+
+
+def stored_config(text: str | None) -> dict[str, Any]:
+    """Decode the configuration of a start, as `stored_object`. Raises StorageError also if a section is no object."""
+    sections = stored_object(text)
+    if wrong := [name for name in Config.model_fields if not isinstance(sections.get(name, {}), dict)]:
+        raise StorageError(f"the configuration that the database holds has no section {wrong[0]}, but a value")
+    return sections
 
 
 def sync_file(file: int, database: Path) -> None:

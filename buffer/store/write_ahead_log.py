@@ -73,6 +73,9 @@ class WriteAheadLog:
             self._page_bytes = int(self._connection.execute("PRAGMA page_size").fetchone()[0])
             self._log = os.open(run_files.write_ahead_log(path), os.O_RDWR)
             resources.callback(os.close, self._log)
+            # By name, since closing a descriptor of the last one would drop SQLite's locks.
+            names = (path, run_files.write_ahead_log(path), path.with_name(path.name + "-shm"))
+            self._identities = {name: _identity(name) for name in names}
             self._rewrite()
             self._resources = resources.pop_all()
 
@@ -100,7 +103,7 @@ class WriteAheadLog:
             _end_transaction(self._connection)
 
     def sync(self) -> None:
-        """Make every commit durable, unless `durable` is False.
+        """Make every commit durable, unless `durable` is False. Raises as `check_files`.
 
         With synchronous=NORMAL, SQLite syncs the WAL only before a checkpoint. Calling this between a commit and its
         acknowledgement gives the guarantee of synchronous=FULL.
@@ -110,6 +113,43 @@ class WriteAheadLog:
             if self._durable and written > self._synced:
                 sync_file(self._log, self._path)
             self._synced = written
+            self._check_files()
+
+    def check_files(self) -> None:
+        """Raise SyncFailed if the database, its WAL or its index is not the file that was opened.
+
+        SQLite goes on with the open files, which no later start would find.
+        """
+        with self.refuse_after_failure():
+            self._check_files()
+
+    def _check_files(self) -> None:
+        for path, identity in self._identities.items():
+            if (found := _identity(path)) != identity:
+                what = "replaced by another file" if found else "deleted or moved"
+                raise SyncFailed(f"{path} was {what} while it was open: nothing more is acknowledged")
+
+    def keep_files(self) -> None:
+        """After a failure of `check_files`, give what is open a name again if it has none, or leads into another file.
+
+        A replaced database and its WAL become `NAME.replaced-TIME`, since that WAL would damage the other file.
+        """
+        database, wal = self._path, run_files.write_ahead_log(self._path)
+        base = database
+        if _identity(database) not in (None, self._identities[database]):
+            base = database.with_name(f"{database.name}.replaced-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        for file, name, kept in ((self._file, database, base), (self._log, wal, Path(f"{base}-wal"))):
+            try:
+                if name != kept and _identity(name) == self._identities[name]:
+                    name.rename(kept)
+                elif not os.fstat(file).st_nlink:
+                    durable.copy_file(Path(f"/proc/self/fd/{file}"), kept)
+                    durable.sync(kept)
+                else:
+                    continue
+                log.warning("kept what was acknowledged", file=str(kept))
+            except OSError as error:
+                log.error("what was acknowledged is lost", file=str(kept), reason=str(error))
 
     def checkpoint(self) -> bool:
         """Copy the WAL into the database file, if enough was written or enough time has passed.
@@ -207,6 +247,15 @@ def open_connection(path: Path) -> Iterator[sqlite3.Connection]:
         # Some builds of SQLite default to OFF, with which a checkpoint would sync nothing.
         connection.execute("PRAGMA synchronous = NORMAL")
         yield connection
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of its name; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _end_transaction(connection: sqlite3.Connection) -> None:

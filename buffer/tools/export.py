@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from tba.buffer.store.reader import open_reader
+from tba.buffer.store.storage_errors import stored_object
 from tba.buffer.tools.backup import check_target, replacing
-from tba.buffer.tools.query import reading_only
+from tba.buffer.tools.reading_only import reading_only
 from tba.buffer.tools.show import arrays_of_blobs
 from tba.common import data_files
 from tba.common.errors import UsageError
@@ -119,7 +120,7 @@ def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[s
 def _record(row: tuple[Any, ...]) -> dict[str, Any]:
     record = dict(zip(_FIELDS, row[: len(_FIELDS)], strict=True))
     for name in MAP_FIELDS:
-        record[name] = json.loads(record[name])
+        record[name] = stored_object(record[name])
     arrays = arrays_of_blobs(row[len(_FIELDS) :])
     return record | {name: array.tolist() for name, array in arrays.items()}
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from tba.buffer.store.database import LOCKED_BYTE
 from tba.buffer.store.reader import open_reader
+from tba.buffer.store.schema import check_schema
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.tools.backup import backup
 from tba.common import run_files
-from tba.common.errors import UsageError
+from tba.common.errors import StorageError, UsageError
 from tba.common.system.durable import exclusive_lock, link_or_copy, lock_bytes, sync
 
 # Bytes that every connection to a database locks for reading while it is open: SHARED_FIRST and SHARED_SIZE of
@@ -74,7 +75,9 @@ def _refuse_other_runs(source: Path, target: Path) -> None:
         restored = dict(connection.execute(names))
     if not target.exists():
         return
-    with contextlib.suppress(sqlite3.DatabaseError), contextlib.closing(_as_it_is(target)) as connection:
+    unreadable = contextlib.suppress(sqlite3.DatabaseError, StorageError)
+    with unreadable, contextlib.closing(_as_it_is(target)) as connection:
+        check_schema(target, connection)
         lost = [name for uuid, name in connection.execute(names) if uuid not in restored]
         if lost:
             raise UsageError(

@@ -1,6 +1,5 @@
 """Read one trajectory with its tokens and training history, and follow the newest ones."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,8 @@ from sqlite_utils import Database
 
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.starts import SERVED_FIRST
-from tba.common.errors import UsageError
+from tba.buffer.store.storage_errors import stored_object
+from tba.common.errors import StorageError, UsageError
 from tba.common.wire.row_numbers import QUANTITIES
 from tba.common.wire.trajectory import ARRAY_KINDS
 
@@ -47,7 +47,7 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
             known = f"ids go up to {newest}" if newest else "the buffer is empty"
             raise UsageError(f"{path} has no trajectory {trajectory}: {known}")
         for name in ("reward_parts", "metadata"):
-            row[name] = json.loads(row[name])
+            row[name] = stored_object(row[name])
         steps = list(Database(connection).query(_STEPS, [trajectory]))
         references = dict(connection.execute(_REFERENCES, (trajectory,)).fetchall())
         blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
@@ -63,15 +63,18 @@ def recorded_model(path: Path, trajectory: int) -> str:
     sql = f"SELECT json_extract(s.config, '$.model.path') FROM {starts} {SERVED_FIRST} LIMIT 1"  # noqa: S608
     with open_reader(path) as connection:
         row = connection.execute(sql, (trajectory,)).fetchone()
-    return (row[0] or "") if row else ""
+    return str(row[0] or "") if row else ""
 
 
 def arrays_of_blobs(blobs: tuple[bytes, ...]) -> dict[str, Any]:
-    """Convert blobs in the order of ARRAY_KINDS to arrays by kind."""
-    return {
-        kind.name: np.frombuffer(blob, kind.dtype).reshape((-1,) if kind.width == 1 else (-1, kind.width))
-        for kind, blob in zip(ARRAY_KINDS, blobs, strict=True)
-    }
+    """Convert blobs in the order of ARRAY_KINDS to arrays by kind. Raises StorageError for blobs of other lengths."""
+    try:
+        return {
+            kind.name: np.frombuffer(blob, kind.dtype).reshape((-1,) if kind.width == 1 else (-1, kind.width))
+            for kind, blob in zip(ARRAY_KINDS, blobs, strict=True)
+        }
+    except (ValueError, TypeError) as error:
+        raise StorageError(f"the tokens of a trajectory in the database are malformed: {error}") from error
 
 
 def _tokens(blobs: tuple[bytes, ...] | None, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:

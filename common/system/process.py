@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -27,6 +28,8 @@ _OPEN_FILES = 65_536
 _SAME_REQUEST_SECONDS = 1.0
 _SHORT = 80
 PARENT_VARIABLE = "TBA_PARENT_PID"
+# Python's variable that keeps the working directory, and that of a script, out of `sys.path`.
+SAFE_PATH = "PYTHONSAFEPATH"
 # The file through which the ranks of a trainer find each other.
 RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
 # What an engine tells its supervisor: the size of its KV cache. systemd ignores names with X_.
@@ -62,7 +65,7 @@ def objects_frozen() -> Iterator[None]:
 
 
 class StopSignal:
-    """True after SIGTERM or SIGINT: finish the work under way and exit 0. A second signal exits immediately.
+    """True after SIGTERM, SIGINT or SIGHUP: finish the work under way and exit 0. A second signal exits immediately.
 
     A second signal within a second counts as the same request, since systemd and a supervisor may both send one. With
     `listens=False` the default signal handlers stay, and it is never true.
@@ -78,6 +81,9 @@ class StopSignal:
         if listens:
             signal.signal(signal.SIGTERM, self._on_signal)
             signal.signal(signal.SIGINT, self._on_signal)
+            # `nohup` has it ignored.
+            if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+                signal.signal(signal.SIGHUP, self._on_hangup)
 
     def __call__(self) -> bool:
         return self._stopped_at is not None
@@ -102,6 +108,18 @@ class StopSignal:
     def _exit(self) -> None:
         kill_descendants()
         os._exit(self._interrupted_code if self.interrupted else 0)
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        """Drain when the terminal closes, as with an ssh connection: writing to it would fail from now on."""
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for file in (0, 1, 2):
+            with contextlib.suppress(OSError):
+                if stat.S_ISCHR(os.fstat(file).st_mode):
+                    os.dup2(nowhere, file)
+        os.close(nowhere)
+        # A shell and the kernel may each send one, not always at the same time.
+        if not self():
+            self._on_signal(number, frame)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()

@@ -305,9 +305,13 @@ def vocabulary_size(directory: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, empty if the file does not exist. Raises ValueError if it is not JSON."""
+    """Read a JSON object, empty if the file does not exist. Raises ValueError if it is not a JSON object."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except RecursionError as error:
+        raise ValueError(f"{path.name} nests thousands of levels deep") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
     return content

@@ -109,7 +109,8 @@ def read_layout(path: Path) -> Layout:
         raise SnapshotError(f"{path}: {error.strerror}") from error
     try:
         return Layout(prefix, _spans(json.loads(prefix[8:]), len(prefix), size))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    # The last one for a header that nests thousands of levels deep.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotCorrupt(f"{path} is not a safetensors file: {type(error).__name__}: {error}") from error
 
 

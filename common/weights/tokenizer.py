@@ -6,6 +6,7 @@ from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line
 from tba.common.weights.model_files import need_tokenizer
+from tba.common.weights.pretrained import from_directory
 
 # What texts of every kind have: spaces, digits, line breaks.
 _ROUND_TRIP = "How are you, 12 friends?\n\n  Two spaces."
@@ -21,7 +22,9 @@ def load_tokenizer(directory: Path) -> Any:
     except ModuleNotFoundError:
         raise MissingExtra("transformers", "train") from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = from_directory(AutoTokenizer, directory)
+    except ConfigError:
+        raise
     # transformers raises many kinds of errors here; all mean that the files are not a tokenizer.
     except Exception as error:
         if directory.is_dir():

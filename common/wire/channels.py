@@ -102,6 +102,8 @@ class ServerChannel:
         keys: ServerKeys | None = None,
     ) -> None:
         allow_many_files()
+        # At its first frame without a copy, pyzmq starts a thread that needs descriptors: later there may be none.
+        zmq.Frame(b"", copy=False)
         self.keys = keys
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

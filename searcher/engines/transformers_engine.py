@@ -28,6 +28,7 @@ from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.weights import adapter
 from tba.common.weights.model_files import model_directory, weight_files
+from tba.common.weights.pretrained import from_directory
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.common.weights.tied import tied_names
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
@@ -302,8 +303,8 @@ class TransformersEngine:
 def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
     """Load a model for generation. Raises ConfigError for one that this engine cannot serve, MemoryShort."""
     with loading(f"the model in {directory}", device):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, use_safetensors=True, output_loading_info=True
+        model, info = from_directory(
+            AutoModelForCausalLM, directory, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
         if missing := info["missing_keys"]:
             # transformers would initialise them at random.

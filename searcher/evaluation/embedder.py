@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from tba.common.system.load_errors import loading
 from tba.common.weights.model_files import model_directory
+from tba.common.weights.pretrained import from_directory
 from tba.searcher.evaluation.statistics import Floats
 
 _BATCH = 64
@@ -25,8 +26,8 @@ class SentenceEncoder:
     def __init__(self, model: str, *, device: str) -> None:
         directory = model_directory(model, setting="eval.embedder")
         with loading(f"the sentence encoder in {directory}", device):
-            self._tokenizer = AutoTokenizer.from_pretrained(directory)
-            self._model = AutoModel.from_pretrained(directory, use_safetensors=True)
+            self._tokenizer = from_directory(AutoTokenizer, directory)
+            self._model = from_directory(AutoModel, directory, use_safetensors=True)
             self._model.to(device).eval().requires_grad_(False)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token

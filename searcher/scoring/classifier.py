@@ -21,6 +21,7 @@ from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory, weight_files
+from tba.common.weights.pretrained import from_config, from_directory
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
@@ -149,7 +150,9 @@ def check_files(config: ScoringModelSection, section: str) -> str:
     model_config = _read_config(directory, section)
     with torch.device("meta"):
         try:
-            name = type(AutoModelForSequenceClassification.from_config(model_config, trust_remote_code=False)).__name__
+            name = type(from_config(AutoModelForSequenceClassification, model_config, directory)).__name__
+        except ConfigError:
+            raise
         # A model's constructor may raise anything for values that it does not expect.
         except Exception as error:
             raise not_loaded(_model_in(directory, section), error) from error
@@ -167,12 +170,12 @@ def _model_in(directory: Path, section: str) -> str:
 def _load(directory: Path, dtype: str, device: torch.device, section: str) -> Any:
     config = _read_config(directory, section)
     with loading(_model_in(directory, section), device):
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, found = from_directory(
+            AutoModelForSequenceClassification,
             directory,
             config=config,
             dtype=_DTYPES[dtype],
             use_safetensors=True,
-            trust_remote_code=False,
             output_loading_info=True,
         )
         # A checkpoint without a head loads too, with a random one.
@@ -189,7 +192,7 @@ def _read_config(directory: Path, section: str) -> Any:
     """The configuration of a classifier with one label. Raises ConfigError if it is something else, or MemoryShort."""
     model = _model_in(directory, section)
     with loading(model):
-        config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config: Any = from_directory(AutoConfig, directory)
     if config.num_labels != 1:
         raise ConfigError(f"{model} has {config.num_labels} labels: a reward needs a classifier with one")
     pad, rows = _own_pad_id(config), getattr(config.get_text_config(), "vocab_size", None)
@@ -204,7 +207,9 @@ def _read_config(directory: Path, section: str) -> Any:
 def _read_tokenizer(directory: Path, section: str, *, chat: bool) -> Any:
     """The model's tokenizer. With `chat` it must have a chat template. Raises ConfigError, MemoryShort."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = from_directory(AutoTokenizer, directory)
+    except ConfigError:
+        raise
     # The library raises many kinds; `not_loaded` tells a lack of memory from faulty files.
     except Exception as error:
         raise not_loaded(f"the tokenizer of {_model_in(directory, section)}", error) from error

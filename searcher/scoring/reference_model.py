@@ -22,6 +22,7 @@ from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory
+from tba.common.weights.pretrained import from_directory
 from tba.common.wire.trajectory import Trajectory
 
 # Of a batch, padding included.
@@ -36,7 +37,7 @@ class ReferenceModel:
     def __init__(self, model: str, *, device: str, dtype: str) -> None:
         directory = model_directory(model)
         with loading(f"the reference model in {directory}", device):
-            self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, use_safetensors=True)
+            self._model = from_directory(AutoModelForCausalLM, directory, dtype=torch.float32, use_safetensors=True)
             self._device = torch.device(device)
             # As the trainer computes on such a device.
             self._autocast = self._device.type == "cuda" and dtype == "bfloat16"

@@ -15,6 +15,7 @@ from typing import Any
 from tba.common.config import TaskSection
 from tba.common.errors import TaskError, TbaError
 from tba.common.log import configure
+from tba.common.system.process import SAFE_PATH
 from tba.searcher.scoring.scoring import score, score_later, storable
 from tba.searcher.scoring.worker_process import Connection
 from tba.searcher.tasks import load_task
@@ -24,6 +25,8 @@ from tba.searcher.tasks.task import Prompt, Reward, Task, scores_concurrently
 def main() -> None:
     """Serve until the searcher closes the socket."""
     connection = Connection()
+    # A program that a reward starts may import its neighbours.
+    os.environ.pop(SAFE_PATH, None)
     configure("reward", level="WARNING")
     settings = next(connection.messages)
     try:

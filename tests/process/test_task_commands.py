@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +120,28 @@ def test_a_task_may_print_anything_and_at_its_end(tba, tmp_path):
     command = [sys.executable, "-m", "tba", "task", "check", str(tmp_path / "loud.py")]
     result = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=200)
     assert b"two processes load the same prompts" in result.stdout, result.stderr
+
+
+HIDING = ("random", "threading", "socket", "json", "math", "numbers", "numpy", "msgpack", "tempfile", "sitecustomize")
+
+
+@pytest.mark.parametrize("program", [["-m", "tba"], [Path(sys.executable).with_name("tba")]], ids=["module", "script"])
+def test_no_module_of_the_working_directory_runs_in_any_process(tmp_path, program):
+    """Of an unpacked archive, for example. The task file still imports its neighbours."""
+    for name in HIDING:
+        (tmp_path / f"{name}.py").write_text(f"import os; os.close(os.open('{tmp_path}/ran', os.O_CREAT)); 1 / 0")
+    (tmp_path / "words.py").write_text('WORDS = ["river", "stone", "cloud"]')
+    ordered = UNSTEADY.replace('{"stone", "river", "cloud", "maple"}', "WORDS").replace("response[0]", "response[:1]")
+    (tmp_path / "mine.py").write_text(f"from words import WORDS\n{ordered}")
+    command = [*program, "task", "check", "mine.py", "--json"]
+    command = [sys.executable, *command] if program[0] == "-m" else command
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=False)
+    found = {one["check"]: one["result"] for one in json.loads(done.stdout)}
+    assert (found["same in every process"], found["speed"]) == ("ok", "ok"), done.stdout
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_new_task_does_not_hide_a_module(tba_here):
+    for name in ("math", "numpy"):
+        refused = tba_here("task", "new", name)
+        assert f"{name} is a module of Python or of a package, which {name}.py would hide" in refused.message

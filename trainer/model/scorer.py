@@ -20,6 +20,7 @@ from tba.common.errors import ConfigError
 from tba.common.quantity import quantity
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
+from tba.common.weights.pretrained import from_directory
 from tba.common.weights.tied import tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
@@ -55,8 +56,8 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
         _remove_dropout(model)
         return model
     with loading(f"the model in {directory}", device):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        model, info = from_directory(
+            AutoModelForCausalLM, directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
         if missing := info["missing_keys"]:
             # transformers would initialise them at random.

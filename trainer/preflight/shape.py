@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.system.load_errors import loading
+from tba.common.weights.pretrained import from_config, from_directory
 
 # Configurations of mixtures of experts name these differently.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -45,8 +46,8 @@ class ModelShape:
 def meta_model(directory: Path) -> PreTrainedModel:
     """Return the float32 model of a directory on the meta device, from its config.json alone. Raises ConfigError."""
     with loading(f"the configuration of the model in {directory}"), torch.device("meta"):
-        config = AutoConfig.from_pretrained(directory)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        config = from_directory(AutoConfig, directory)
+        model: PreTrainedModel = from_config(AutoModelForCausalLM, config, directory, dtype=torch.float32)
     return model
 
 

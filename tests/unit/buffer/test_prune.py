@@ -1,10 +1,10 @@
 """`tba buffer prune`: what it deletes, what it keeps, and what it needs first."""
 
 import json
-import sqlite3
 
 import pytest
 
+from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
@@ -58,17 +58,22 @@ def test_a_trajectory_that_a_kept_batch_uses_is_kept(prune, trained):
     assert (1,) in ask(trained, "SELECT id FROM trajectories")
 
 
-def test_after_an_interruption_no_trained_trajectory_looks_untrained_and_the_next_prune_completes(prune, trained):
-    store = Store(trained, durability="process")
-    store.database.execute("CREATE TRIGGER stop BEFORE DELETE ON batches BEGIN SELECT RAISE(ABORT, 'cut off'); END")
-    store.close()
-    with pytest.raises(sqlite3.IntegrityError, match="cut off"):
-        prune(*OLD, "--yes")
+def test_after_an_interruption_no_trained_trajectory_looks_untrained_and_the_next_prune_completes(
+    prune, trained, monkeypatch
+):
+    execute = DatabaseFile.execute
+
+    def cut_off(self, statement, *values):
+        if statement.startswith("DELETE FROM batches"):
+            raise RuntimeError("cut off")
+        return execute(self, statement, *values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DatabaseFile, "execute", cut_off)
+        with pytest.raises(RuntimeError, match="cut off"):
+            prune(*OLD, "--yes")
     untrained = "SELECT id FROM trajectory_rows WHERE id NOT IN (SELECT trajectory FROM consumption_rows)"
     assert ask(trained, untrained) == []
-    store = Store(trained, durability="process")
-    store.database.execute("DROP TRIGGER stop")
-    store.close()
     prune(*OLD, "--yes")
     assert ask(trained, "SELECT pruned, pruned_slots FROM runs") == [(4, 4)]
     assert {finding["result"] for finding in check(trained)} == {"ok"}

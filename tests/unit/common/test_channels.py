@@ -329,3 +329,28 @@ def test_a_large_reply_has_left_when_its_peer_reads_and_not_before(tmp_path):
         for _ in sent:
             client.recv_multipart()
         wait_until(lambda: all(has_left() for has_left in sent))
+
+
+LARGE_REPLY = """
+import contextlib, os, sys
+from tba.common.wire.channels import ClientChannel, ServerChannel
+server, client = ServerChannel(sys.argv[1]), ClientChannel(sys.argv[1])
+while not client.send([b"request"]):
+    server.receive(0.01, 1)
+((peer, _),) = server.receive(60, 1)
+with contextlib.suppress(OSError):
+    while True:
+        os.dup(0)
+assert server.send_large(peer, [b"header", bytes(1 << 20)])
+while (frames := client.receive(60)) is None:
+    pass
+print(len(frames[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_first_large_reply_needs_no_descriptor(tmp_path):
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)){LARGE_REPLY}"
+    command = [sys.executable, "-c", limited, f"ipc://{tmp_path}/socket"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{1 << 20}\n", done.stderr

@@ -3,6 +3,7 @@
 import gc
 import os
 import platform
+import pty
 import resource
 import signal
 import stat
@@ -17,7 +18,7 @@ import pytest
 from tba.common.system.orphan_guard import session_of
 from tba.common.system.process import NotifySocket, StopSignal, notify_systemd, objects_frozen
 from tba.common.terminal import own_command
-from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.checks import not_none, wait_until
 
 # Each block is larger than the previous one, so that glibc's adaptive threshold does not keep it.
 FAULTS = """
@@ -69,7 +70,7 @@ def test_only_later_objects_are_collected():
 def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monkeypatch):
     systemd = NotifySocket()
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         stop = StopSignal()
         stop.drain_seconds = 1460.5
@@ -80,6 +81,36 @@ def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monk
         for number, handler in handlers.items():
             signal.signal(number, handler)
         systemd.close()
+
+
+DRAINS = """
+import os, signal, sys, time
+from pathlib import Path
+from tba.common.system.process import StopSignal
+if sys.argv[2] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# A leader of a session receives SIGHUP when its terminal closes.
+os.close(os.open(os.ttyname(0), os.O_RDWR))
+stop = StopSignal()
+Path(sys.argv[1]).write_text("ready")
+while not stop() and os.isatty(0):
+    time.sleep(0.01)
+print("draining", flush=True)
+Path(sys.argv[1]).write_text(f"{stop()}")
+"""
+
+
+@pytest.mark.parametrize(("how", "stopped"), [("plain", "True"), ("nohup", "False")])
+def test_a_terminal_that_closes_has_a_process_drain_unless_it_is_under_nohup(tmp_path, how, stopped):
+    terminal, own = pty.openpty()
+    output, said = own if how == "plain" else subprocess.DEVNULL, tmp_path / "said"
+    command = [sys.executable, "-c", DRAINS, said, how]
+    with subprocess.Popen(command, stdin=own, stdout=output, stderr=output, start_new_session=True) as process:
+        os.close(own)
+        wait_until(lambda: said.exists() and said.read_text(), what="it listens")
+        os.close(terminal)
+        assert process.wait(60) == 0
+    assert said.read_text() == stopped
 
 
 def test_only_this_user_can_reach_the_socket_of_a_child(tmp_path, monkeypatch):

@@ -425,3 +425,12 @@ def test_a_file_without_the_ending_of_a_data_file_is_no_data_of_the_hub(tmp_path
     assert hub_data(section) == ["g.data", "openai/gsm8k"]
     Path("g.data").touch()
     assert hub_data(section) == ["openai/gsm8k"]
+
+
+def test_a_file_of_weights_whose_header_cannot_be_read_is_named(example_model, tmp_path):
+    shutil.copytree(example_model, tmp_path / "model")
+    header = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    (tmp_path / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    found = {one["check"]: one for one in examine(config_of(model={"path": str(tmp_path / "model")}), UNKNOWN)}
+    assert found["model"]["result"] == "fail"
+    assert "model.safetensors is not a safetensors file: RecursionError" in found["model"]["detail"]

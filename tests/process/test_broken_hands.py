@@ -1,0 +1,77 @@
+"""The files of a database are deleted, moved or replaced while its server stores rows: nothing acknowledged is lost."""
+
+import os
+import re
+import shutil
+
+import pytest
+
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.faults import ROWS, producing, stored
+
+TOKENS = 64
+
+
+def delete(ending):
+    return lambda database, _: database.with_name(database.name + ending).unlink()
+
+
+def move(database, aside):
+    database.rename(aside)
+
+
+def replace(database, aside):
+    shutil.copy(aside.with_name("older"), aside)
+    os.replace(aside, database)
+
+
+def replace_all(database, aside):
+    """As rsync does with the directory of a served database."""
+    for ending in ("", "-wal", "-shm"):
+        shutil.copy(f"{database}{ending}", aside)
+        os.replace(aside, f"{database}{ending}")
+
+
+def move_directory(database, aside):
+    aside.mkdir()
+    for file in database.parent.glob("buffer.sqlite*"):
+        file.rename(aside / file.name)
+
+
+# What is done, the file that is named, what happened to it, and where the rows are after the end.
+HANDS = {
+    "deleted": (delete(""), "buffer.sqlite", "deleted or moved", "buffer.sqlite"),
+    "log deleted": (delete("-wal"), "buffer.sqlite-wal", "deleted or moved", "buffer.sqlite"),
+    "index deleted": (delete("-shm"), "buffer.sqlite-shm", "deleted or moved", "buffer.sqlite"),
+    "replaced": (replace, "buffer.sqlite", "replaced by another file", "buffer.sqlite.replaced-*Z"),
+    "all replaced": (replace_all, "buffer.sqlite", "replaced by another file", "buffer.sqlite.replaced-*Z"),
+    "moved": (move, "buffer.sqlite", "deleted or moved", "aside"),
+    "directory moved": (move_directory, "buffer.sqlite", "deleted or moved", "aside/buffer.sqlite"),
+}
+
+
+def all_acknowledged_is_in(database, producers) -> bool:
+    found = stored(database)
+    expected = [{first + k for first in one.acknowledged for k in range(ROWS)} for one in producers]
+    return all(rows <= set(found.sequences(one.number)) for rows, one in zip(expected, producers, strict=True))
+
+
+@pytest.mark.parametrize(("hand", "name", "what", "kept"), HANDS.values(), ids=HANDS)
+def test_a_server_whose_file_changes_hands_ends_at_once_and_keeps_what_it_acknowledged(
+    start_tba, run_config, tmp_path, hand, name, what, kept
+):
+    server = start_tba("buffer", "serve", "--config", run_config.file)
+    database = run_config.database
+    with producing(run_config.address, 2, tokens=TOKENS) as producers:
+        wait_until(lambda: all(len(one.acknowledged) > 8 for one in producers), what="acknowledged")
+        shutil.copy(database, tmp_path / "older")
+        hand(database, tmp_path / "aside")
+        assert server.wait(60) == 1
+    output = (tmp_path / "tba0.log").read_text()
+    assert re.search(rf"error: .*/{name} was {what} while it was open: nothing more is acknowledged", output)
+    assert "Traceback" not in output
+    (found,) = [*database.parent.glob(kept), *tmp_path.glob(kept)][:1]
+    if kept == "aside":
+        # Its log is where it was.
+        found = found.rename(database)
+    assert all_acknowledged_is_in(found, producers)

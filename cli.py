@@ -364,8 +364,7 @@ def config_show(options: ConfigOptions, as_json: Json = False) -> None:
         return print_json(rows)
     for row in rows:
         # As in the file: TOML writes truth values and lists as JSON does.
-        if isinstance(row["value"], bool | tuple):
-            row["value"] = json.dumps(row["value"])
+        row["value"] = json.dumps(row["value"]) if isinstance(row["value"], bool | tuple) else row["value"]
     return print_table(["key", "value", "origin"], rows)
 
 

@@ -77,6 +77,7 @@ def test_compact_keeps_a_batch_that_is_not_trained_on_yet(harness, trajectory, t
     assert tba_buffer("compact", "-b", buffer.store.path, *CAP, "--json").json["trajectories_compacted"] == 0
 
 
+@pytest.mark.slow
 def test_compact_does_not_change_the_sampleable_trajectories(capped, tba_buffer, harness):
     before = harness(capped, buffer={"prompt_cap": 2})
     sampleable = before.service.sampleable()

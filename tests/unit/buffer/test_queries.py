@@ -79,6 +79,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", SLOW.values(), ids=SLOW)
 def test_a_function_that_looks_at_no_clock_is_ended_at_the_limit(filled, call):
     numbers = """WITH RECURSIVE n(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM n LIMIT 100000),

@@ -427,6 +427,7 @@ def test_a_file_without_the_ending_of_a_data_file_is_no_data_of_the_hub(tmp_path
     assert hub_data(section) == ["openai/gsm8k"]
 
 
+@pytest.mark.slow
 def test_a_file_of_weights_whose_header_cannot_be_read_is_named(example_model, tmp_path):
     shutil.copytree(example_model, tmp_path / "model")
     header = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"

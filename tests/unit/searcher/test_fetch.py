@@ -23,6 +23,8 @@ from tba.searcher.weights.progress import Progress
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
 
+pytestmark = pytest.mark.slow
+
 # Ten chunks of 1 MiB.
 ELEMENTS = 5_000_000
 

@@ -266,6 +266,7 @@ def test_a_searcher_gives_up_when_its_engine_refuses_five_snapshots_in_a_row(lab
         follower.settle(with_wrong_canary(lab, lab.publish(5)))
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_advised_only_where_it_helps(lab, follower):
     """Other tensors stay other tensors, whatever the canary's limits are."""
     assert follower.settle(lab.publish(0))

@@ -60,6 +60,7 @@ def task(make_task):
     return make_task({"problem": "1 + 1?", "answer": "2"})
 
 
+@pytest.mark.slow
 def test_odd_answers_have_the_documented_verdict(task):
     wrong = [
         (gold, response[:60])
@@ -75,6 +76,7 @@ def test_an_answer_that_was_cut_off_is_wrong(task):
 
 
 # math-verify's alarm may go off in a callback of the interpreter, where it is reported and lost.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_comparison_that_takes_too_long_is_a_part(task, monkeypatch):
     monkeypatch.setattr(verdict, "LIMIT_SECONDS", 1)

@@ -54,6 +54,7 @@ def test_each_kind_has_twenty_right_answers_and_ten_wrong_ones(kind):
     assert len(KINDS[kind]) - right >= 10
 
 
+@pytest.mark.slow
 def test_a_right_answer_can_be_read_as_a_gold_answer():
     golds = {gold for rows in KINDS.values() for gold, *_ in rows}
     assert [gold for gold in golds if why_no_gold(gold) or not is_readable(gold)] == []

@@ -128,6 +128,7 @@ def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, capl
     assert [record.getMessage() for record in caplog.records].count("responses do not end") == warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("truncated", "reward", "error"),
     [("score", 0.0, None), (-1.0, -1.0, None), ("mask", 0.0, "not trained on: cut off after 2 tokens, and task.trunc")],

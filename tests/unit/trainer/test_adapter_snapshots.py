@@ -23,6 +23,8 @@ from tba.tests.helpers.weights import WEIGHTS, CountingServer, flip_a_byte
 from tba.tests.runner import slow
 from tba.trainer.publishing.adapter_writer import _check_names
 
+pytestmark = pytest.mark.slow
+
 LORA = {"rank": 3, "alpha": 4.0, "publish": "adapter"}
 FULL = "model.safetensors"
 

@@ -94,6 +94,7 @@ def test_a_resumed_learner_makes_the_same_steps_bit_for_bit(tmp_path, autocast, 
     assert all(torch.equal(mine, resumed[1].masters()[name]) for name, mine in resumed[0].masters().items())
 
 
+@pytest.mark.slow
 def test_a_step_whose_loss_is_not_finite_changes_neither_masters_nor_weights():
     learner = make_learner(**OFFLOAD)
     losses(learner, 1)

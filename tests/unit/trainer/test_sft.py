@@ -115,6 +115,7 @@ def test_a_model_that_cannot_be_written_leaves_its_checkpoint_and_nothing_else(b
     assert {path.name for path in tmp_path.glob("*out*")} == {"out.work"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(2, 3), *slow((1,), (3,))])
 def test_a_resumed_training_writes_the_same_weights_bit_for_bit(base, pairs, tmp_path, stops):
     whole = Plan([pairs], tmp_path / "whole", held_out=pairs, epochs=2, batch_size=3)

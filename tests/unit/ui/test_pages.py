@@ -64,6 +64,7 @@ def test_every_page_opens_and_every_link_leads_to_one(filled):
     assert not [address for address in pages if not address.startswith("/")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_shown_as_text(harness, trajectory, text):
     buffer = harness()
@@ -182,6 +183,7 @@ def test_every_window_of_a_list_follows_an_index(filled, given):
             assert [step for step in steps if "TEMP B-TREE" in step] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sql", "sentence"),
     [

@@ -19,6 +19,7 @@ def saved(page):
     return [html.unescape(name) for name in re.findall(r"/sql\?query=[^>]*>([^<]*)<", page.text)]
 
 
+@pytest.mark.slow
 def test_every_built_in_query_has_an_address_and_returns_rows_or_none(browser):
     names = saved(browser.get("/r/test/sql"))
     assert len(names) >= 8

@@ -12,6 +12,8 @@ from tba.common.errors import UsageError
 from tba.tests.helpers.checks import wait_until
 from tba.ui.app import make_app
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "0123456789abcdef"
 
 

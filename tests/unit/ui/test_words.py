@@ -14,6 +14,8 @@ from tba.ui.app import make_app
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["seven apples", "seven\x00pears <script>alert(1)</script>", "eight \u202eapples", "seven apples again"]
 
 

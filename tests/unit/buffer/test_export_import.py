@@ -8,8 +8,9 @@ from contextlib import closing
 import pytest
 
 from tba.buffer.store.store import Store
+from tba.tests.runner import slow
 
-FILES = ["rows.jsonl", "rows.parquet"]
+FILES = ["rows.jsonl", *slow("rows.parquet")]
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,8 @@ from tba.trainer.publishing.canary import make_canary, skeleton
 from tba.trainer.step.build import build
 from tba.trainer.step.learner import Learner
 
+pytestmark = pytest.mark.slow
+
 KEYS = {"learning_rate": 0.05, "warmup_steps": 0, "steps": 10}
 
 

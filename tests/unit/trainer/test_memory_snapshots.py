@@ -25,6 +25,8 @@ from tba.trainer.model.scorer import weights_of
 from tba.trainer.publishing import canary, weights_files
 from tba.trainer.publishing.canary import make_canary, skeleton
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def lab(publisher_harness):

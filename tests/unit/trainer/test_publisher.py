@@ -153,6 +153,8 @@ def test_a_version_that_a_crashed_trainer_left_behind_is_not_used_again(publishe
     publisher = lab.publisher(next_version=2)
     assert not (lab.config.snapshots / ".v00000004.tmp").exists()
     assert publisher.publish(step=0) == 4
+    # The next trainer starts after the end of this one.
+    assert publisher.flush(60)
     assert lab.publisher(next_version=9).publish(step=0) == 9
 
 

@@ -16,6 +16,8 @@ from tba.trainer.objectives.advantages import imitation, taper
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.step.learner import Learner
 
+pytestmark = pytest.mark.slow
+
 BETA = 0.5
 PROBABILITIES = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
 REWARDS = torch.tensor([1.0, 0.0, 0.3], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A task of the user: a class or function in a module on PYTHONPATH, or in a Python file."""
+"""A task of the user: a class or function in a module of the working directory or on PYTHONPATH, or in a file."""
 
 import importlib
 import importlib.util
@@ -31,6 +31,7 @@ def find_own(name: str) -> Callable[..., Any]:
 
 
 def _import(name: str, place: str) -> ModuleType:
+    _search_last(Path.cwd())
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -53,11 +54,15 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look up the module of a class by its name.
     sys.modules[module_name] = module
-    # At the end: a file next to the task must not hide a module of another package.
-    if (folder := str(path.parent.absolute())) not in sys.path:
-        sys.path.append(folder)
+    _search_last(path.parent.absolute())
     spec.loader.exec_module(module)
     return module
+
+
+def _search_last(folder: Path) -> None:
+    """Find modules in a folder too. At the end: a file next to a task must not hide a module of another package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def _classes(module: ModuleType) -> list[type]:

@@ -220,7 +220,7 @@ def loading_processes(pids: Path, launcher: subprocess.Popen[bytes]) -> list[psu
     ("end", "exit_code"),
     [
         (signal.SIGINT, EXIT_INTERRUPTED),
-        (signal.SIGHUP, -signal.SIGHUP),
+        (signal.SIGHUP, 0),
         (signal.SIGKILL, -signal.SIGKILL),
     ],
 )

@@ -220,8 +220,9 @@ def _refuse_foreign(path: Path, connection: sqlite3.Connection) -> None:
     if applied_migrations(connection):
         check_schema(path, connection)
         return
+    # A server that was killed while it made the database may have left the table of migrations, without one in it.
     tables = "SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
-    if names := {name for (name,) in connection.execute(tables)}:
+    if names := {name for (name,) in connection.execute(tables) if "_sqlite_migrations" not in name}:
         raise StorageError(
             f"{path} is the database of another program, with tables such as {min(names)}: choose another file name "
             "for buffer.database"

@@ -36,11 +36,12 @@ def killed_at_work(killed, start_tba, run_config):
     """The files of a server that was killed before its first checkpoint, which a limit of puts keeps out of reach."""
     if not killed.exists():
         process = start_tba("buffer", "serve", "--config", run_config.file)
-        with producing(run_config.address, 2, tokens=64, limit=100) as producers:
-            wait_until(lambda: all(len(producer.acknowledged) > 60 for producer in producers), what="some are stored")
+        with producing(run_config.address, 2, tokens=64, limit=20) as producers:
+            wait_until(lambda: all(len(producer.acknowledged) > 15 for producer in producers), what="some are stored")
             process.kill()
             process.wait()
-        assert log_of(run_config.database).stat().st_size < 8 << 20
+        # A checkpoint begins at 2 MiB.
+        assert log_of(run_config.database).stat().st_size < 2 << 20
         shutil.copy(log_of(run_config.database), log_of(killed))
         shutil.copy(run_config.database, killed)
     return killed
@@ -70,17 +71,18 @@ def assert_is_a_prefix(found: Stored, whole: Stored) -> None:
 
 def test_a_truncated_log_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):
     whole = opened(copied(killed_at_work, tmp_path / "whole"))
-    assert len(whole.rows) > 120 * ROWS
+    assert len(whole.rows) > 30 * ROWS
     rng, length = random.Random(0), log_of(killed_at_work).stat().st_size
     lengths = set()
-    for n, cut in enumerate([0, 1, length - 1, *(rng.randrange(length) for _ in range(CUTS - 3))]):
+    # The first half makes the tables.
+    for n, cut in enumerate([0, 1, length - 1, *(rng.randrange(length // 2, length) for _ in range(CUTS - 3))]):
         copy = copied(killed_at_work, tmp_path / str(n))
         with log_of(copy).open("r+b") as log:
             log.truncate(cut)
         found = opened(copy)
         assert_is_a_prefix(found, whole)
         lengths.add(len(found.rows))
-    assert len(lengths) > CUTS // 2
+    assert len(lengths) > CUTS // 4
 
 
 def test_a_log_with_a_corrupt_tail_gives_a_prefix_of_whole_puts(killed_at_work, tmp_path):

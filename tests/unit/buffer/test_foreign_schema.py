@@ -75,3 +75,16 @@ def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
     with closing(sqlite3.connect(filled)) as connection:
         connection.executescript("ANALYZE")
     Store(filled, durability="process").close()
+
+
+def test_a_database_whose_making_was_interrupted_is_made_to_the_end(filled, tmp_path):
+    """Whichever statements of the first start were committed, the next start makes the rest."""
+    with closing(sqlite3.connect(filled)) as connection:
+        where = "name LIKE '%\\_sqlite\\_migrations%' ESCAPE '\\'"
+        made = [sql for (sql,) in connection.execute(f"SELECT sql FROM sqlite_master WHERE {where}") if sql]
+    assert made
+    for count in range(len(made) + 1):
+        path = tmp_path / f"{count}.sqlite"
+        with closing(sqlite3.connect(path)) as connection:
+            connection.executescript(";".join(made[:count]))
+        Store(path, durability="process").close()

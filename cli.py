@@ -21,6 +21,7 @@ import tba
 from tba.buffer import for_commands
 from tba.buffer.commands import app as buffer_app
 from tba.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, TbaError, UsageError, as_missing_extra
+from tba.common.system.process import SAFE_PATH, StopSignal
 from tba.common.terminal import (
     Assume,
     ConfigOptions,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from tba.buffer.offline.recorded_run import RecordedRun
     from tba.common.config import Config
     from tba.common.config.layers import Resolved
-    from tba.common.system.process import StopSignal
     from tba.deploy.doctor import Checks
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ def main() -> None:
     """Run `tba`. An error becomes one sentence on standard error and an exit code."""
     # For child processes, too: files are for this user alone, and a random.py of the working directory is not imported.
     os.umask(0o077)
-    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ[SAFE_PATH] = "1"
     # A fatal signal, such as the SIGABRT of systemd's watchdog, shows where the process was.
     faulthandler.enable()
     try:
@@ -236,7 +236,7 @@ def _recorded_run(
     return read_recorded_run(file, run=source_run, as_of=as_of)
 
 
-def _train_together(config: "Config", count: int, stop: "StopSignal") -> None:
+def _train_together(config: "Config", count: int, stop: StopSignal) -> None:
     """Run this command as several ranks."""
     from tba.deploy.rank_launcher import train_together
 
@@ -303,7 +303,7 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
 app.command("init")(init_command(_dry_run))
 
 
-def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
+def _launch(resolved: "Resolved", options: ConfigOptions, stop: StopSignal, *, resume: bool) -> None:
     """Run all roles to the end of the run or until `stop()`, and print how to continue."""
     from tba.common.weights.node_store import MEMORY, clear, weights_directory
     from tba.deploy.display import Display

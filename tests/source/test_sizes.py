@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tba.tests.helpers.source_files import ROOT, source_files
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
 
 
@@ -19,7 +19,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def test_no_source_file_is_longer_than_400_lines():
+def test_no_source_file_is_longer_than_600_lines():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
     assert lengths
     assert {name: count for name, count in lengths.items() if count > MAX_FILE_LINES} == {}

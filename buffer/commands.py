@@ -11,9 +11,12 @@ from tba.buffer.maintenance_commands import app as maintenance_app
 from tba.common.errors import EXIT_OK
 from tba.common.quantity import quantity
 from tba.common.terminal import (
+    ConfigFile,
     ConfigOptions,
     Csv,
+    FileArgument,
     Json,
+    Sets,
     not_both,
     note,
     print_columns,
@@ -22,7 +25,6 @@ from tba.common.terminal import (
     print_json_rows,
     row_progress,
     start_process,
-    with_config,
 )
 
 app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve, query, export, import and maintain it.")
@@ -34,9 +36,15 @@ _LARGEST_ID = (1 << 63) - 1
 
 
 @app.command()
-@with_config
-def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = False) -> None:
+def serve(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    insecure: Insecure = False,
+) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
+    options = ConfigOptions.of(file, config, sets)
     resolved = resolve(options, buffer, insecure=insecure, starts=True)
     from tba.buffer.server.start import serve as run_server
 
@@ -44,14 +52,16 @@ def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = 
 
 
 @app.command()
-@with_config
 def stats(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
     """Show counts, sizes and rewards from the database file. Works while the server runs."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_fields
@@ -68,12 +78,12 @@ def stats(
 
 
 @app.command()
-@with_config
 def query(
     sql: Annotated[
         str, typer.Argument(metavar="SQL", help="One SELECT over the views and tables of docs/database.md.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
     as_csv: Csv = False,
@@ -88,6 +98,7 @@ def query(
     ] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
+    options = ConfigOptions.next_to(sql, config, sets, has_database=True)
     not_both(as_json, as_csv, "--json", "--csv")
     not_both(address is not None, buffer is not None, "--address", "--buffer")
     if limit is None:
@@ -114,15 +125,16 @@ def query(
 
 
 @app.command("serve-queries")
-@with_config
 def serve_queries(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Where to listen: tcp://HOST:PORT or ipc://PATH.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=60, help="Longest time of a query.")] = 10.0,
     insecure: Insecure = False,
 ) -> None:
     """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own next to the server."""
+    options = ConfigOptions.next_to(address, config, sets, has_database=True)
     settings = resolve_config(options, buffer, insecure=insecure)
     from tba.buffer.tools.query_server import serve_queries as run_server
     from tba.common.wire.keys import server_keys
@@ -132,16 +144,17 @@ def serve_queries(
 
 
 @app.command()
-@with_config
 def show(
     trajectory: Annotated[
         int, typer.Argument(metavar="TRAJECTORY", min=1, max=_LARGEST_ID, help="The id of a trajectory.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
 ) -> None:
     """Show one trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
+    options = ConfigOptions.of(None, config, sets)
     settings = existing(options, buffer)
     from tba.buffer.tools.printing import print_trajectory
     from tba.buffer.tools.show import describe, recorded_model
@@ -155,12 +168,12 @@ def show(
 
 
 @app.command()
-@with_config
 def search(
     words: Annotated[
         list[str], typer.Argument(metavar="WORD", help="Words that a prompt or a response must all have.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 20,
     index: Annotated[
@@ -170,6 +183,7 @@ def search(
     as_csv: Csv = False,
 ) -> None:
     """Search prompts and responses for words. The first search builds an index in a file next to the database."""
+    options = ConfigOptions.next_to(words[0], config, sets, has_database=True)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.search import COLUMNS
@@ -183,9 +197,10 @@ def search(
 
 
 @app.command()
-@with_config
 def tail(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of trajectories to start with.")] = 10,
     following: Annotated[bool, typer.Option("--follow", "-f", help="Print new trajectories until Ctrl-C.")] = False,
@@ -193,6 +208,7 @@ def tail(
     as_csv: Csv = False,
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_csv_line, print_line
@@ -214,10 +230,10 @@ def tail(
 
 
 @app.command()
-@with_config
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .jsonl or .parquet.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
     where: Annotated[
@@ -227,6 +243,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write trajectories to a file, with everything that an import needs. Works while the server runs."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     path = existing(options, buffer).database
     from tba.buffer.tools.export import export as run_export
 
@@ -242,17 +259,18 @@ def export(
 
 
 @app.command("import")
-@with_config
 def import_(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="jsonl, parquet, or the buffer database of another run.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
     as_json: Json = False,
 ) -> None:
     """Add exported trajectories or demonstrations to the run. Works with and without a server; may be repeated."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     resolved = resolve(options, buffer)
     settings = resolved.config
     from tba.buffer.store.starts import refuse_unnamed_run

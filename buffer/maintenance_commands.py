@@ -9,24 +9,27 @@ from tba.buffer.command_options import Database, Force, existing, resolve, resol
 from tba.common.errors import EXIT_FAILED, UsageError
 from tba.common.quantity import quantity
 from tba.common.terminal import (
+    ConfigFile,
     ConfigOptions,
     Csv,
+    FileArgument,
     Json,
+    Sets,
     not_both,
     note,
     print_csv,
     print_json,
     print_table,
-    with_config,
 )
 
 app = typer.Typer()
 
 
 @app.command()
-@with_config
 def compact(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     keep_steps: Annotated[
         int, typer.Option(min=0, help="Keep the tokens of the batches of the newest steps, for resume.")
@@ -42,6 +45,7 @@ def compact(
     of this command take precedence. If the database is named explicitly, ./tba.toml is not read, because it may belong
     to another run.
     """
+    options = ConfigOptions.of(file, config, sets)
     resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), exists=True)
     path, given = resolved.config.database, resolved.config.run.name if "run.name" in resolved.origins else None
     from tba.buffer.store.starts import recorded_settings
@@ -64,9 +68,10 @@ def compact(
 
 
 @app.command()
-@with_config
 def prune(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     before_step: Annotated[
         int | None, typer.Option(min=1, help="Delete trajectories that only steps before this one used, or none.")
@@ -86,6 +91,7 @@ def prune(
 
     The server must be stopped. Steps that a checkpoint next to the database may repeat are never deleted.
     """
+    options = ConfigOptions.of(file, config, sets)
     if before_step is None and run is None:
         raise UsageError("name what to delete: --before-step N, --run NAME, or both")
     if not (yes or dry_run or archive):
@@ -110,15 +116,17 @@ def prune(
 
 
 @app.command()
-@with_config
 def check(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     quick: Annotated[bool, typer.Option("--quick", help="Skip the comparison of indexes with their tables.")] = False,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
     """Check the database. Works while the server runs. The exit code is 1 if a check fails."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.check import check as run_check
@@ -135,15 +143,16 @@ def check(
 
 
 @app.command()
-@with_config
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Copy the database as it is now into one checked file. Works while the server runs."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     path = existing(options, buffer).database
     from tba.buffer.tools.backup import backup as run_backup
     from tba.common.terminal import byte_progress
@@ -156,16 +165,17 @@ def backup(
 
 
 @app.command()
-@with_config
 def restore(
     file: Annotated[Path, typer.Argument(metavar="BACKUP", help="A backup, or any other buffer database.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     to: Annotated[
         Path | None, typer.Option("--to", "-b", help="The database to replace; default: that of the configuration.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Put a backup in the place of the database, and keep what it replaces next to it. The server must be stopped."""
+    options = ConfigOptions.next_to(file, config, sets)
     path = resolve_config(options, to).database
     from tba.buffer.tools.restore import restore as run_restore
     from tba.common.terminal import byte_progress
@@ -179,9 +189,9 @@ def restore(
 
 
 @app.command()
-@with_config
-def migrate(options: ConfigOptions, buffer: Database = None) -> None:
+def migrate(file: FileArgument = None, config: ConfigFile = None, sets: Sets = None, buffer: Database = None) -> None:
     """Migrate the database of an older release to the current schema, as starting its server does."""
+    options = ConfigOptions.of(file, config, sets)
     settings = existing(options, buffer)
     from tba.buffer.store.schema import schema_names
     from tba.buffer.store.store import Store

@@ -19,7 +19,7 @@ from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, Tb
 from tba.common.log import get_logger
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire.probe import check_address
-from tba.deploy.drain import drain_seconds, trainer_drain_seconds
+from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)
 

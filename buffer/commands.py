@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tba.buffer.command_options import Database, Force, Insecure, existing, resolve, resolve_config
+from tba.buffer.command_options import Database, Force, Insecure, existing, resolve
 from tba.buffer.maintenance_commands import app as maintenance_app
 from tba.common.errors import EXIT_OK
 from tba.common.quantity import quantity
@@ -20,12 +20,21 @@ from tba.common.terminal import (
     print_csv,
     print_json,
     print_json_rows,
+    refusing,
     row_progress,
     start_process,
     with_config,
 )
 
-app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve, query, export, import and maintain it.")
+# Commands of earlier builds, and what does their work now.
+_REMOVED = {
+    "serve-queries": "query the file on its own machine, with `ssh HOST tba buffer query SQL`",
+}
+app = typer.Typer(
+    cls=refusing(_REMOVED),
+    no_args_is_help=True,
+    help="The replay buffer: serve, query, export, import and maintain it.",
+)
 
 Format = Annotated[str | None, typer.Option("--format", help="jsonl or parquet; default: by the file's suffix.")]
 _TABLE_ROWS = 100
@@ -83,25 +92,11 @@ def query(
             min=0, help="Maximum number of rows; 0 means all. Default: 100 in a table, all with --json or --csv."
         ),
     ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Ask the `tba buffer serve-queries` at this address instead of a file here.")
-    ] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
     not_both(as_json, as_csv, "--json", "--csv")
-    not_both(address is not None, buffer is not None, "--address", "--buffer")
     if limit is None:
         limit = 0 if as_json or as_csv else _TABLE_ROWS
-    if address is not None:
-        from tba.buffer.tools.remote_query import remote_query
-        from tba.common.wire.keys import buffer_client_keys
-
-        keys = buffer_client_keys(options.resolve().config.security, address)
-        result = remote_query(address, sql, limit=limit, keys=keys)
-        _print_rows(result.headings, result.rows, as_json=as_json, as_csv=as_csv)
-        if result.cut:
-            note(result.cut)
-        return
     path = existing(options, buffer).database
     from itertools import islice
 
@@ -111,24 +106,6 @@ def query(
         _print_rows(headings, islice(found, limit) if limit else found, as_json=as_json, as_csv=as_csv)
         if limit and next(found, None) is not None:
             note(f"first {quantity(limit, 'row')} only: --limit 0 shows all")
-
-
-@app.command("serve-queries")
-@with_config
-def serve_queries(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Where to listen: tcp://HOST:PORT or ipc://PATH.")],
-    options: ConfigOptions,
-    buffer: Database = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="Longest time of a query.")] = 10.0,
-    insecure: Insecure = False,
-) -> None:
-    """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own next to the server."""
-    settings = resolve_config(options, buffer, insecure=insecure)
-    from tba.buffer.tools.query_server import serve_queries as run_server
-    from tba.common.wire.keys import server_keys
-
-    keys = server_keys(settings.security, address, "ADDRESS")
-    run_server(settings.database, address, start_process("queries"), seconds=seconds, keys=keys)
 
 
 @app.command()

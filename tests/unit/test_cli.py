@@ -41,6 +41,16 @@ def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command)
     assert "--buffer" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "successor"),
+    [
+        ("serve-queries", "`ssh HOST tba buffer query SQL`"),
+    ],
+)
+def test_a_removed_buffer_command_names_its_successor(tba_here, command, successor):
+    refused(tba_here("buffer", command, "anything"), 2, f"buffer {command}` was removed: ", successor)
+
+
 def test_version_is_printed(tba_here):
     assert tba_here("--version").output.startswith("tba ")
 

@@ -28,6 +28,7 @@ from tba.common.terminal import (
 
 # Commands of earlier builds, and what does their work now.
 _REMOVED = {
+    "migrate": "a database has one schema, and one of another build is refused with what to do",
     "serve-queries": "query the file on its own machine, with `ssh HOST tba buffer query SQL`",
 }
 app = typer.Typer(

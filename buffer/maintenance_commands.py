@@ -176,17 +176,3 @@ def restore(
         return print_json(done)
     replaced = f"; what was there is now {done['replaced']}" if done["replaced"] else ""
     return typer.echo(f"restored {path} from {file}: {quantity(done['bytes'], 'byte')}{replaced}")
-
-
-@app.command()
-@with_config
-def migrate(options: ConfigOptions, buffer: Database = None) -> None:
-    """Migrate the database of an older release to the current schema, as starting its server does."""
-    settings = existing(options, buffer)
-    from tba.buffer.store.schema import schema_names
-    from tba.buffer.store.store import Store
-
-    if not settings.database.exists():
-        raise UsageError(f"{settings.database} does not exist")
-    Store(settings.database, durability="power").close()
-    typer.echo(f"{settings.database} has schema {schema_names()[-1]}")

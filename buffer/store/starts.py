@@ -50,7 +50,7 @@ def _first_start(database: Path) -> tuple[str, OfflineSource | None] | None:
     """Return the name and source of the run that was started first; None if there is no file or no run."""
     if not database.exists():
         return None
-    with open_reader(database, any_schema=True) as connection:
+    with open_reader(database) as connection:
         query = "SELECT r.name, s.config FROM starts s JOIN runs r ON r.id = s.run ORDER BY s.id LIMIT 1"
         row = connection.execute(query).fetchone()
     if row is None:
@@ -68,7 +68,7 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
     Settings of an import count only if no server ever served the run. Empty if there is no such run. Raises UsageError
     if there is no file, or if `run` is None and there is not exactly one run.
     """
-    with open_reader(database, any_schema=True) as connection:
+    with open_reader(database) as connection:
         run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
         query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
         row = connection.execute(query, (run,)).fetchone()
@@ -117,7 +117,7 @@ def refuse_unnamed_run(database: Path, name: str) -> None:
     """Raise UsageError if the default run name is not among a file's runs: a new run must be named explicitly."""
     if not database.exists():
         return
-    with open_reader(database, any_schema=True) as connection:
+    with open_reader(database) as connection:
         names = _run_names(connection)
     if names and name not in names:
         raise UsageError(
@@ -151,7 +151,7 @@ def refuse_other_run(config: Config) -> None:
     """
     if not config.database.exists() or config.database.parent != config.run.dir:
         return
-    with open_reader(config.database, any_schema=True) as connection:
+    with open_reader(config.database) as connection:
         names = _run_names(connection)
     if names and config.run.name not in names:
         raise ConfigError(

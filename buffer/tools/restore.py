@@ -15,7 +15,7 @@ from typing import Any
 
 from tba.buffer.store.database import LOCKED_BYTE
 from tba.buffer.store.reader import open_reader
-from tba.buffer.store.schema import check_schema
+from tba.buffer.store.schema import is_new
 from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.tools.backup import backup
 from tba.common import run_files
@@ -71,13 +71,13 @@ def _refuse_other_runs(source: Path, target: Path) -> None:
     A database that cannot be read is replaced: that is what backups are for.
     """
     names = "SELECT uuid, name FROM runs"
-    with open_reader(source, any_schema=True) as connection:
+    with open_reader(source) as connection:
         restored = dict(connection.execute(names))
     if not target.exists():
         return
     unreadable = contextlib.suppress(sqlite3.DatabaseError, StorageError)
     with unreadable, contextlib.closing(_as_it_is(target)) as connection:
-        check_schema(target, connection)
+        is_new(target, connection)
         lost = [name for uuid, name in connection.execute(names) if uuid not in restored]
         if lost:
             raise UsageError(

@@ -11,7 +11,7 @@ from tba.common.system.devices import list_gpus
 
 # Commands that take the configuration as an argument.
 TOP_LEVEL = ("run", "search", "train", "eval", "plot", "status", "doctor")
-BUFFER_COMMANDS = ("serve", "stats", "tail", "compact", "check", "migrate")
+BUFFER_COMMANDS = ("serve", "stats", "tail", "compact", "check")
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
 
@@ -44,6 +44,7 @@ def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command)
 @pytest.mark.parametrize(
     ("command", "successor"),
     [
+        ("migrate", "one schema"),
         ("serve-queries", "`ssh HOST tba buffer query SQL`"),
     ],
 )

@@ -277,13 +277,6 @@ def test_steps_that_a_restore_left_out_are_a_note(filled, tba_buffer):
     assert {"check": "steps have no gaps", "result": "note", "detail": "step 4 is missing"} in outcome.json
 
 
-def test_check_of_an_older_schema_reports_what_it_left_out(filled, tba_buffer, next_release):
-    migration = next_release()
-    outcome = tba_buffer("check", "-b", filled, "--json")
-    assert outcome.exit_code == 0
-    assert f"without {migration} the tables are not checked" in outcome.json[0]["detail"]
-
-
 # ---------------------------------------------------------------- backup
 
 

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from tba.buffer.store.schema import create
 from tba.buffer.store.store import Store
 from tba.common.errors import StorageError
 
@@ -18,11 +19,6 @@ CHANGES = {
     "lacks the index visits_open:": "DROP INDEX visits_open",
     "declares the view groups in": f"DROP VIEW groups; CREATE VIEW groups AS {ENDLESS} MAX(i) AS run FROM n",
     "has the view batches,": f"DROP TABLE batches; CREATE VIEW batches AS {ENDLESS} i AS id FROM n",
-    "has the table _sqlite_migrations,": """DROP TABLE _sqlite_migrations;
-        CREATE TABLE _sqlite_migrations (id, migration_set AS ('tba'), name AS (hex(zeroblob(id))) , applied_at);
-        INSERT INTO _sqlite_migrations (id) VALUES (1)""",
-    "has the view _sqlite_migrations,": f"""DROP TABLE _sqlite_migrations;
-        CREATE VIEW _sqlite_migrations AS {ENDLESS} 'tba' AS migration_set, '0001_initial' AS name FROM n""",
     "declares the table trajectory_rows in": """PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql =
         replace(sql, ' STRICT', '') WHERE name = 'trajectory_rows'""",
 }
@@ -77,14 +73,23 @@ def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
     Store(filled, durability="process").close()
 
 
-def test_a_database_whose_making_was_interrupted_is_made_to_the_end(filled, tmp_path):
-    """Whichever statements of the first start were committed, the next start makes the rest."""
-    with closing(sqlite3.connect(filled)) as connection:
-        where = "name LIKE '%\\_sqlite\\_migrations%' ESCAPE '\\'"
-        made = [sql for (sql,) in connection.execute(f"SELECT sql FROM sqlite_master WHERE {where}") if sql]
-    assert made
-    for count in range(len(made) + 1):
-        path = tmp_path / f"{count}.sqlite"
-        with closing(sqlite3.connect(path)) as connection:
-            connection.executescript(";".join(made[:count]))
-        Store(path, durability="process").close()
+def test_a_database_whose_making_was_interrupted_is_made_to_the_end(tmp_path):
+    """The tables are made in one transaction, so an interrupted first start leaves a file without any."""
+    path = tmp_path / "new.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript("PRAGMA page_size = 8192; PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA user_version = 7")
+    Store(path, durability="process").close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM runs").fetchone() == (0,)
+
+
+def test_the_tables_of_a_new_database_are_made_in_one_transaction():
+    statements: list[str] = []
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.set_trace_callback(statements.append)
+        create(connection)
+        create(connection)
+    first_words = [sql.split()[0] for sql in statements]
+    assert (first_words[0], first_words.count("BEGIN")) == ("BEGIN", 2)
+    assert "CREATE" not in first_words[first_words.index("COMMIT") :]

@@ -72,8 +72,8 @@ def _refuse_compacted(recorded: RecordedRun) -> None:
     which = f"step {first}" if count == 1 else f"{count} steps between {first} and {last}"
     way_out = f"--as-of {first} replays the steps before, " if first else ""
     raise UsageError(
-        f"{which} of run {recorded.run_name} in {recorded.path} cannot be replayed, since `tba buffer compact` dropped "
-        f"tokens of their batches: {way_out}an earlier backup has them all"
+        f"{which} of run {recorded.run_name} in {recorded.path} cannot be replayed, since `tba buffer prune --tokens` "
+        f"dropped tokens of their batches: {way_out}an earlier backup has them all"
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tba.buffer.store.schema import is_new
 from tba.common.errors import StorageError, UsageError
@@ -32,6 +33,13 @@ def open_reader(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.DatabaseError as error:
         raise StorageError(_sentence(path, error)) from error
+
+
+def read_maps(connection: sqlite3.Connection, sql: str, *values: Any) -> list[dict[str, Any]]:
+    """Return all rows of a statement as maps by column name."""
+    cursor = connection.execute(sql, values)
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
 def _sentence(path: Path, error: sqlite3.DatabaseError) -> str:

@@ -11,7 +11,7 @@ from tba.common.system.devices import list_gpus
 
 # Commands that take the configuration as an argument.
 TOP_LEVEL = ("run", "search", "train", "eval", "plot", "status", "doctor")
-BUFFER_COMMANDS = ("serve", "stats", "tail", "compact", "check")
+BUFFER_COMMANDS = ("serve", "stats", "tail", "check")
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
 
@@ -34,7 +34,7 @@ def test_every_command_has_help(tba_here, command):
     assert "Usage" in result.output
 
 
-@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup"])
+@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup", "prune"])
 def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command):
     result = tba_here("buffer", command, "--help")
     assert result.exit_code == 0
@@ -44,7 +44,10 @@ def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command)
 @pytest.mark.parametrize(
     ("command", "successor"),
     [
+        ("compact", "`tba buffer prune --tokens`"),
         ("migrate", "one schema"),
+        ("restore", "copy the backup there"),
+        ("search", "`tba buffer query "),
         ("serve-queries", "`ssh HOST tba buffer query SQL`"),
     ],
 )

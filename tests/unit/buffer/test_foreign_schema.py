@@ -1,6 +1,5 @@
 """A database that someone has changed: nothing of it runs, and the sentence names what is foreign."""
 
-import shutil
 import sqlite3
 from contextlib import closing
 
@@ -28,7 +27,6 @@ READERS = (
     ("check",),
     ("export", "OUT.jsonl"),
     ("query", "SELECT 1"),
-    ("search", "word"),
     ("backup", "OUT.sqlite"),
     ("serve",),
 )
@@ -46,25 +44,12 @@ def test_a_database_with_another_schema_is_refused_by_readers_and_writers(filled
     assert filled.read_bytes() == before
 
 
-def test_no_command_reads_an_endless_view_of_a_database(filled, tba_buffer, tmp_path):
+def test_no_command_reads_an_endless_view_of_a_database(filled, tba_buffer):
     with closing(sqlite3.connect(filled)) as connection:
         connection.executescript(CHANGES["has the view batches,"])
     for command in READERS:
         done = tba_buffer(*command, "-b", filled)
         assert "has the view batches, which tba does not make" in done.message, command
-    done = tba_buffer("restore", filled, "--to", tmp_path / "other.sqlite")
-    assert "has the view batches, which tba does not make" in done.message
-
-
-def test_an_endless_view_in_the_place_of_a_restore_is_set_aside_unread(filled, tba_buffer, tmp_path):
-    hostile = tmp_path / "hostile.sqlite"
-    shutil.copy(filled, hostile)
-    with closing(sqlite3.connect(hostile)) as connection:
-        connection.executescript(f"DROP TABLE runs; CREATE VIEW runs AS {ENDLESS} i AS uuid, i AS name FROM n")
-    done = tba_buffer("restore", filled, "--to", hostile)
-    assert done.exit_code == 0, done.message
-    assert hostile.read_bytes()[:16] == b"SQLite format 3\0"
-    assert len(list(tmp_path.glob("hostile.sqlite.replaced-*Z"))) == 1
 
 
 def test_statistics_of_analyze_are_no_change_of_the_schema(filled):

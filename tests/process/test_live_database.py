@@ -88,7 +88,7 @@ def test_an_import_into_the_server_of_another_run_is_refused(writing, tba_here, 
     (tmp_path / "demos.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
     result = tba_here("buffer", "import", "demos.jsonl", "--config", run_config.file, "--set", "run.name=other")
     assert result.exit_code == 78
-    assert "serves run test and not other" in result.message
+    assert "belongs to run test, and run.name is other" in result.message
 
 
 def test_ctrl_c_ends_a_long_query_immediately(writing, run_config, tmp_path):

@@ -202,7 +202,7 @@ def test_the_database_of_a_server_is_refused_as_an_offline_record(offline, harne
     (tmp_path / "served").mkdir()
     database = harness(tmp_path / "served/buffer.sqlite").store.path
     before = rows(database, "starts")
-    with pytest.raises(UsageError, match="is the buffer of run test: set another run.dir"):
+    with pytest.raises(ConfigError, match="belongs to run test, which was not trained offline: set another run.dir"):
         offline("served", name="test")
     assert rows(database, "starts") == before
 
@@ -222,13 +222,13 @@ def test_a_directory_with_files_of_another_run_is_refused(offline, tmp_path, nam
 
 def test_an_offline_record_holds_one_run(offline):
     offline().close()
-    with pytest.raises(UsageError, match="is the record of the offline run off"):
+    with pytest.raises(ConfigError, match="belongs to run off, and run.name is another"):
         offline(name="another")
 
 
 def test_a_server_refuses_an_offline_record(offline, tmp_path):
     offline().close()
-    with pytest.raises(ConfigError, match="is the record of a run that was trained offline"):
+    with pytest.raises(ConfigError, match="belongs to run off, which was trained offline from"):
         serve(config_at(tmp_path / "offline", buffer={"address": "tcp://127.0.0.1:*"}), stop=lambda: True)
     assert len(rows(tmp_path / "offline/buffer.sqlite", "starts")) == 1
 

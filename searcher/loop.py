@@ -15,12 +15,13 @@ from tba.common.log import get_logger
 from tba.common.prometheus import open_endpoint
 from tba.common.quantity import quantity
 from tba.common.rendering import PromptRenderer
+from tba.common.run_identity import refuse_other_server
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Reply
-from tba.common.wire.joining import check_run, own_hello
+from tba.common.wire.joining import own_hello
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping
@@ -129,7 +130,7 @@ class Searcher:
     def _join(self, stop: Callable[[], bool]) -> None:
         try:
             welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
-            check_run(welcome, self._config.run.name, self._client.address)
+            refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
             register_prompts(self._client, self._task, self._renderer, stop)
             self._delivery.open()
             self._find_sources(stop)

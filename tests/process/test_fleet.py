@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common.stall.facts import Facts
+from tba.common.stall import Facts
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status
 from tba.deploy.display import explain

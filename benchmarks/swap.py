@@ -133,7 +133,7 @@ def reload(engine: Any, snapshot: Snapshot) -> float:
     found = []
     for _ in range(3):
         unit = flat_copy(snapshot.weight_files[0].stat().st_size)
-        call = partial(engine._running.call, "tba_reload", [*map(str, snapshot.weight_files)], 1)
+        call = partial(engine.call, "tba_reload", [*map(str, snapshot.weight_files)], 1)
         found.append(timed(call)[0].wall / unit)
     return statistics.median(found)
 

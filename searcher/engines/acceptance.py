@@ -25,11 +25,12 @@ log = get_logger(__name__)
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
-# Of the tolerance. Rounding makes single tokens differ far more than their mean; wrong weights make all of them differ.
+# As a fraction of the tolerance: rounding makes single tokens differ far more than their mean, and wrong weights make
+# all of them differ.
 _MEAN_FRACTION = 0.25
-# Of the deviation that was measured on the same weights: what later snapshots may reach.
+# Later snapshots may deviate by this multiple of the calibrated deviation.
 _MARGIN = 3.0
-# Of the limits without calibration: what the calibration may reach. Wrong weights differ by more.
+# The calibration may reach this multiple of the limits without it. Wrong weights differ by more.
 _WIDEST = 8.0
 # In config.json, for models with routed experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

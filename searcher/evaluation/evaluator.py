@@ -1,40 +1,48 @@
-"""Evaluate snapshots with one engine: task, scorers, reference and sentence encoder are loaded once."""
+"""Evaluate snapshots with one engine: task, scorers, reference and sentence encoder are loaded once.
+
+`tba eval` evaluates one snapshot, the newest, or all that a run has kept (`evaluate_snapshots`); `follower.py` those of
+a run in progress.
+"""
 
 import contextlib
 import hashlib
+import itertools
 import json
+import multiprocessing.connection
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import TaskError
+from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.system.durable import sha256_of
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.node_store import PinnedSnapshot, weights_directory
-from tba.common.weights.snapshot import Manifest, Snapshot
+from tba.common.weights.node_store import PinnedSnapshot, pin_newest, weights_directory
+from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
-from tba.common.wire.messages import Visit
+from tba.common.wire.messages import Visit, WeightsRef
 from tba.common.wire.trajectory import STOP_EOS, Trajectory
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
-from tba.searcher.evaluation.win_rate import GoldModel, check_references
-from tba.searcher.exploration import Exploration
+from tba.searcher.pipeline import Exploration
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Item, storable
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import (
     Prompt,
@@ -46,17 +54,18 @@ from tba.searcher.tasks.task import (
     name_of,
 )
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Progress
 
 log = get_logger(__name__)
 
-# Of [task]: what changes neither prompts nor scores, or is part of the prompts' own hash.
+# Keys of [task] that change neither prompts nor scores, or are part of the prompts' own hash.
 _NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "load_seconds"}
 _OF_CLASSIFIER = {"path", "weight", "template"}
 _NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
 _OF_EMBEDDINGS = {"duplicate_distance"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
+_WAIT_SECONDS = 1.0
 # The sampled answers of an evaluation have seeds of their own, as those of an epoch do.
 _EPOCH = 0
 
@@ -120,6 +129,62 @@ def _scoring_models(config: Config) -> dict[str, Any]:
 def max_tokens(config: Config) -> int:
     """Return the maximum length of an answer in tokens."""
     return config.eval.max_tokens or config.search.max_tokens
+
+
+class GoldModel:
+    """Scores of the classifier of `[gold_model]`, for answers and for the reference answers, `answer`, of the prompts.
+
+    Raises TaskError if no prompt has a reference answer.
+    """
+
+    def __init__(self, scorer: ModelScorer, prompts: Sequence[Prompt]) -> None:
+        if not any(prompt.answer for prompt in prompts):
+            raise TaskError("gold_model compares with the answers of the held-out prompts, and none has one: remove it")
+        self._scorer = scorer
+        self._prompts = prompts
+        self._tickets = itertools.count()
+        self._references: list[float | None] = [None] * len(prompts)
+
+    def compare(
+        self, texts: Sequence[str], go_on: Callable[[], bool]
+    ) -> tuple[list[float | None], list[float | None]] | None:
+        """Return the scores of the texts, one per prompt, and of the reference answers; None if `go_on` is False.
+
+        A prompt without a reference answer has neither. A reference is scored until it has a score.
+        """
+        missing = [place for place, score in enumerate(self._references) if score is None]
+        found = self._score({place: self._prompts[place].answer for place in missing}, go_on)
+        scores = self._score(dict(enumerate(texts)), go_on) if found is not None else None
+        if found is None or scores is None:
+            return None
+        for place, score in found.items():
+            self._references[place] = score
+        return [scores.get(place) for place in range(len(texts))], list(self._references)
+
+    def _score(self, texts: Mapping[int, str], go_on: Callable[[], bool]) -> dict[int, float | None] | None:
+        """Return the scores of texts by the numbers of their prompts, without those of prompts without a reference."""
+        found: dict[int, float | None] = {}
+        places: dict[int, int] = {}
+        for place, text in texts.items():
+            prompt = self._prompts[place]
+            if prompt.answer:
+                item = Item(next(self._tickets), prompt, storable(text), True, time.monotonic())
+                places[item.ticket] = place
+                self._scorer.submit(item)
+        reasons = []
+        while places:
+            multiprocessing.connection.wait(self._scorer.channels, _WAIT_SECONDS)
+            for result in self._scorer.poll():
+                # Of an evaluation that was given up, results may still arrive.
+                if result.item.ticket not in places:
+                    continue
+                found[places.pop(result.item.ticket)] = result.value
+                reasons += [result.error] if result.error is not None else []
+            if not go_on():
+                return None
+        if reasons:
+            log.warning("the gold model failed", texts=len(reasons), reason=reasons[0])
+        return found
 
 
 class Evaluator:
@@ -206,8 +271,12 @@ class Evaluator:
         names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
         tasks = names if len(set(names)) > 1 else ()
         measure.measure_greedy(measured, answers[:prompts], tasks)
-        if self._gold is not None and not self._compare(measured, answers[:prompts], self._gold, go_on):
-            return None
+        if self._gold is not None:
+            scores = self._gold.compare([one.text for one in answers[:prompts]], go_on)
+            if scores is None:
+                return None
+            golds = [prompt.answer for prompt in self.subject.prompts]
+            measure.measure_win_rate(measured, answers[:prompts], golds, *scores)
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
@@ -222,15 +291,6 @@ class Evaluator:
             least = self._config.eval.duplicate_distance
             measure.measure_diversity(measured, groups, self._embed, least_distance=least, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
-
-    def _compare(
-        self, measured: measure.Measured, answers: Sequence[Answer], gold: GoldModel, go_on: Callable[[], bool]
-    ) -> bool:
-        """Add the win rate. Returns False if `go_on` did."""
-        scores = gold.compare([one.text for one in answers], go_on)
-        if scores is not None:
-            measure.measure_win_rate(measured, answers, [prompt.answer for prompt in self.subject.prompts], *scores)
-        return scores is not None
 
     def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:
         assert self._references is not None
@@ -294,48 +354,113 @@ def open_evaluator(
         # Before the engine, as `WorkerPool` says.
         rewards = make_rewards(config, subject.task, device, stop)
         ending.callback(rewards.close)
-        gold = _load_gold(config, subject.prompts, device, stop)
-        if gold is not None:
-            ending.callback(gold.close)
+        gold = None
+        if config.gold_model.configured:
+            scorer = ModelScorer(config.gold_model, device, stop, section="gold_model")
+            ending.callback(scorer.close)
+            gold = GoldModel(scorer, subject.prompts)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
         prompt_tokens = mean_tokens(subject.prompts, subject.renderer)
         engine = make_engine(config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
         ending.callback(engine.close)
+        references = embed = None
+        if config.eval.kl and config.eval.samples:
+            from tba.searcher.scoring.reference_model import ReferenceModel
+
+            references = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs
+        if config.eval.embedder and config.eval.samples:
+            from tba.searcher.evaluation.embedder import SentenceEncoder
+
+            embed = SentenceEncoder(config.eval.embedder, device=device).embed
         evaluator = Evaluator(
             config,
             subject,
             engine=engine,
             rewards=rewards,
-            references=_load_reference(config, device),
-            embed=_load_embedder(config, device),
+            references=references,
+            embed=embed,
             gold=gold,
             serving=serving,
         )
         yield evaluator, assembler
 
 
-def _load_gold(config: Config, prompts: Sequence[Prompt], device: str, stop: Callable[[], bool]) -> GoldModel | None:
-    if not config.gold_model.configured:
+def evaluate_snapshots(
+    config: Config,
+    named: Path | None,
+    *,
+    every: bool,
+    device: str,
+    known: Mapping[tuple[Any, ...], Row],
+    report: Report,
+) -> Iterator[tuple[Row, bool]]:
+    """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
+
+    Yields each evaluation, and whether it is new: with `every` those in `known` are not repeated, and come first.
+    Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: snapshots that
+    it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if there
+    is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
+    """
+    # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
+    paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
+    subject = read_subject(config)
+    if every:
+        found = {path: _known(known, subject, path) for path in paths}
+        for row in found.values():
+            if row is not None:
+                yield row, False
+        paths = [path for path, row in found.items() if row is None]
+        if not paths:
+            return
+    with open_evaluator(config, subject, device=device, name="eval") as (evaluator, assembler):
+        for snapshot, pinned in _prepared(config, assembler, named, paths if every else None):
+            row = evaluator.evaluate(snapshot, pinned, report)
+            if row is None:
+                return
+            yield row, True
+
+
+def _known(known: Mapping[tuple[Any, ...], Row], subject: Subject, path: Path) -> Row | None:
+    """Return the evaluation of a snapshot, if there is one and the snapshot can be read."""
+    try:
+        return known.get(subject.key(read(path).manifest))
+    except SnapshotError:
         return None
-    check_references(prompts)
-    return GoldModel(ModelScorer(config.gold_model, device, stop, section="gold_model"), prompts)
 
 
-def _load_reference(config: Config, device: str) -> LogprobsOf | None:
-    if not (config.eval.kl and config.eval.samples):
+def _prepared(
+    config: Config, assembler: SnapshotAssembler, named: Path | None, paths: Sequence[Path] | None
+) -> Iterator[tuple[Snapshot, PinnedSnapshot]]:
+    """Yield the named snapshot; or those of `paths` that still exist; or the newest."""
+    if named is not None:
+        yield assembler.assemble(ref_of(named))
+    elif paths is None:
+        yield pin_newest(config, partial(unless_deleted, assembler))
+    else:
+        for path in paths:
+            if prepared := unless_deleted(assembler, path):
+                yield prepared
+            else:
+                log.warning("snapshot not evaluated: the trainer has deleted it", path=path)
+
+
+def unless_deleted(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, PinnedSnapshot] | None:
+    """Assemble a snapshot. None if the trainer has deleted it, of which the manifest goes first."""
+    try:
+        return assembler.assemble(ref_of(path))
+    except (SnapshotError, OSError):
+        if (path / MANIFEST).is_file():
+            raise
         return None
-    from tba.searcher.scoring.reference_model import ReferenceModel
-
-    return ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs
 
 
-def _load_embedder(config: Config, device: str) -> measure.Embed | None:
-    if not (config.eval.embedder and config.eval.samples):
-        return None
-    from tba.searcher.evaluation.embedder import SentenceEncoder
-
-    return SentenceEncoder(config.eval.embedder, device=device).embed
+def ref_of(path: Path) -> WeightsRef:
+    """Return the announcement of a snapshot on this machine."""
+    manifest = read(path).manifest
+    return WeightsRef(
+        version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=sha256_of(path / MANIFEST)
+    )
 
 
 def _as_row(one: Answer) -> Trajectory:

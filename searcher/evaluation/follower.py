@@ -23,11 +23,10 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.joining import check_run, own_hello
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject
-from tba.searcher.evaluation.snapshots import ref_of
+from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject, ref_of
 from tba.searcher.run_end import RunEnd
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Progress
 
 log = get_logger(__name__)
 

@@ -68,7 +68,7 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
     return PoolSettings(
         name=section.replace("_", " "),
         section=section,
-        module="tba.searcher.scoring.model_worker",
+        module="tba.searcher.scoring.classifier",
         settings={"config": _sent(config), "section": section, "directory": str(directory), "device": device},
         workers=1,
         batch=_BATCH,
@@ -84,7 +84,7 @@ def _server(config: ScoringModelSection, section: str) -> PoolSettings:
     return PoolSettings(
         name=section.replace("_", " "),
         section=section,
-        module="tba.searcher.scoring.http_worker",
+        module="tba.searcher.scoring.http_model",
         settings={"config": _sent(config), "section": section, "key": config.api_key.get_secret_value()},
         workers=1,
         batch=max(_BATCH, config.concurrency),

@@ -1,4 +1,4 @@
-"""Download snapshot files from the trainer or from other nodes, where no file system is shared.
+"""Download snapshot files from the trainer or from other nodes, where no file system is shared, and serve this node's.
 
 A file is requested in chunks, several at a time, and written from front to back. The part on disk is therefore always
 a prefix of the file, and a download that was interrupted, or whose process died, resumes at its end. The hash is
@@ -14,15 +14,17 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from tba.common.clock import Clock
-from tba.common.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
+from tba.common.config import Config
+from tba.common.errors import AddressInUse, ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
 from tba.common.weights import delta
+from tba.common.weights.node_store import make_directory, weights_directory
+from tba.common.weights.snapshot_server import NodeServer, address_of
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import PlainReply, decode_plain_reply, encode_request
 from tba.common.wire.file_messages import MAX_CHUNK_BYTES, Chunk, FetchChunk
-from tba.common.wire.keys import KeyPair, announced
+from tba.common.wire.keys import KeyPair, announced, server_keys, with_key
 from tba.common.wire.messages import Failure
-from tba.searcher.weights.progress import Progress
 
 log = get_logger(__name__)
 
@@ -36,6 +38,30 @@ _TIMEOUT_SECONDS = 10.0
 _NODE_SECONDS = 5.0
 # Shorter silences are not reported.
 _REPORT_SECONDS = 3.0
+# Between two attempts to listen while another searcher of the node serves its snapshots.
+_RETRY_SECONDS = 10.0
+
+
+class Progress:
+    """What the preparing thread waits for, and whether it should stop waiting.
+
+    The preparing thread calls `report` and `check`; another thread sets `outdated` and reads `waits_for`.
+    """
+
+    def __init__(self) -> None:
+        # Set when another snapshot is wanted, or none at all: then only work that makes progress continues.
+        self.outdated = False
+        # A sentence for people, empty while nothing is waited for.
+        self.waits_for = ""
+
+    def report(self, waits_for: str) -> None:
+        """Publish what is waited for; an empty string when the wait is over."""
+        self.waits_for = waits_for
+
+    def check(self, what: str) -> None:
+        """Raise SnapshotOutdated if `what` is not needed any more. Called while waiting, not while progressing."""
+        if self.outdated:
+            raise SnapshotOutdated(f"{what} is no longer wanted")
 
 
 class Fetcher:
@@ -80,7 +106,7 @@ class Fetcher:
                 started_at = os.fstat(file.fileno()).st_size
                 digest = blake3()
                 if started_at:
-                    log.info("fetch goes on", file=name, version=version, at_mbytes=started_at / 1e6)
+                    log.info("fetch resumed", file=name, version=version, at_mbytes=started_at / 1e6)
                     digest.update_mmap(target)
                 self._download(version, name, file, started_at, size, digest)
         except OSError as error:
@@ -226,3 +252,39 @@ class Nodes:
         if address not in self._fetchers:
             self._fetchers[address] = Fetcher(address, self._clock, self._progress, patience, self._own)
         return self._fetchers[address]
+
+
+class Serving:
+    """Runs the node's server in this searcher unless another searcher of the node does. Used by one thread.
+
+    `address` is the node's, whichever of its searchers listens there; empty if the node serves nothing.
+    """
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._endpoint = config.search.serve_snapshots
+        self._keys = None
+        if self._endpoint:
+            self._keys = server_keys(config.security, self._endpoint, "search.serve_snapshots")
+        self.address = with_key(address_of(self._endpoint), self._keys)
+        self._directory = weights_directory(config)
+        self._clock = clock
+        self._server: NodeServer | None = None
+        # Monotonic.
+        self._retry_at = 0.0
+
+    def update(self) -> None:
+        """Listen if no searcher of this node does. Raises ConfigError, or what ended the server."""
+        if self._server is not None:
+            self._server.check()
+        elif self._endpoint and self._clock.monotonic() >= self._retry_at:
+            try:
+                make_directory(self._directory)
+                self._server = NodeServer(self._endpoint, self._directory, self._keys)
+            except AddressInUse:
+                log.debug("another searcher of this node serves its snapshots", address=self.address)
+                self._retry_at = self._clock.monotonic() + _RETRY_SECONDS
+
+    def close(self) -> None:
+        """End the server. Closing twice is fine."""
+        if self._server is not None:
+            self._server.close()

@@ -12,7 +12,7 @@ import pytest
 from tba.common.config import Config
 from tba.common.errors import ConfigError, HttpRefused, TaskError, WorkerLost
 from tba.searcher.checks import check_reward_model
-from tba.searcher.evaluation.win_rate import GoldModel, check_references
+from tba.searcher.evaluation.evaluator import GoldModel, check_references
 from tba.searcher.scoring.classifier import RewardModel
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards

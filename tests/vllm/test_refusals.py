@@ -182,14 +182,14 @@ def test_files_that_disappear_while_they_are_loaded_leave_the_old_weights(lab, o
     engine = lab.engine(old)
     version = lab.serve(engine, old)
     prompts = start_some(lab, engine)
-    deleted, call = lab.snapshot(new), engine._running.call
+    deleted, call = lab.snapshot(new), engine.call
 
     def collect_first(method, *arguments):
         if method == "tba_prepare" and deleted.path.is_dir():
             shutil.rmtree(deleted.path)
         return call(method, *arguments)
 
-    monkeypatch.setattr(engine._running, "call", collect_first)
+    monkeypatch.setattr(engine, "call", collect_first)
     with pytest.raises(SnapshotError, match="not readable safetensors"):
         engine.load_weights(deleted)
     assert_all_by(lab, lab.finish(engine), prompts, old, version)

@@ -146,7 +146,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(lab):
 
 
 def test_a_response_ends_with_the_context_and_a_prompt_must_leave_room_for_a_token(lab, engine):
-    context = 256 if hasattr(engine, "_running") else 512
+    context = 256 if hasattr(engine, "scheduler") else 512
     for room, budget in ((56, 56), (56, 5_000), (1, 57)):
         generation = lab.generate(engine, lab.tokens(8, context - room), SamplingSettings(1.0, 1.0, budget))
         assert (len(generation.response_ids), generation.stop_reason) == (room, "length")

@@ -48,7 +48,7 @@ def dense_mla(seed):
 
 def addresses(engine):
     """Of all parameters and buffers: what CUDA graphs depend on."""
-    model = engine._running._llm.model_executor.driver_worker.worker.get_model()
+    model = engine._llm.model_executor.driver_worker.worker.get_model()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.data_ptr() for name, tensor in tensors}
 
@@ -144,8 +144,8 @@ def test_a_reload_that_does_nothing_is_caught_though_no_sample_can_be_read_back(
     model = lab.rounded(lab.model(1))
     near = lab.rounded(lab.step(model, 1, changed=0.1))
     engine = lab.engine(model, dtype="bfloat16", canary_tolerance=0.5, pack_weights=True)
-    assert engine._hot_reload.way == "reload"
-    worker = engine._running._llm.model_executor.driver_worker.worker
+    assert engine.hot_reload.way == "reload"
+    worker = engine._llm.model_executor.driver_worker.worker
     monkeypatch.setattr(type(worker), "reload_weights", lambda self, weights_iterator: None)
     with pytest.raises(EngineFaulty, match="left out by vLLM's reload"):
         engine.load_weights(lab.snapshot(near, saved=lab.as_bfloat16(near)))

@@ -2,7 +2,7 @@
 
 vLLM imports this module in each worker before it loads the model (`worker_extension_cls`), and the engine calls
 `WeightWorker` by method name, so that only strings and numbers cross processes. Importing this module imports vLLM.
-The swap itself is in weight_layout.py and weight_swap.py, which do not depend on vLLM.
+The swap itself is in weight_swap.py, which does not depend on vLLM.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -29,8 +28,7 @@ from tba.common.system.background import Background
 from tba.common.weights.model_files import weight_files
 from tba.common.weights.tied import tied_names
 from tba.searcher.engines.vllm.running import FAILURE
-from tba.searcher.engines.vllm.tensor_files import TensorFiles, map_files
-from tba.searcher.engines.vllm.weight_layout import differing, record, same_bits
+from tba.searcher.engines.vllm.start import ADAPTER_ID, adapter_request
 from tba.searcher.engines.vllm.weight_state import (
     Derived,
     ProcessingWatch,
@@ -39,20 +37,20 @@ from tba.searcher.engines.vllm.weight_state import (
     fingerprint,
     zeros,
 )
-from tba.searcher.engines.vllm.weight_swap import WeightSwap, packed_copies
+from tba.searcher.engines.vllm.weight_swap import (
+    TensorFiles,
+    WeightSwap,
+    differing,
+    map_files,
+    packed_copies,
+    record,
+    same_bits,
+)
 
 LOAD_FORMAT = "tba"
-# All requests use one adapter, which a swap replaces in place: requests in flight continue with the new one, as they
-# do with new weights.
-ADAPTER_ID = 1
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def adapter_request(path: str) -> LoRARequest:
-    """Return the request of the one adapter, with its files in the directory `path`."""
-    return LoRARequest("policy", ADAPTER_ID, path or "zero")
 
 
 def _reported(method: Callable[P, T]) -> Callable[P, T | dict[str, str]]:
@@ -226,13 +224,11 @@ class WeightWorker:
 
     @_reported
     def tba_set_adapter(self, path: str) -> None:
-        """Replace the adapter that all requests use by the one in a directory; "" sets its B to zero.
-
-        Does nothing in an engine without LoRA.
-        """
+        """Replace the adapter that all requests use by the one in a directory."""
         self._tba_adapt(path)
 
     def _tba_adapt(self, path: str) -> None:
+        """Replace the adapter; "" sets its B to zero. Does nothing in an engine without LoRA."""
         worker: Any = self
         manager = getattr(worker.model_runner, "lora_manager", None)
         if manager is None:

@@ -17,9 +17,8 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.answers import Answer, Question, for_storage
-from tba.searcher.evaluation.evaluator import open_evaluator, read_subject
+from tba.searcher.evaluation.evaluator import _prepared, open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Fetching, Follower
-from tba.searcher.evaluation.snapshots import _prepared
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none

@@ -9,16 +9,14 @@ from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.answers import Answer, Question
 from tba.searcher.evaluation.measure import (
     Measured,
+    bootstrap,
+    cosine_distance,
+    distinct,
     measure_divergence,
     measure_diversity,
     measure_greedy,
     measure_sampled,
     measure_win_rate,
-)
-from tba.searcher.evaluation.statistics import (
-    bootstrap,
-    cosine_distance,
-    distinct,
     pass_at_k,
     without_near_duplicates,
 )

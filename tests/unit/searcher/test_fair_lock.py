@@ -3,7 +3,7 @@
 import threading
 import time
 
-from tba.searcher.engines.vllm.fair_lock import FairLock
+from tba.searcher.engines.vllm.running import FairLock
 
 
 def test_a_thread_that_reacquires_the_lock_comes_after_one_that_waited():

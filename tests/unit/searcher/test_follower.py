@@ -18,8 +18,7 @@ from tba.common.errors import EngineError, EngineFaulty, SnapshotError, Snapshot
 from tba.common.system.durable import sha256_of
 from tba.common.weights.snapshot import MANIFEST, read_error
 from tba.searcher.engines.transformers_engine import TransformersEngine
-from tba.searcher.weights.follower import WeightsFollower
-from tba.searcher.weights.preparation import Preparation
+from tba.searcher.weights.follower import Preparation, WeightsFollower
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.end_tokens import end_tokens
 from tba.tests.helpers.weights import WEIGHTS, flip_a_byte

@@ -137,8 +137,8 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     from tba.common.weights.tokenizer import load_tokenizer
     from tba.searcher.engines.stopping import Stopping
     from tba.searcher.engines.transformers_engine import TransformersEngine
-    from tba.searcher.exploration import Exploration
     from tba.searcher.loop import Searcher
+    from tba.searcher.pipeline import Exploration
     from tba.searcher.scoring.rewards import Rewards
     from tba.searcher.tasks import load_task
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tba.searcher.engines.vllm import tensor_files
-from tba.searcher.engines.vllm.tensor_files import MappedFiles, map_files
+from tba.searcher.engines.vllm import weight_swap
+from tba.searcher.engines.vllm.weight_swap import MappedFiles, map_files
 
 
 class Cudart:
@@ -37,7 +37,7 @@ class Cudart:
 def cudart(monkeypatch):
     found = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-    monkeypatch.setattr(tensor_files, "_clear_last_error", lambda: None)
+    monkeypatch.setattr(weight_swap, "_clear_last_error", lambda: None)
     return found
 
 
@@ -50,7 +50,7 @@ def write(path, value):
 def test_tensors_of_every_type_equal_those_that_safetensors_reads(tmp_path):
     expected = {
         str(dtype): torch.randint(0, 2, (4, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
-        for dtype in tensor_files._DTYPES.values()
+        for dtype in weight_swap._DTYPES.values()
         if dtype != torch.float8_e8m0fnu
     }
     save_file(expected | {"scalar": torch.tensor(2.5)}, tmp_path / "all.safetensors")
@@ -91,8 +91,8 @@ def test_files_that_are_deleted_or_pushed_out_are_unregistered(tmp_path, cudart)
     mapped = MappedFiles(pin=True)
     for version in range(20):
         mapped.open([write(tmp_path / f"{version}-{part}", float(version)) for part in range(2)])
-        assert len(cudart.registered) <= 2 + tensor_files._OTHER_FILES
-    assert len(cudart.registered) == 2 + tensor_files._OTHER_FILES
+        assert len(cudart.registered) <= 2 + weight_swap._OTHER_FILES
+    assert len(cudart.registered) == 2 + weight_swap._OTHER_FILES
     for path in tmp_path.iterdir():
         path.unlink()
     mapped.open([write(tmp_path / "last", 0.0)])

@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 from tba.common.errors import ConfigError  # noqa: E402
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings  # noqa: E402
 from tba.searcher.engines.kv_cache import cache_argument  # noqa: E402
-from tba.searcher.engines.token_sampling import sample  # noqa: E402
-from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
+from tba.searcher.engines.transformers_engine import TransformersEngine, sample  # noqa: E402
 from tba.tests.helpers.end_tokens import end_tokens  # noqa: E402
 from tba.tests.runner import slow  # noqa: E402
 

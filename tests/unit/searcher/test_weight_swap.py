@@ -8,9 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from tba.common.errors import EngineError
 from tba.searcher.engines.vllm import weight_swap
-from tba.searcher.engines.vllm.tensor_files import map_files
-from tba.searcher.engines.vllm.weight_layout import TensorSlice, differing, record
-from tba.searcher.engines.vllm.weight_swap import WeightSwap
+from tba.searcher.engines.vllm.weight_swap import TensorSlice, WeightSwap, differing, map_files, record
 from tba.tests.helpers.checks import not_none
 
 

@@ -171,7 +171,10 @@ class TransformersEngine:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
         targets, values = self._targets(), _read(snapshot)
-        calibrate = self._acceptance.uncalibrated and (self._acceptance.routed or _are_equal(targets, values))
+        calibrate = self._acceptance.uncalibrated and (
+            self._acceptance.routed
+            or all(torch.equal(one, values[name].to(one.device, one.dtype)) for name, one in targets.items())
+        )
         times.append(time.perf_counter())
         try:
             _copy(targets, values)
@@ -198,12 +201,18 @@ class TransformersEngine:
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
         """Teacher-forced log-probabilities at temperature 1: for T tokens an array [T - 1]."""
-        return [self._score_one(list(sequence)) for sequence in sequences]
+        scores: list[Float32] = []
+        for sequence in sequences:
+            if len(sequence) < 2:
+                scores.append(np.zeros(0, np.float32))
+                continue
+            ids_1T = torch.tensor([list(sequence)], device=self._device)
+            logprobs_TV = self._model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
+            scores.append(logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy())
+        return scores
 
     def close(self) -> None:
         """Nothing to close: the memory is freed with the object."""
-
-    # ------------------------------------------------------------ generation
 
     def _admit(self) -> list[Generation]:
         """Fill the free rows from the queue. The forward pass over the prompts gives the first tokens."""
@@ -281,8 +290,6 @@ class TransformersEngine:
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 
-    # ------------------------------------------------------------ weights
-
     def _targets(self) -> dict[str, torch.Tensor]:
         """The tensors that a snapshot overwrites, by name in its files. A tied head is not among them: it is the
         embedding."""
@@ -294,17 +301,12 @@ class TransformersEngine:
         written, tied = {self._names[name] for name in self._shapes}, tied_names(self._model)
         return sorted(name for name, _ in self._model.named_parameters() if tied.get(name, name) not in written)
 
-    def _score_one(self, sequence: list[int]) -> Float32:
-        if len(sequence) < 2:
-            return np.zeros(0, np.float32)
-        ids_1T = torch.tensor([sequence], device=self._device)
-        logprobs_TV = self._model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
-        scores: Float32 = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
-        return scores
-
 
 def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
-    """Load a model for generation. Raises ConfigError for one that this engine cannot serve, MemoryShort."""
+    """Load a model for generation. Raises MemoryShort, or ConfigError for one that this engine cannot serve.
+
+    That is one whose state is more than the keys and values of attention.
+    """
     with loading(f"the model in {directory}", device):
         model, info = from_directory(
             AutoModelForCausalLM, directory, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -313,12 +315,6 @@ def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
             # transformers would initialise them at random.
             raise ConfigError(f"the files in {directory} lack weights of the model, {min(missing)} for one")
         model.to(device).eval().requires_grad_(False)
-    _use_grouped_attention(model, directory)
-    return model
-
-
-def _use_grouped_attention(model: Any, directory: Path) -> None:
-    """Raise ConfigError for a model whose state is more than the keys and values of attention."""
     if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES:
         raise ConfigError(
             f"the model in {directory} has layers of type {min(other)!r}, which this engine cannot batch: "
@@ -327,6 +323,7 @@ def _use_grouped_attention(model: Any, directory: Path) -> None:
     # A model without sdpa, such as one with extra terms in its attention, keeps its own implementation.
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
+    return model
 
 
 def _names_in_files(model: Any) -> dict[str, str]:
@@ -335,10 +332,6 @@ def _names_in_files(model: Any) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in state.items()}
     saved = revert_weight_conversion(model, state)
     return {name: names[id(tensor)] for name, tensor in saved.items() if id(tensor) in names}
-
-
-def _are_equal(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(target, values[name].to(target.device, target.dtype)) for name, target in targets.items())
 
 
 def _copy(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:

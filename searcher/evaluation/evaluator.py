@@ -224,10 +224,19 @@ class Evaluator:
             watchdog.beat(warm=finished > 0)
             return report(doing, finished, total)
 
-        with self._watched() as watchdog:
+        # It ends the process if the engine hangs, as in a searcher.
+        watchdog = Watchdog(limit_seconds=self._config.search.step_seconds, setting="search.step_seconds")
+        watchdog.start()
+        try:
             # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
             watchdog.beat(warm=False)
-            self._serve(snapshot, pinned)
+            with contextlib.ExitStack() as refused:
+                refused.callback(pinned.release)
+                self._engine.load_weights(snapshot)
+                refused.pop_all()
+            # Until then the one before stays pinned: the engine reads it again after an error.
+            self._serving.pop_all().close()
+            self._serving.callback(pinned.release)
             answers = answer(
                 self._engine,
                 self._rewards,
@@ -237,6 +246,8 @@ class Evaluator:
                 step,
                 partial(least_reward_for, self.subject.task),
             )
+        finally:
+            watchdog.stop()
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
@@ -244,26 +255,6 @@ class Evaluator:
         texts = [self.subject.renderer.text(prompt) for prompt in self.subject.prompts[:most]]
         row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(texts, self.subject.prompts, answers)}
-
-    def _serve(self, snapshot: Snapshot, pinned: PinnedSnapshot) -> None:
-        """Load a snapshot. Until it serves, the one before stays pinned: the engine reads it again after an error."""
-        try:
-            self._engine.load_weights(snapshot)
-        except BaseException:
-            pinned.release()
-            raise
-        self._serving.pop_all().close()
-        self._serving.callback(pinned.release)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[Watchdog]:
-        """End the process if the engine hangs, as a searcher does."""
-        watchdog = Watchdog(limit_seconds=self._config.search.step_seconds, setting="search.step_seconds")
-        watchdog.start()
-        try:
-            yield watchdog
-        finally:
-            watchdog.stop()
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self._config.eval.samples
@@ -406,11 +397,17 @@ def evaluate_snapshots(
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
     subject = read_subject(config)
     if every:
-        found = {path: _known(known, subject, path) for path in paths}
-        for row in found.values():
-            if row is not None:
+        new = []
+        for path in paths:
+            row = None
+            # One that cannot be read is reported when it is evaluated.
+            with contextlib.suppress(SnapshotError):
+                row = known.get(subject.key(read(path).manifest))
+            if row is None:
+                new.append(path)
+            else:
                 yield row, False
-        paths = [path for path, row in found.items() if row is None]
+        paths = new
         if not paths:
             return
     with open_evaluator(config, subject, device=device, name="eval") as (evaluator, assembler):
@@ -419,14 +416,6 @@ def evaluate_snapshots(
             if row is None:
                 return
             yield row, True
-
-
-def _known(known: Mapping[tuple[Any, ...], Row], subject: Subject, path: Path) -> Row | None:
-    """Return the evaluation of a snapshot, if there is one and the snapshot can be read."""
-    try:
-        return known.get(subject.key(read(path).manifest))
-    except SnapshotError:
-        return None
 
 
 def _prepared(

@@ -304,7 +304,13 @@ class WorkerPool:
         self.workers.remove(worker)
         if not worker.ready:
             # The owner of the pool raises a refusal, or continues without a worker, and starts one with a backoff.
-            self._start_failed()
+            now = time.monotonic()
+            # Of several workers that were started together only the first failure counts.
+            if now >= self._start_at:
+                self.failed_starts += 1
+                pause = backoff(self.failed_starts, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
+                self._start_at = now + pause
+                log.warning(f"{self.settings.name} did not start", reason=self.trouble, again_in_seconds=pause)
             return
         log.warning(f"{self.settings.name} replaced", reason=self.trouble, pid=worker.process.pid)
         # At least one item fails, so that a batch which kills every worker comes to an end.
@@ -315,16 +321,6 @@ class WorkerPool:
         self._waiting.extendleft(reversed(worker.items.values()))
         if not self.ready:
             self._down_since = time.monotonic()
-
-    def _start_failed(self) -> None:
-        now = time.monotonic()
-        # Of several workers that were started together only the first failure counts.
-        if now < self._start_at:
-            return
-        self.failed_starts += 1
-        pause = backoff(self.failed_starts, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
-        self._start_at = now + pause
-        log.warning(f"{self.settings.name} did not start", reason=self.trouble, again_in_seconds=pause)
 
     def _send_batches(self) -> None:
         for worker in self.workers:

@@ -53,13 +53,12 @@ def load_task(config: TaskSection) -> Task:
 
 def declared_floor(config: TaskSection) -> float:
     """Return the least reward of the configured task, without loading the data of a built-in one."""
-    return min(_declared(source) for source in config.sources)
-
-
-def _declared(source: TaskSource) -> float:
-    shipped = _SHIPPED.get(source.name)
-    # A class states it as an attribute. A function has to be called.
-    return least_reward(shipped if inspect.isclass(shipped) else _load(source))  # type: ignore[arg-type]
+    floors = []
+    for source in config.sources:
+        shipped: Any = _SHIPPED.get(source.name)
+        # A class states it as an attribute. A function has to be called.
+        floors.append(least_reward(shipped if inspect.isclass(shipped) else _load(source)))
+    return min(floors)
 
 
 def _load(source: TaskSource) -> Task:

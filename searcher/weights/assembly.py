@@ -45,7 +45,6 @@ from tba.common.weights.node_store import (
 from tba.common.weights.snapshot import (
     MANIFEST,
     FileEntry,
-    Manifest,
     Snapshot,
     SnapshotKey,
     check_file,
@@ -236,7 +235,11 @@ class SnapshotAssembler:
                     f"v{ref.version} cannot be assembled in {self._cache.directory}: {error}"
                 ) from error
         snapshot = read(pinned.path)
-        self._keep_base(snapshot.manifest)
+        base = snapshot.manifest.base_key
+        # Absent if another searcher of the node has assembled this snapshot.
+        if base is not None and (kept := pin(self._cache.directory, base)) is not None:
+            self.close()
+            self._base = kept
         self._cache.collect()
         return snapshot, pinned
 
@@ -250,13 +253,6 @@ class SnapshotAssembler:
         if self._base is not None:
             self._base.release()
             self._base = None
-
-    def _keep_base(self, manifest: Manifest) -> None:
-        """Pin the base of adapters, if it is here: another searcher of the node may have assembled this snapshot."""
-        base = manifest.base_key
-        if base is not None and (pinned := pin(self._cache.directory, base)) is not None:
-            self.close()
-            self._base = pinned
 
     def _complete(self, source: Source, key: SnapshotKey, *, refresh: bool) -> PinnedSnapshot:
         trust = not refresh

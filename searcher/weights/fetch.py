@@ -132,12 +132,19 @@ class Fetcher:
         asked_to = written
         received_at = asked_at = self._clock.monotonic()
         while size is None or written < size:
-            if self._reconnected():
+            # Requests in flight are lost with their connection.
+            if self._channel.connections != self._connections:
+                self._connections = self._channel.connections
                 asked_to, asked_at = written, self._clock.monotonic()
             # While the size is unknown one chunk is requested: its reply holds the size.
             end = written + 1 if size is None else min(size, written + _WINDOW * _CHUNK_BYTES)
             for offset in range(max(asked_to, written), end, _CHUNK_BYTES):
-                if not self._request(FetchChunk(version=version, file=name, offset=offset, length=_CHUNK_BYTES)):
+                self._last_id += 1
+                asked = FetchChunk(version=version, file=name, offset=offset, length=_CHUNK_BYTES)
+                sender = f"fetch.{os.getpid()}"
+                frames = encode_request(asked, id=self._last_id, role="searcher", sender=sender, run="")
+                # False without a connection.
+                if not self._channel.send(frames):
                     break
                 asked_to = offset + _CHUNK_BYTES
             reply = self._receive()
@@ -164,12 +171,6 @@ class Fetcher:
             digest.update(content)
             written += content.nbytes
 
-    def _request(self, message: FetchChunk) -> bool:
-        """Send a request. False if there is no connection."""
-        self._last_id += 1
-        frames = encode_request(message, id=self._last_id, role="searcher", sender=f"fetch.{os.getpid()}", run="")
-        return self._channel.send(frames)
-
     def _receive(self) -> PlainReply | None:
         """The next reply; None if none arrives within the polling interval, or it is malformed."""
         frames = self._channel.receive(_POLL_SECONDS)
@@ -178,11 +179,6 @@ class Fetcher:
         except WireError as error:
             log.warning("chunk dropped", reason=str(error))
             return None
-
-    def _reconnected(self) -> bool:
-        """Whether the connection is another one than at the last call. Requests in flight are lost then."""
-        before, self._connections = self._connections, self._channel.connections
-        return self._connections != before
 
     def _chunk(self, reply: PlainReply, what: str, offset: int, size: int | None) -> tuple[memoryview, int]:
         """The chunk of a reply and the size of the file. Raises SnapshotError for a refusal or unexpected sizes."""

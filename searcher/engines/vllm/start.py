@@ -88,9 +88,11 @@ def start_vllm(
         model_loader_extra_config={"packed": pack_weights},
         **_memory(search),
         **_lora(lora_rank),
-        **_head(model, search),
     )
     check_arguments(search.vllm, [field.name for field in dataclasses.fields(EngineArgs)])
+    if model.head_dtype != "model":
+        # Logits in float32, merged with the changes of the model's config that the user asks for.
+        own["hf_overrides"] = {**search.vllm.get("hf_overrides", {}), "head_dtype": model.head_dtype}
     # Asynchronous scheduling is vLLM's choice: on with CUDA, off on a CPU.
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
     args = EngineArgs(**defaults | search.vllm | own)
@@ -135,13 +137,6 @@ def _memory(search: SearchSection) -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # An amount, not a fraction: trainer and buffer may use the host's memory too.
     return {"kv_cache_memory_bytes": int((_CPU_CACHE_GIB if size == "auto" else size) * 2**30)}
-
-
-def _head(model: ModelSection, search: SearchSection) -> dict[str, Any]:
-    """The setting for logits in float32, merged with the changes of the model's config that the user asks for."""
-    if model.head_dtype == "model":
-        return {}
-    return {"hf_overrides": {**search.vllm.get("hf_overrides", {}), "head_dtype": model.head_dtype}}
 
 
 def _lora(rank: int) -> dict[str, Any]:

@@ -117,7 +117,13 @@ class MappedFiles:
         """Map files, or find their mappings. Raises OSError if one is missing, SnapshotError if it is malformed."""
         for key in [key for key, file in self._files.items() if not file.is_current()]:
             self._files.pop(key).close()
-        buffers = {Path(path): self._map(path) for path in paths}
+        buffers = {}
+        for path in paths:
+            status = os.stat(path)
+            key = status.st_dev, status.st_ino
+            file = self._files.pop(key, None) or self._mapped(path, status.st_dev)
+            self._files[key] = file
+            buffers[Path(path)] = file.content
         for key in list(self._files)[: -(len(buffers) + _OTHER_FILES)]:
             self._files.pop(key).close()
         return TensorFiles(buffers)
@@ -127,13 +133,6 @@ class MappedFiles:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def _map(self, path: str) -> mmap.mmap:
-        status = os.stat(path)
-        key = status.st_dev, status.st_ino
-        file = self._files.pop(key, None) or self._mapped(path, status.st_dev)
-        self._files[key] = file
-        return file.content
 
     def _mapped(self, path: str, device: int) -> _File:
         if self._pin and device not in self._refused:
@@ -440,12 +439,14 @@ class WeightSwap:
     def _read_back(self, samples: Sequence[_Sample]) -> None:
         self._check_computes_with_parameters()
         parameters = self._parameters()
-        held = (_flat(parameters[one.parameter]) for one in samples)
-        found = [flat[one.index.to(flat.device)] for one, flat in zip(samples, held, strict=True)]
-        wrong = [
-            one.name for one, values in zip(samples, found, strict=True) if not same_bits(values.cpu(), one.values)
-        ]
-        if wrong:
+        found = []
+        for one in samples:
+            parameter = parameters[one.parameter]
+            # The elements of a dense parameter in the order of its storage.
+            flat = parameter.as_strided((parameter.numel(),), (1,), 0)
+            found.append(flat[one.index.to(flat.device)])
+        pairs = zip(samples, found, strict=True)
+        if wrong := [one.name for one, values in pairs if not same_bits(values.cpu(), one.values)]:
             many = quantity(len(wrong), "tensor differs", "tensors differ")
             raise EngineError(f"{many} from the files after the swap, for example {wrong[0]}")
 
@@ -490,11 +491,6 @@ def _copy_through_staging(one: TensorSlice, tensor: Tensor, parameter: Tensor) -
         for dimension in range(1, staged.dim()):
             staged = staged.narrow(dimension, one.start[dimension], one.size[dimension])
         target[first : first + step].copy_(staged)
-
-
-def _flat(parameter: Tensor) -> Tensor:
-    """View a dense parameter's elements in the order of its storage."""
-    return parameter.as_strided((parameter.numel(),), (1,), 0)
 
 
 def _random_runs(count: int, generator: torch.Generator) -> Tensor:

@@ -276,21 +276,18 @@ class WeightWorker:
         model: Any = self._tba_model()
         packed = packed_copies(model)
         self._tba_clear()
-        self._tba_reload(files)
+        worker: Any = self
+        if current_platform.is_cpu():
+            _forget_packed_experts(model)
+        worker.reload_weights(weights_iterator=files.items())
+        if current_platform.is_cpu():
+            _repack_tied_heads(worker)
+            _unpack_heads(model)
         now = packed_copies(model)
         missed = sorted(zeros(model) - self.tba_zeros) + [name for name, one in packed.items() if now.get(name) is one]
         if missed:
             many = quantity(len(missed), "tensor was", "tensors were")
             raise EngineError(f"{many} left out by vLLM's reload, for example {missed[0]}")
-
-    def _tba_reload(self, files: TensorFiles) -> None:
-        worker: Any = self
-        if current_platform.is_cpu():
-            _forget_packed_experts(worker.get_model())
-        worker.reload_weights(weights_iterator=files.items())
-        if current_platform.is_cpu():
-            _repack_tied_heads(worker)
-            _unpack_heads(worker.get_model())
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from tba.common.weights.snapshot import MANIFEST, read_error
 from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.weights.follower import Preparation, WeightsFollower
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.end_tokens import end_tokens
+from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.weights import WEIGHTS, flip_a_byte
 
 SEQUENCE = [1, 3, 4, 5, 2, 6]
@@ -38,10 +38,7 @@ class Follower:
     """A follower with a real engine and a clock that the test moves."""
 
     def __init__(self, lab, folder) -> None:
-        self.engine = Watched(
-            str(lab.files), dtype="bfloat16", device="cpu", max_in_flight=4, seed=0, canary_tolerance=0.5,
-            stopping=end_tokens(lab.files),
-        )  # fmt: skip
+        self.engine = cpu_engine(lab.files, Watched, dtype="bfloat16", canary_tolerance=0.5)
         self.clock = ManualClock()
         config = {"run": {"name": "r"}, "search": {"weights_dir": str(folder)}}
         self.preparation = Preparation(Config.model_validate(config), self.clock, self.engine.prepare)

@@ -244,7 +244,7 @@ class Searcher:
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
             over = f"the run is finished: ends after {RESUME_SECONDS:.0f} s unless a trainer resumes it"
-            return "waiting", over if self._run.finished else self._weights.trouble or "no snapshot is published yet"
+            return "waiting", over if self._run.finished else self._weights.reason or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
         if self._unscored and not self._engine.in_flight:
@@ -252,8 +252,8 @@ class Searcher:
         if self._delivery.groups and not self._engine.in_flight:
             return "waiting", f"the buffer has not acknowledged {quantity(self._delivery.groups, 'group')}"
         if not self._engine.in_flight:
-            return "waiting", self._weights.trouble or self._wait_reason or "prompts"
-        return "generating", self._weights.trouble
+            return "waiting", self._weights.reason or self._wait_reason or "prompts"
+        return "generating", self._weights.reason
 
     def _metrics(self, now: float) -> dict[str, float]:
         since, tokens, trajectories = self._last

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tba.common.prometheus import Sample
 
-# Of each metric of a heartbeat the name at Prometheus and a description. Rates are left out: Prometheus computes them.
+# Name at Prometheus and description of each metric of a heartbeat. Rates are left out: Prometheus computes them.
 NAMES = {
     "in_flight": ("requests_in_flight", "Responses that the engine generates or has queued."),
     "max_in_flight": ("max_requests_in_flight", "Responses that the engine generates at a time."),

@@ -21,7 +21,7 @@ log = get_logger(__name__)
 _WAIT_SECONDS = 1.0
 # Failed answers that are logged one by one; the evaluation counts all of them.
 _MAX_LOGGED = 20
-# Of the texts of an evaluation, which must fit the header of a message.
+# Limit of the texts of an evaluation, which must fit the header of a message.
 _STORED_BYTES = 8 << 20
 
 # Called with the number of finished answers. False ends the evaluation without a result.

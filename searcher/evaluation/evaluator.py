@@ -175,7 +175,7 @@ class GoldModel:
         while places:
             multiprocessing.connection.wait(self._scorer.channels, _WAIT_SECONDS)
             for result in self._scorer.poll():
-                # Of an evaluation that was given up, results may still arrive.
+                # Results of an evaluation that was given up may still arrive.
                 if result.item.ticket not in places:
                     continue
                 found[places.pop(result.item.ticket)] = result.value

@@ -33,7 +33,7 @@ log = get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
 _IDLE_SECONDS = 0.5
 _FLUSH_SECONDS = 5.0
-# Of a snapshot that cannot be read or that the engine refuses, before it is left out.
+# Attempts with a snapshot that cannot be read or that the engine refuses, before it is skipped.
 _MAX_ATTEMPTS = 3
 
 

@@ -58,7 +58,7 @@ class RewardModel:
         self._tokenizer = _read_tokenizer(directory, section, chat=config.template == "chat")
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
         self._own_pad_id = _own_pad_id(self._model.config)
-        # Of a pair: limited by the model's positions, and by the configuration or the tokenizer.
+        # The length of a pair is limited by the model's positions, and by the configuration or the tokenizer.
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         limits = (config.max_length or self._tokenizer.model_max_length, positions)
         self._max_tokens = int(min(limit for limit in limits if limit))

@@ -54,7 +54,7 @@ class ModelScorer(WorkerPool):
                         if config.url
                         else f"{section}.path {config.path} is not loaded"
                     )
-                    raise WorkerLost(f"{what}: {self.trouble}")
+                    raise WorkerLost(f"{what}: {self.last_error}")
                 multiprocessing.connection.wait(self.channels, _POLL_SECONDS)
         except BaseException:
             self.close()

@@ -74,7 +74,7 @@ class TaskScorer(WorkerPool):
             raise TaskError(self.refusal)
         if self.failed_starts >= _MAX_STARTS:
             raise WorkerLost(
-                f"task {self._config.name}: {self.trouble} while it loaded the task, {_MAX_STARTS} times in a row; "
+                f"task {self._config.name}: {self.last_error} while it loaded the task, {_MAX_STARTS} times in a row; "
                 "see its output above"
             )
         return scored

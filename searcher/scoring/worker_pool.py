@@ -6,7 +6,7 @@
 
 The searcher never waits for a worker. One that dies or exceeds its time is replaced immediately; one that fails before
 it is ready, as when memory is short, is started again with backoff. Whether failed starts end the searcher is for the
-owner to decide, from `refusal`, `failed_starts` and `trouble`.
+owner to decide, from `refusal`, `failed_starts` and `last_error`.
 
 Messages of a worker: `["ready"]` once it has loaded, or a sentence why not: `["refused", sentence]` if it never will,
 `["failed", sentence]` if another start may succeed. Then `["begin", tickets]` before it works on these items, and
@@ -210,10 +210,10 @@ class WorkerPool:
         self.timeouts = 0
         # Why a worker will never load; empty while none has said so.
         self.refusal = ""
-        # In a row. Workers that fail at about the same time count as one.
+        # Failed starts in a row. Workers that fail at about the same time count as one.
         self.failed_starts = 0
         # The last failure of a worker.
-        self.trouble = ""
+        self.last_error = ""
         self._waiting: deque[Item] = deque()
         self._results: list[Result] = []
         self._guard = SessionGuard()
@@ -299,25 +299,25 @@ class WorkerPool:
         is_late = failure == timed_out(self.settings.work_seconds)
         # Results that it sent before its end count.
         self._receive(worker)
-        self.trouble = worker.sentence or failure
+        self.last_error = worker.sentence or failure
         worker.process.kill()
         self.workers.remove(worker)
         if not worker.ready:
             # The owner of the pool raises a refusal, or continues without a worker, and starts one with a backoff.
             now = time.monotonic()
-            # Of several workers that were started together only the first failure counts.
+            # Only the first failure of several workers that were started together counts.
             if now >= self._start_at:
                 self.failed_starts += 1
                 pause = backoff(self.failed_starts, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
                 self._start_at = now + pause
-                log.warning(f"{self.settings.name} did not start", reason=self.trouble, again_in_seconds=pause)
+                log.warning(f"{self.settings.name} did not start", reason=self.last_error, again_in_seconds=pause)
             return
-        log.warning(f"{self.settings.name} replaced", reason=self.trouble, pid=worker.process.pid)
+        log.warning(f"{self.settings.name} replaced", reason=self.last_error, pid=worker.process.pid)
         # At least one item fails, so that a batch which kills every worker comes to an end.
         failed = worker.running or list(worker.items)[:1]
         self.timeouts += is_late * len(failed)
         for ticket in failed:
-            self._results.append(Result(worker.items.pop(ticket), None, self.trouble))
+            self._results.append(Result(worker.items.pop(ticket), None, self.last_error))
         self._waiting.extendleft(reversed(worker.items.values()))
         if not self.ready:
             self._down_since = time.monotonic()
@@ -341,4 +341,4 @@ class WorkerPool:
             return
         latest = time.monotonic() - self.settings.max_wait_seconds
         while self._waiting and max(self._waiting[0].submitted_at, self._down_since) < latest:
-            self._results.append(Result(self._waiting.popleft(), None, f"no worker: {self.trouble}"))
+            self._results.append(Result(self._waiting.popleft(), None, f"no worker: {self.last_error}"))

@@ -275,5 +275,5 @@ def _agree(gold: Any, answer: Any, decimals: bool, digits: int) -> bool | None:
     if decimals:
         size = max(sum(map(abs, one.evalf().as_real_imag())) for one in (gold, answer))
         return bool(sum(map(abs, difference)) <= min(_ABSOLUTE_ERROR, _RELATIVE_ERROR * size))
-    # Of what is 0, SymPy finds no digit.
+    # SymPy finds no digit of what is 0.
     return all(part == 0 or getattr(part, "_prec", 0) == 1 for part in difference)

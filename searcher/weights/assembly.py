@@ -421,7 +421,7 @@ def _link(path: Path, version: int, name: str, target: Path, _size: int | None) 
     source = (path if own else path.with_name(directory_name(version))) / name
     target.unlink(missing_ok=True)
     try:
-        obstacle = link_or_copy(source, target)
+        reason = link_or_copy(source, target)
     except OSError as error:
         raise read_error(
             error,
@@ -429,18 +429,18 @@ def _link(path: Path, version: int, name: str, target: Path, _size: int | None) 
             "a shared file system, or train.serve_snapshots in the trainer's configuration",
         ) from error
     # Where searchers read weights from memory, a copy of those that are on disk is due.
-    if obstacle and name.endswith(".safetensors") and not target.is_relative_to(MEMORY):
-        _log_copy(source.parent.parent, target.parent.parent, obstacle)
+    if reason and name.endswith(".safetensors") and not target.is_relative_to(MEMORY):
+        _log_copy(source.parent.parent, target.parent.parent, reason)
 
 
 @functools.cache
-def _log_copy(source: Path, target: Path, obstacle: str) -> None:
+def _log_copy(source: Path, target: Path, reason: str) -> None:
     """Log once why weights are copied."""
     log.warning(
         "weights are copied, not linked: a search.weights_dir on the file system of the snapshots would save that",
         snapshots=source,
         weights_dir=target,
-        reason=obstacle,
+        reason=reason,
     )
 
 

@@ -209,7 +209,7 @@ class WeightsFollower:
         # Its files stay pinned: an engine may read them again.
         self._served: Prepared | None = None
         self.last_load_seconds = 0.0
-        # Of the last swap.
+        # Report of the last swap.
         self.report: LoadReport | None = None
         self.refusals = 0
         # In a row. Those that the engine refuses have the right files.
@@ -227,7 +227,7 @@ class WeightsFollower:
         return self._served.seconds if self._served else 0.0
 
     @property
-    def trouble(self) -> str:
+    def reason(self) -> str:
         """Why the newest snapshot does not serve, for people; empty when it does, or soon will.
 
         One that is missing is not worth a word while another serves: the next one is announced soon.

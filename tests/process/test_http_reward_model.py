@@ -151,7 +151,7 @@ def test_a_worker_that_is_refused_later_is_started_again_after_a_pause(server):
             scorer.poll()
             multiprocessing.connection.wait(scorer.channels, 0.1)
         assert scorer.workers == []
-        assert "status 404" in scorer.trouble
+        assert "status 404" in scorer.last_error
         server.fail("404", 0)
         while not scorer.ready and time.monotonic() < deadline:
             scorer.poll()

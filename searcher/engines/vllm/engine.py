@@ -88,19 +88,22 @@ class HotReload:
         # Held while weights are prepared or swapped.
         self.lock = threading.Lock()
         # First: with LoRA it installs the adapter that also the engine's own canary is scored with.
-        obstacles = running.call("tba_start")
+        unable = running.call("tba_start")
         own = _own_snapshot(running, own_files)
         self._served = _Weights(running.weights_version, [*map(str, own_files)], None, "", own)
-        self.way = self._self_test(obstacles)
+        self.way = self._self_test(unable)
         # The complete files that the parameters hold: the base of an adapter. None if unknown.
         self._base: Mapping[str, FileEntry] | None = None
 
-    def _self_test(self, obstacles: list[str | None]) -> str:
-        """Return the first way that restores this model, for all workers. Raises ConfigError if none does."""
+    def _self_test(self, unable: list[str | None]) -> str:
+        """Return the first way that restores this model, for all workers. Raises ConfigError if none does.
+
+        `unable` has the reason of each worker that cannot swap in place.
+        """
         started = time.perf_counter()
         # All workers must swap alike: one that can only reload decides for all.
-        obstacle = next((one for one in obstacles if one is not None), None)
-        reasons = [] if obstacle is None else [f"not {IN_PLACE}: {obstacle}"]
+        reason = next((one for one in unable if one is not None), None)
+        reasons = [] if reason is None else [f"not {IN_PLACE}: {reason}"]
         for way in (IN_PLACE, RELOAD)[len(reasons) :]:
             if (failure := self._failure_of(way)) is None:
                 seconds = time.perf_counter() - started

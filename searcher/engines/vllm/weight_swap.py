@@ -329,7 +329,7 @@ def _storage(tensor: Tensor) -> int:
 
 # After an exchange, this number of runs of adjacent elements of each tensor is compared with the file.
 _SAMPLE_RUNS, _RUN = 16, 64
-# Of device memory, for a part of a tensor that is not stored as in the file.
+# Device memory for a part of a tensor that is not stored as in the file.
 _STAGING_BYTES = 32 << 20
 
 Layouts = Mapping[str, tuple[torch.Size, torch.dtype]]

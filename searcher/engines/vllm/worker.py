@@ -75,7 +75,7 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
     """vLLM's loader of safetensors, which also records where the model puts each tensor.
 
     This is only possible between loading and processing: afterwards parameters may be packed, and empty. The result is
-    left on the model, since vLLM keeps no loader: `tba_slices`, or `tba_obstacle` with the reason why there are none.
+    left on the model, since vLLM keeps no loader: `tba_slices`, or `tba_reason` with the reason why there are none.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -100,7 +100,7 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
                 raise EngineError(f"{wrong[0]} was not found where it was recorded")
         # The model's own loading code may raise anything. The reason is logged when the engine chooses how to swap.
         except Exception as error:  # noqa: BLE001
-            model.tba_slices, model.tba_obstacle = [], f"{type(error).__name__}: {error}"
+            model.tba_slices, model.tba_reason = [], f"{type(error).__name__}: {error}"
         if not self._packed:
             for module in model.modules():
                 module._cpu_skip_gemm_dispatch = True
@@ -138,13 +138,13 @@ class WeightWorker:
         gc.collect()
         self.tba_own = fingerprint(model, self._tba_derived())
         self.tba_zeros = zeros(model)
-        obstacle: str | None = getattr(model, "tba_obstacle", None)
-        if obstacle is None:
+        reason: str | None = getattr(model, "tba_reason", None)
+        if reason is None:
             try:
                 self.tba_swap = WeightSwap(model, model.tba_slices, model.tba_layouts)
             except EngineError as error:
-                obstacle = str(error)
-        return obstacle
+                reason = str(error)
+        return reason
 
     @_reported
     def tba_unplaced(self, files: list[str]) -> dict[str, bool]:

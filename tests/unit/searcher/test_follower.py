@@ -97,7 +97,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     file = lab.config.snapshots / "v00000001" / WEIGHTS
     flip_a_byte(file)
     assert not follower.settle(newest)
-    assert "v00000001" in follower.weights.trouble
+    assert "v00000001" in follower.weights.reason
     assert follower.weights.refused_version == 1
     assert np.array_equal(follower.scores(), before)
     flip_a_byte(file)
@@ -106,7 +106,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     assert not follower.preparation.wait(0.3)
     follower.clock.advance(60)
     assert follower.settle(newest)
-    assert (follower.weights.trouble, follower.weights.refused_version) == ("", None)
+    assert (follower.weights.reason, follower.weights.refused_version) == ("", None)
     assert not np.array_equal(follower.scores(), before)
 
 
@@ -129,7 +129,7 @@ def test_a_swap_that_runs_out_of_memory_is_refused_and_tried_again(lab, follower
         for _ in range(7):
             assert not follower.settle(newest)
             follower.clock.advance(60)
-    assert re.search(r"out of memory while v1 .* 2.00 GiB.\): end other", follower.weights.trouble)
+    assert re.search(r"out of memory while v1 .* 2.00 GiB.\): end other", follower.weights.reason)
     assert np.array_equal(follower.scores(), before)
     assert follower.settle(newest)
     assert not np.array_equal(follower.scores(), before)
@@ -172,10 +172,10 @@ def test_snapshots_that_were_replaced_before_they_were_read_are_no_warning(lab, 
     # The third in a row is one: perhaps none can be read on this machine.
     assert not follower.settle(gone[2])
     assert (levels(caplog)[2:], follower.weights.refusals, follower.weights.refused_version) == (["WARNING"], 1, 2)
-    assert "No such file" in follower.weights.trouble
+    assert "No such file" in follower.weights.reason
     assert follower.settle(newest)
     assert not follower.settle(gone[3])
-    assert (levels(caplog)[3:], follower.weights.trouble) == (["INFO"], "")
+    assert (levels(caplog)[3:], follower.weights.reason) == (["INFO"], "")
 
 
 def test_a_snapshot_that_is_still_missing_at_the_second_attempt_is_a_warning(lab, follower, caplog):
@@ -227,7 +227,7 @@ def test_an_unexpected_error_is_reported_and_retried(lab, follower):
     newest = lab.publish(0)
     mute = replace(newest, path="/nowhere/v00000000", address="tcp://no such machine:9")
     assert not follower.settle(mute)
-    assert "ConfigError" in follower.weights.trouble
+    assert "ConfigError" in follower.weights.reason
     follower.clock.advance(60)
     assert not follower.settle(mute)
     assert follower.weights.refusals == 2
@@ -242,7 +242,7 @@ def test_a_malformed_canary_is_refused(lab, follower):
     manifest.write_text(json.dumps(fields))
     lying = replace(newest, manifest_sha256=sha256_of(manifest))
     assert not follower.settle(lying)
-    assert "v0: TypeError" in follower.weights.trouble
+    assert "v0: TypeError" in follower.weights.reason
 
 
 def with_wrong_canary(lab, ref):

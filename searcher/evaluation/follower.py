@@ -1,4 +1,4 @@
-"""`tba search --eval`: evaluate the kept snapshots of a run while it goes on.
+"""`tba search --eval`: evaluate the kept snapshots of a run while it is in progress.
 
     kept snapshot, on disk or announced ──► queue ──► evaluate ──► eval.jsonl, and the buffer
 

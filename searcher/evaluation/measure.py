@@ -253,10 +253,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) with n `samples`, of which c are `correct`.
 
     It is the probability that k samples drawn without replacement include a correct one. Chen et al. 2021, "Evaluating
-    Large Language Models Trained on Code", Eq. 1. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    Large Language Models Trained on Code", Eq. 1. It is defined for 1 <= k <= n and 0 <= c <= n.
     """
-    if not (1 <= k <= samples and 0 <= correct <= samples):
-        raise ValueError(f"pass@{k} of {correct} correct among {samples} samples is not defined")
     # Exact integers, so that no product of many factors is rounded.
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
@@ -265,11 +263,9 @@ def bootstrap(values_N: Floats, weights_N: Floats | None = None, *, seed: int) -
     """Return the 95 % percentile interval of a mean over prompts (Efron 1979), from 1,000 seeded resamples.
 
     With `weights_N` it is the interval of sum(values) / sum(weights), such as nats per token: a resample draws whole
-    prompts. One prompt has no spread: both ends are its value. Raises ValueError without any.
+    prompts. One prompt has no spread: both ends are its value.
     """
     count = len(values_N)
-    if not count:
-        raise ValueError("there is no prompt to resample")
     weights_N = np.ones(count) if weights_N is None else weights_N
     generator = np.random.default_rng(seed)
     means = np.full(_RESAMPLES, np.nan)

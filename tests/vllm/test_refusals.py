@@ -1,14 +1,12 @@
 """A wrong or damaged snapshot is refused, and the old weights continue to serve."""
 
 import copy
-import dataclasses
 import shutil
 
 import numpy as np
 import pytest
 
 from tba.common.errors import CanaryMismatch, EngineFaulty, SnapshotError
-from tba.common.weights.snapshot import Canary
 from tba.searcher.engines.engine import SamplingSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -128,22 +126,6 @@ def test_a_truncated_file_is_refused_before_anything_is_changed(lab, engine, new
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(SnapshotError, match="not readable safetensors"):
         engine.load_weights(snapshot)
-
-
-@pytest.mark.parametrize(
-    ("canary", "problem"),
-    [
-        (Canary([[1, 2, 3]], [[-1.0]]), "3 tokens has 1 log-prob"),
-        (Canary([[1, 2]], []), "1 sequences with 0 lists"),
-        (Canary([[1, 256]], [[-1.0]]), "outside the vocabulary of 256"),
-        (Canary([], []), "has no sequence"),
-    ],
-)
-def test_a_canary_that_cannot_be_scored_is_refused(lab, engine, new, canary, problem):
-    snapshot = lab.snapshot(new)
-    manifest = dataclasses.replace(snapshot.manifest, canary=canary)
-    with pytest.raises(SnapshotError, match=problem):
-        engine.load_weights(dataclasses.replace(snapshot, manifest=manifest))
 
 
 def test_files_that_disappear_while_they_are_loaded_leave_the_old_weights(lab, old, new, monkeypatch):

@@ -21,7 +21,6 @@ docs/vllm.md lists what was run, and what was not (CUDA).
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,21 +58,6 @@ _OWN_TOKENS = 32
 _NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Weights, where to read them again, and the snapshot whose canary verifies them.
-
-    `content` identifies the complete files; None for the files that the engine started with. `adapter` is the
-    directory of an adapter on them, or "".
-    """
-
-    version: int
-    files: list[str]
-    content: Mapping[str, FileEntry] | None
-    adapter: str
-    snapshot: Snapshot
-
-
 class HotReload:
     """The swaps of one engine."""
 
@@ -89,10 +73,9 @@ class HotReload:
         self.lock = threading.Lock()
         # First: with LoRA it installs the adapter that also the engine's own canary is scored with.
         unable = running.call("tba_start")
-        own = _own_snapshot(running, own_files)
-        self._served = _Weights(running.weights_version, [*map(str, own_files)], None, "", own)
+        self._served = _own_snapshot(running, own_files)
         self.way = self._self_test(unable)
-        # The complete files that the parameters hold: the base of an adapter. None if unknown.
+        # The complete files that the parameters hold: the base of an adapter. None until a snapshot is loaded.
         self._base: Mapping[str, FileEntry] | None = None
 
     def _self_test(self, unable: list[str | None]) -> str:
@@ -112,7 +95,7 @@ class HotReload:
                 return way
             reasons.append(f"not {way}: {failure}")
         raise ConfigError(
-            f"vLLM cannot replace the weights of {self._served.snapshot.path} while it runs ({'; '.join(reasons)}): "
+            f"vLLM cannot replace the weights of {self._served.path} while it runs ({'; '.join(reasons)}): "
             'choose another model, or search.engine = "transformers"'
         )
 
@@ -120,9 +103,9 @@ class HotReload:
         """Zero all weights, load the engine's own files in a way, and say what is not as before."""
         own = self._served
         # So that no cached key or value of the engine's start hides a difference.
-        self._running.set_version(own.version)
+        self._running.set_version(own.manifest.version)
         try:
-            found = self._running.call("tba_try", own.files, way == IN_PLACE)
+            found = self._running.call("tba_try", _files(own), way == IN_PLACE)
             if wrong := sorted({name for names in found for name in names}):
                 many = quantity(len(wrong), "tensor is", "tensors are")
                 return f"{many} not restored, for example {', '.join(wrong[:_NAMED])}"
@@ -140,8 +123,8 @@ class HotReload:
         with self.lock:
             self._check(snapshot)
             try:
-                if self._first_way(_weights_of(snapshot)) == IN_PLACE:
-                    self._prepare(_weights_of(snapshot))
+                if self._first_way(snapshot) == IN_PLACE:
+                    self._prepare(snapshot)
             except LoadFailed as error:
                 log.warning("weights not prepared", version=snapshot.manifest.version, reason=str(error))
 
@@ -151,9 +134,8 @@ class HotReload:
         with self.lock:
             if self._checked != snapshot.path:
                 self._check(snapshot)
-            weights = _weights_of(snapshot)
             try:
-                report = self._adopt(weights, started)
+                report = self._adopt(snapshot, started)
             # Also when a signal handler raised: unchecked weights must not serve.
             except BaseException as error:
                 self._roll_back()
@@ -162,9 +144,9 @@ class HotReload:
                     # engine.
                     self._check(snapshot)
                     if not out_of_memory(error):
-                        _fail(f"the engine does not accept the weights of v{weights.version}: {error}")
+                        _fail(f"the engine does not accept the weights of v{snapshot.manifest.version}: {error}")
                 raise
-            self._served = weights
+            self._served = snapshot
             self._acceptance.uncalibrated = False
         return report
 
@@ -178,62 +160,63 @@ class HotReload:
             )
         self._checked = snapshot.path
 
-    def _first_way(self, weights: _Weights) -> str:
+    def _first_way(self, snapshot: Snapshot) -> str:
         """How to write weights, if nothing fails."""
-        if self._running.uses_adapters and weights.content is not None and weights.content == self._base:
+        if self._running.uses_adapters and snapshot.manifest.model_files == self._base:
             return ADAPTER
         return self.way
 
-    def _prepare(self, weights: _Weights) -> None:
+    def _prepare(self, snapshot: Snapshot) -> None:
         started = time.perf_counter()
         self._prepared = None
-        self._running.call("tba_prepare", weights.files, weights.version)
+        self._running.call("tba_prepare", _files(snapshot), snapshot.manifest.version)
         while (states := self._running.call("tba_prepared")) and not all(ended for ended, _ in states):
             time.sleep(_POLL_SECONDS)
         if failures := [failure for _, failure in states if failure]:
-            raise LoadFailed(f"v{weights.version} could not be prepared: {failures[0]}")
+            raise LoadFailed(f"v{snapshot.manifest.version} could not be prepared: {failures[0]}")
         self._read_seconds = time.perf_counter() - started
-        self._prepared = weights.snapshot.path
+        self._prepared = snapshot.path
 
-    def _adopt(self, weights: _Weights, started: float) -> LoadReport:
+    def _adopt(self, snapshot: Snapshot, started: float) -> LoadReport:
         """Attempts 1 and 2."""
-        way = self._first_way(weights)
+        way = self._first_way(snapshot)
         try:
-            return self._swap(weights, way, started)
+            return self._swap(snapshot, way, started)
         except (LoadFailed, CanaryMismatch) as error:
             if way == RELOAD:
                 raise
-            log.warning("weight swap failed, reloading all weights", version=weights.version, reason=str(error))
+            version = snapshot.manifest.version
+            log.warning("weight swap failed, reloading all weights", version=version, reason=str(error))
         # Not inside the except clause: the error's traceback keeps the weights of the first attempt alive.
-        return self._swap(weights, RELOAD, started)
+        return self._swap(snapshot, RELOAD, started)
 
-    def _swap(self, weights: _Weights, way: str, started: float) -> LoadReport:
-        if way == IN_PLACE and self._prepared != weights.snapshot.path:
-            self._prepare(weights)
+    def _swap(self, snapshot: Snapshot, way: str, started: float) -> LoadReport:
+        if way == IN_PLACE and self._prepared != snapshot.path:
+            self._prepare(snapshot)
         begun = time.perf_counter()
-        self._write(weights, way)
+        self._write(snapshot, way)
         written = time.perf_counter()
-        found = self._check_canary(weights, calibrate=self._acceptance.uncalibrated and self._may_calibrate(way))
+        found = self._check_canary(snapshot, calibrate=self._acceptance.uncalibrated and self._may_calibrate(way))
         now = time.perf_counter()
         read_seconds = self._read_seconds if way == IN_PLACE else 0.0
         parts = (read_seconds, written - begun, now - written)
         return LoadReport(found, way, *parts, pause_seconds=now - started)
 
-    def _write(self, weights: _Weights, way: str) -> None:
+    def _write(self, snapshot: Snapshot, way: str) -> None:
         """Overwrite the weights, and the adapter after them: vLLM's reload removes it. Raises LoadFailed."""
-        self._running.set_version(weights.version)
+        self._running.set_version(snapshot.manifest.version)
         if way != ADAPTER:
             self._prepared = self._base = None
             if way == IN_PLACE:
                 self._running.call("tba_exchange")
             else:
-                self._running.call("tba_reload", weights.files, weights.version)
-            self._base = weights.content
-        self._running.call("tba_set_adapter", weights.adapter)
+                self._running.call("tba_reload", _files(snapshot), snapshot.manifest.version)
+            self._base = snapshot.manifest.model_files
+        self._running.call("tba_set_adapter", str(snapshot.adapter or ""))
 
-    def _check_canary(self, weights: _Weights, *, calibrate: bool = False) -> Mismatch:
+    def _check_canary(self, snapshot: Snapshot, *, calibrate: bool = False) -> Mismatch:
         return self._acceptance.check_canary(
-            self._running.score, weights.snapshot, context=self._running.context, calibrate=calibrate
+            self._running.score, snapshot, context=self._running.context, calibrate=calibrate
         )
 
     def _may_calibrate(self, way: str) -> bool:
@@ -257,12 +240,14 @@ class HotReload:
                 self._write(served, way)
             except LoadFailed as error:
                 log.warning(
-                    "restoring the old weights failed, reloading all weights", version=served.version, reason=str(error)
+                    "restoring the old weights failed, reloading all weights",
+                    version=served.manifest.version,
+                    reason=str(error),
                 )
                 self._write(served, RELOAD)
             self._check_canary(served)
         except (SnapshotError, EngineError) as error:
-            _fail(f"a snapshot was refused and v{served.version} could not be restored: {error}")
+            _fail(f"a snapshot was refused and v{served.manifest.version} could not be restored: {error}")
 
 
 class VllmEngine(RunningVllm):
@@ -376,10 +361,8 @@ class VllmEngine(RunningVllm):
         )
 
 
-def _weights_of(snapshot: Snapshot) -> _Weights:
-    manifest = snapshot.manifest
-    adapter = str(snapshot.adapter or "")
-    return _Weights(manifest.version, [*map(str, snapshot.weight_files)], manifest.model_files, adapter, snapshot)
+def _files(snapshot: Snapshot) -> list[str]:
+    return [*map(str, snapshot.weight_files)]
 
 
 def _own_snapshot(running: RunningVllm, files: list[Path]) -> Snapshot:

@@ -206,8 +206,6 @@ class RunningVllm:
         """Queue a request. Raises EngineError if the prompt does not fit the model's context."""
         self.check()
         request = fit_request(request, vocabulary=self.vocabulary, context=self.context)
-        if request.id in self._in_flight:
-            raise EngineError(f"request {request.id} is already in flight")
         self._in_flight[request.id] = _InFlight(request, self._params(request.sampling), time.perf_counter())
         self._queue.append(request.id)
 
@@ -243,8 +241,6 @@ class RunningVllm:
                 # One that is not waiting is left over from a scoring that failed.
                 if name in waiting:
                     index = waiting.pop(name)
-                    if output.prompt_logprobs is None:
-                        raise EngineError("vLLM returned no log-probabilities for a sequence to score")
                     scores[index] = _values(output.prompt_logprobs, len(sequences[index]) - 1)
         return scores
 

@@ -105,7 +105,7 @@ class Delivery:
         self._window = Window(client)
         # The spools of dead searchers, and the deliveries of those that are not delivered yet.
         self._dead: list[Spool] = []
-        self._deliveries: deque[Generator[None, None, None]] = deque()
+        self._deliveries: deque[Generator[bool, None, None]] = deque()
         self._logged = ""
         self._disk_error = ""
         # Rows put by this start, which is the next sequence number.
@@ -220,7 +220,7 @@ class Delivery:
         if self._spool is not None:
             self._window.post(self._spool.read)
         # One dead spool at a time: each has a window of its own.
-        if self._deliveries and next(self._deliveries[0], True):
+        if self._deliveries and not next(self._deliveries[0], False):
             self._deliveries.popleft()
         self._log_change()
 
@@ -253,8 +253,8 @@ class Delivery:
         self._logged = news
 
 
-def _deliver(spool: Spool, own: BufferClient) -> Generator[None, None, None]:
-    """Deliver a dead searcher's spool under its sender id, in steps. `own` is the client of this searcher.
+def _deliver(spool: Spool, own: BufferClient) -> Generator[bool, None, None]:
+    """Deliver a dead searcher's spool under its sender id, one step per item. `own` is the client of this searcher.
 
         connect ──► post every put ──► all acknowledged ──► Goodbye ──► delete the directory
 
@@ -290,10 +290,10 @@ def _deliver(spool: Spool, own: BufferClient) -> Generator[None, None, None]:
                 for reply in client.poll(0.0):
                     _accept(spool, window.acknowledge(reply.header.id).id, reply, counts)
                 window.post(read)
-                yield
+                yield True
             goodbye = client.post(messages.Goodbye())
             while client.is_pending(goodbye):
-                yield
+                yield True
                 client.poll(0.0)
             log.info(
                 "delivered the spool of a searcher that died", sender=owner.sender, damaged=spool.damaged, **counts

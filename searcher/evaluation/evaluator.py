@@ -91,13 +91,15 @@ class Subject:
 
 
 def read_subject(config: Config) -> Subject:
-    """Load the held-out prompts. Raises TaskError if there are none."""
+    """Load the held-out prompts. Raises TaskError if there are none, or none has the answer that `[gold_model]` needs."""
     task = load_task(config.task)
     renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     # A prompt that occurs twice counts once.
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
+    if config.gold_model.configured and not any(prompt.answer for prompt in prompts):
+        raise TaskError("gold_model compares with the answers of the held-out prompts, and none has one: remove it")
     check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
     # What changes no number must not have a curve of evaluations repeated.
@@ -132,14 +134,9 @@ def max_tokens(config: Config) -> int:
 
 
 class GoldModel:
-    """Scores of the classifier of `[gold_model]`, for answers and for the reference answers, `answer`, of the prompts.
-
-    Raises TaskError if no prompt has a reference answer.
-    """
+    """Scores of the classifier of `[gold_model]` for answers, and for the reference answers (`answer`) of prompts."""
 
     def __init__(self, scorer: ModelScorer, prompts: Sequence[Prompt]) -> None:
-        if not any(prompt.answer for prompt in prompts):
-            raise TaskError("gold_model compares with the answers of the held-out prompts, and none has one: remove it")
         self._scorer = scorer
         self._prompts = prompts
         self._tickets = itertools.count()

@@ -55,9 +55,10 @@ def declared_floor(config: TaskSection) -> float:
     """Return the least reward of the configured task, without loading the data of a built-in one."""
     floors = []
     for source in config.sources:
-        shipped: Any = _SHIPPED.get(source.name)
+        shipped = _SHIPPED.get(source.name)
         # A class states it as an attribute. A function has to be called.
-        floors.append(least_reward(shipped if inspect.isclass(shipped) else _load(source)))
+        stated: Any = shipped if inspect.isclass(shipped) else _load(source)
+        floors.append(least_reward(stated))
     return min(floors)
 
 

@@ -19,5 +19,11 @@ def cpu_engine(model: str | Path, kind: Any = None, **changes: Any) -> Any:
     """Return an engine of transformers, or of a derived `kind`, that serves a model directory in float32 on the CPU."""
     from tba.searcher.engines.transformers_engine import TransformersEngine
 
-    settings = {"dtype": "float32", "device": "cpu", "max_in_flight": 4, "seed": 0, "canary_tolerance": 1e-3}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_in_flight": 4,
+        "seed": 0,
+        "canary_tolerance": 1e-3,
+    }
     return (kind or TransformersEngine)(str(model), **{"stopping": end_tokens(model)} | settings | changes)

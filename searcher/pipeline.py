@@ -11,7 +11,7 @@ import hashlib
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -231,59 +231,53 @@ class ScoringStage:
         return replace(scored, reward=Reward(self._truncated, scored.reward.parts))
 
 
+@dataclass(slots=True)
 class Pipeline:
     """The stages in a row. The leases of all groups that are in them are held."""
 
-    def __init__(
-        self,
-        generation: GenerationStage,
-        scoring: ScoringStage,
-        references: ReferenceScorer | None,
-        delivery: Delivery,
-    ) -> None:
-        self._generation = generation
-        self._scoring = scoring
-        self._references = references
-        self._delivery = delivery
-        self._leases: set[int] = set()
+    generation: GenerationStage
+    scoring: ScoringStage
+    references: ReferenceScorer | None
+    delivery: Delivery
+    _leases: set[int] = field(default_factory=set)
 
     @property
     def generating(self) -> bool:
         """Whether the engine has something to do."""
-        return self._generation.waiting > 0
+        return self.generation.waiting > 0
 
     @property
     def leases(self) -> set[int]:
         """The leases of the groups that the buffer has not acknowledged."""
-        return {*self._leases, *self._delivery.leases}
+        return {*self._leases, *self.delivery.leases}
 
     def submit(self, visits: Iterable[Visit]) -> None:
         """Start the groups of some visits."""
         for visit in visits:
             if visit.lease != NO_VISIT:
                 self._leases.add(visit.lease)
-            self._generation.submit(visit)
+            self.generation.submit(visit)
 
     def step(self, *, generate: bool, wait_seconds: float) -> None:
         """Move everything that is ready to its next stage. Waits at most `wait_seconds` for the first score.
 
         Without `generate` the engine is not stepped, and the later stages continue.
         """
-        for response in self._generation.done() if generate else ():
-            self._scoring.submit(response)
-        for group in self._scoring.done(wait_seconds):
-            if self._references is None:
+        for response in self.generation.done() if generate else ():
+            self.scoring.submit(response)
+        for group in self.scoring.done(wait_seconds):
+            if self.references is None:
                 self._deliver(group)
             else:
-                self._references.submit(group)
-        for group in self._references.done() if self._references is not None else ():
+                self.references.submit(group)
+        for group in self.references.done() if self.references is not None else ():
             self._deliver(group)
 
     def close(self) -> None:
         """Deliver the groups that wait for reference log-probabilities, without these."""
-        for group in self._references.close() if self._references is not None else ():
+        for group in self.references.close() if self.references is not None else ():
             self._deliver(group)
 
     def _deliver(self, group: Group) -> None:
         self._leases.discard(group.visit.lease)
-        self._delivery.submit(group.done, group.visit.lease)
+        self.delivery.submit(group.done, group.visit.lease)

@@ -91,7 +91,7 @@ class Subject:
 
 
 def read_subject(config: Config) -> Subject:
-    """Load the held-out prompts. Raises TaskError if there are none, or none has the answer that `[gold_model]` needs."""
+    """Load the held-out prompts. Raises TaskError without any, or without the answers that `[gold_model]` needs."""
     task = load_task(config.task)
     renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     # A prompt that occurs twice counts once.
@@ -184,30 +184,21 @@ class GoldModel:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds."""
+    """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds.
 
-    def __init__(
-        self,
-        config: Config,
-        subject: Subject,
-        *,
-        engine: Engine,
-        rewards: Rewards,
-        references: LogprobsOf | None,
-        embed: measure.Embed | None,
-        gold: GoldModel | None,
-        serving: contextlib.ExitStack,
-    ) -> None:
-        self._config = config
-        self.subject = subject
-        self._engine = engine
-        self._rewards = rewards
-        self._references = references
-        self._embed = embed
-        self._gold = gold
-        self._serving = serving
-        self._questions = questions(config, subject)
+    `serving` releases the snapshot that the engine serves.
+    """
+
+    config: Config
+    subject: Subject
+    engine: Engine
+    rewards: Rewards
+    references: LogprobsOf | None
+    embed: measure.Embed | None
+    gold: GoldModel | None
+    serving: contextlib.ExitStack
 
     def evaluate(self, snapshot: Snapshot, pinned: PinnedSnapshot, report: Report = lambda *_: True) -> Row | None:
         """Load a snapshot, which stays pinned until the next one is loaded, and return its evaluation.
@@ -215,31 +206,32 @@ class Evaluator:
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
         manifest, started = snapshot.manifest, time.monotonic()
-        doing, total = f"v{manifest.version}", len(self._questions)
+        asked = questions(self.config, self.subject)
+        doing, total = f"v{manifest.version}", len(asked)
 
         def step(finished: int) -> bool:
             watchdog.beat(warm=finished > 0)
             return report(doing, finished, total)
 
         # It ends the process if the engine hangs, as in a searcher.
-        watchdog = Watchdog(limit_seconds=self._config.search.step_seconds, setting="search.step_seconds")
+        watchdog = Watchdog(limit_seconds=self.config.search.step_seconds, setting="search.step_seconds")
         watchdog.start()
         try:
             # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
             watchdog.beat(warm=False)
             with contextlib.ExitStack() as refused:
                 refused.callback(pinned.release)
-                self._engine.load_weights(snapshot)
+                self.engine.load_weights(snapshot)
                 refused.pop_all()
             # Until then the one before stays pinned: the engine reads it again after an error.
-            self._serving.pop_all().close()
-            self._serving.callback(pinned.release)
+            self.serving.pop_all().close()
+            self.serving.callback(pinned.release)
             answers = answer(
-                self._engine,
-                self._rewards,
+                self.engine,
+                self.rewards,
                 self.subject.stopping.scored_text,
                 self.subject.prompts,
-                self._questions,
+                asked,
                 step,
                 partial(least_reward_for, self.subject.task),
             )
@@ -248,19 +240,19 @@ class Evaluator:
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        most = min(len(self.subject.prompts), self._config.eval.stored_responses)
+        most = min(len(self.subject.prompts), self.config.eval.stored_responses)
         texts = [self.subject.renderer.text(prompt) for prompt in self.subject.prompts[:most]]
         row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(texts, self.subject.prompts, answers)}
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
-        prompts, samples = len(self.subject.prompts), self._config.eval.samples
-        measured = measure.Measured(self._config.run.seed)
+        prompts, samples = len(self.subject.prompts), self.config.eval.samples
+        measured = measure.Measured(self.config.run.seed)
         names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
         tasks = names if len(set(names)) > 1 else ()
         measure.measure_greedy(measured, answers[:prompts], tasks)
-        if self._gold is not None:
-            scores = self._gold.compare([one.text for one in answers[:prompts]], go_on)
+        if self.gold is not None:
+            scores = self.gold.compare([one.text for one in answers[:prompts]], go_on)
             if scores is None:
                 return None
             golds = [prompt.answer for prompt in self.subject.prompts]
@@ -268,25 +260,25 @@ class Evaluator:
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
-        measure.measure_sampled(measured, groups, self._config.eval.pass_at, tasks)
-        if self._references is not None:
+        measure.measure_sampled(measured, groups, self.config.eval.pass_at, tasks)
+        if self.references is not None:
             found = self._reference_logprobs(answers[prompts:], go_on)
             if found is None:
                 return None
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
-        if self._embed is not None:
-            least = self._config.eval.duplicate_distance
-            measure.measure_diversity(measured, groups, self._embed, least_distance=least, tasks=tasks, go_on=go_on)
+        if self.embed is not None:
+            least = self.config.eval.duplicate_distance
+            measure.measure_diversity(measured, groups, self.embed, least_distance=least, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
 
     def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:
-        assert self._references is not None
+        assert self.references is not None
         found: list[float | None] = []
         for start in range(0, len(answers), _REFERENCE_ROWS):
             if not go_on():
                 return None
-            found += self._references([_as_row(one) for one in answers[start : start + _REFERENCE_ROWS]])
+            found += self.references([_as_row(one) for one in answers[start : start + _REFERENCE_ROWS]])
         return found
 
     def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
@@ -362,8 +354,8 @@ def open_evaluator(
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
         evaluator = Evaluator(
-            config,
-            subject,
+            config=config,
+            subject=subject,
             engine=engine,
             rewards=rewards,
             references=references,

@@ -17,7 +17,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,9 +66,6 @@ _CHAIN = "chain"
 # Unused snapshots to keep: the base of the next delta, and the one before it in case a swap is rolled back.
 _KEPT = 2
 _POLL_SECONDS = 0.1
-# Fetches a snapshot's file to a path, which may hold a prefix of it already: version, name, path, and the size in bytes
-# if it is known. Returns the BLAKE3 of the file if that was computed on the way. Raises SnapshotError.
-Fetch = Callable[[int, str, Path, int | None], str | None]
 
 
 class NodeCache:
@@ -191,11 +188,37 @@ class NodeCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where the files of snapshots come from. A remote one may have deltas."""
+class _Trainer:
+    """The trainer's directory of the announced snapshot, on this machine or a shared file system."""
 
-    fetch: Fetch
-    remote: bool
+    path: Path
+    remote = False
+
+    def fetch(self, version: int, name: str, target: Path, _size: int | None) -> str | None:
+        """Hard-link a file, so that it outlives the original, or else copy it. Raises SnapshotError.
+
+        The base of the snapshot has the plain name of its version.
+        """
+        own = self.path.name.split("-")[0] == directory_name(version)
+        source = (self.path if own else self.path.with_name(directory_name(version))) / name
+        target.unlink(missing_ok=True)
+        try:
+            reason = link_or_copy(source, target)
+        except OSError as error:
+            raise read_error(
+                error,
+                f"{source}: {error.strerror}: already deleted, or not on this machine: searchers on others need "
+                "a shared file system, or train.serve_snapshots in the trainer's configuration",
+            ) from error
+        # Where searchers read weights from memory, a copy of those that are on disk is due.
+        if reason and name.endswith(".safetensors") and not target.is_relative_to(MEMORY):
+            _log_copy(source.parent.parent, target.parent.parent, reason)
+        return None
+
+
+# `fetch` brings a snapshot's file to a path, which may hold a prefix of it already. It returns the BLAKE3 of the file,
+# if that was computed on the way. A `remote` source may have deltas.
+Source = Nodes | _Trainer
 
 
 class SnapshotAssembler:
@@ -398,7 +421,7 @@ def _open_source(
         # A trainer on this machine writes to the files of old snapshots again, unless they are held.
         pinned = pin(path.parent, key) if path.name == key.name else None
         try:
-            yield Source(functools.partial(_link, path), remote=False)
+            yield _Trainer(path)
         finally:
             if pinned is not None:
                 pinned.release()
@@ -409,28 +432,7 @@ def _open_source(
             "set train.serve_snapshots"
         )
     with contextlib.closing(Nodes(nodes, ref.address, clock, progress, own)) as fetched:
-        yield Source(fetched.fetch, remote=True)
-
-
-def _link(path: Path, version: int, name: str, target: Path, _size: int | None) -> None:
-    """Hard-link a file of the trainer's directory, so that it outlives the original, or else copy it.
-
-    `path` is the directory of the announced snapshot. Its base has the plain name of its version.
-    """
-    own = path.name.split("-")[0] == directory_name(version)
-    source = (path if own else path.with_name(directory_name(version))) / name
-    target.unlink(missing_ok=True)
-    try:
-        reason = link_or_copy(source, target)
-    except OSError as error:
-        raise read_error(
-            error,
-            f"{source}: {error.strerror}: already deleted, or not on this machine: searchers on others need "
-            "a shared file system, or train.serve_snapshots in the trainer's configuration",
-        ) from error
-    # Where searchers read weights from memory, a copy of those that are on disk is due.
-    if reason and name.endswith(".safetensors") and not target.is_relative_to(MEMORY):
-        _log_copy(source.parent.parent, target.parent.parent, reason)
+        yield fetched
 
 
 @functools.cache

@@ -214,6 +214,8 @@ class Nodes:
     fetched again, because it had another hash, comes from the trainer.
     """
 
+    remote = True
+
     def __init__(
         self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress, own: KeyPair | None
     ) -> None:

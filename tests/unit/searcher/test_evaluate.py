@@ -152,7 +152,7 @@ def test_what_the_engine_serves_stays_pinned_when_the_next_snapshot_is_refused(t
     config = Config.model_validate(settings)
     served, refused = (not_none(pin_path(path)) for path in list_snapshots(trainer.directory)[:2])
     with open_evaluator(config, read_subject(config), device="cpu", name="eval") as (evaluator, _):
-        evaluator._serving.callback(served.release)
+        evaluator.serving.callback(served.release)
         # Of another model than the engine's.
         with pytest.raises(SnapshotError):
             evaluator.evaluate(read(refused.path), refused)

@@ -18,15 +18,18 @@ from tba.common.terminal import (
     note,
     print_json,
     print_table,
-    refuse_removed,
+    refusing,
 )
 
 if TYPE_CHECKING:
-    from tba.common.stall.facts import Facts
+    from tba.common.stall import Facts
     from tba.common.wire.client import BufferClient
 
 app = typer.Typer()
-config_app = typer.Typer(no_args_is_help=True, help="The configuration: show every value with its origin.")
+_REMOVED = {"check": "`tba doctor` checks the configuration, too, and `tba doctor --only settings` nothing else"}
+config_app = typer.Typer(
+    cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
+)
 _WATCH_SECONDS = 1.0
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
 
@@ -84,7 +87,7 @@ def status(
     from contextlib import closing
 
     from tba.buffer.tools.run_results import read_results
-    from tba.common.stall.facts import Facts
+    from tba.common.stall import Facts
     from tba.common.wire.probe import monitor
     from tba.common.wire.status_messages import GetStatus, Status
     from tba.deploy.display import status_view
@@ -114,7 +117,7 @@ def _watch(client: "BufferClient", *, as_json: bool) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from tba.common.stall.facts import Facts
+    from tba.common.stall import Facts
     from tba.common.wire.probe import ask_status
     from tba.deploy.display import explain, status_view
 
@@ -138,7 +141,7 @@ def for_machines(facts: "Facts") -> dict[str, object]:
     """Return the status with the explanation and the stall, None if the run moves."""
     import msgspec
 
-    from tba.common.stall.explain import find_stall
+    from tba.common.stall import find_stall
     from tba.deploy.display import explain
 
     stall = find_stall(facts)
@@ -179,9 +182,6 @@ def config_show(file: FileArgument = None, config: ConfigFile = None, sets: Sets
         # As in the file: TOML writes truth values and lists as JSON does.
         row["value"] = json.dumps(row["value"]) if isinstance(row["value"], bool | tuple) else row["value"]
     return print_table(["key", "value", "origin"], rows)
-
-
-refuse_removed(config_app, "check", "tba doctor")
 
 
 @app.command()

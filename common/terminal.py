@@ -5,15 +5,15 @@ Every module that declares commands imports this one, so it imports nothing slow
 
 import contextlib
 import os
-import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tba.common import run_files
 from tba.common.errors import MissingExtra, UsageError
@@ -130,12 +130,16 @@ class ConfigOptions:
         return [*file, *(part for assignment in self.sets for part in ("--set", assignment))]
 
 
-def refuse_removed(app: typer.Typer, name: str, successor: str) -> None:
-    """Have a command that earlier builds had raise UsageError, with the command that does its work now."""
+def refusing(removed: Mapping[str, str]) -> type[TyperGroup]:
+    """Return a group of commands that refuses those of earlier builds, by name, and says what replaces each."""
 
-    @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def refuse(context: typer.Context) -> None:
-        raise UsageError(f"{context.command_path} was removed: use `{shlex.join([*successor.split(), *context.args])}`")
+    class Commands(TyperGroup):
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name in removed:
+                raise UsageError(f"`{ctx.command_path} {cmd_name}` was removed: {removed[cmd_name]}")
+            return super().get_command(ctx, cmd_name)
+
+    return Commands
 
 
 def not_both(first: bool, second: bool, *names: str) -> None:

@@ -14,7 +14,7 @@ from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import asked_gpus, hub_models
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError
 from tba.common.evaluations import Row, is_measured, read_evaluations
-from tba.common.stall.facts import Facts
+from tba.common.stall import Facts
 from tba.common.system.devices import Gpu, list_gpus, shared_gpus
 from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient

@@ -29,7 +29,7 @@ def at_open(event, arguments):
         open(os.environ["SABOTEUR"] + "/loading", "w").close()
         {fault}
 
-if "tba.searcher.scoring.model_worker" in sys.orig_argv:
+if "tba.searcher.scoring.classifier" in sys.orig_argv:
     sys.addaudithook(at_open)
 """
 FAULTS = {

@@ -10,13 +10,12 @@ from tba.cli import app
 
 
 def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command that is not removed, with the words that call it."""
+    """Yield every command with the words that call it."""
     if not hasattr(group, "commands"):
         yield path, group
         return
     for name, command in group.commands.items():
-        if not command.hidden:
-            yield from commands(command, *path, name)
+        yield from commands(command, *path, name)
 
 
 ALL = [pytest.param(*found, id=" ".join(found[0])) for found in commands(typer.main.get_command(app))]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tba.common.errors import TaskError
-from tba.searcher.tasks.reasoning_items import Items, decode_entry, encode_entry
+from tba.searcher.tasks.reasoning import Items, decode_entry, encode_entry
 
 VALUES = {"a": (1, (2.5, None)), "b": [{1: "x", (2, 3): ["y"]}, {}], "c": True}
 

@@ -111,7 +111,7 @@ def test_an_offline_run_can_be_evaluated_and_plotted(recorded, tba, tmp_path):
     result = tba("eval", "--cpu", "--json", *where)
     assert [row["step"] for row in json.loads(result.stdout)] == [2], result.stderr
     assert "is evaluated, in" in result.stderr, "without a terminal there is a line for each snapshot"
-    assert tba("plot", *where).returncode == 0
+    assert tba("report", "--out", directory / "run.png", *where).returncode == 0
     assert (directory / "run.png").stat().st_size > 10_000
     status = tba("status", *where).stdout
     assert f"`tba train --offline --buffer {recorded.database} --resume` with more train.steps extends it" in status

@@ -73,7 +73,7 @@ def answer(
         if not go_on(answering.finished):
             return None
     if answering.failures > _MAX_LOGGED:
-        log.warning("further answers failed", answers=answering.failures - _MAX_LOGGED)
+        log.warning("further responses failed", responses=answering.failures - _MAX_LOGGED)
     return answering.answers
 
 
@@ -161,4 +161,4 @@ class _Answering:
         one.reward = Reward(self._least(prompt), {})
         self.failures += 1
         if self.failures <= _MAX_LOGGED:
-            log.warning("answer failed", prompt=prompt.key, reason=error)
+            log.warning("response failed", prompt=prompt.key, reason=error)

@@ -228,7 +228,7 @@ def test_a_judge_that_is_down_in_the_last_evaluation_is_no_accuracy_and_is_asked
     task = {"name": "judged:Judged", "held_out_limit": 40}
     run = small_run(task=task, train={"steps": 1}, eval={"at_end": True, "samples": 1})
     done = tba("run", run.file)
-    reason = "32 of 40 answers could not be scored: reward of arithmetic: ConnectionError: the judge does not answer"
+    reason = "32 of 40 responses could not be scored: reward of arithmetic: ConnectionError: the judge does not answer"
     assert (done.returncode, f"not measured: {reason}" in done.stderr) == (1, True), done.stderr
     assert f"not measured ({reason}" in done.stdout
     stored = "SELECT accuracy, not_measured, json_extract(metrics, '$.failed') FROM evaluations ORDER BY version"

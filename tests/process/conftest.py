@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from tba.common.system.process import PARENT_VARIABLE
 from tba.tests.conftest import EXAMPLE_MODEL
@@ -138,6 +139,16 @@ def _toml_value(value: Any) -> str:
 def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
     """A minimal configuration, with one prompt per batch."""
     return make_config(train={"prompts_per_step": 1})
+
+
+@pytest.fixture
+def raw(config: RunConfig) -> Iterator[Any]:
+    """A socket that sends arbitrary frames to the buffer of the fixture `config`."""
+    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(config.address)
+    yield socket
+    socket.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from tba.common.errors import EXIT_INTERRUPTED
 from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
-from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.process.conftest import arithmetic, clean_environment, merged
 
 
@@ -194,9 +193,7 @@ time.sleep(600)
 
 def loading_processes(pids: Path, launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Wait for the process that loads a task and for the one that the task started, and return both."""
-    while not (pids.exists() and pids.read_text().endswith("\n")):
-        assert launcher.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: launcher.poll() is not None or (pids.exists() and pids.read_text().endswith("\n")))
     return [psutil.Process(int(pid)) for pid in pids.read_text().split()]
 
 

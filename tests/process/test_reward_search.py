@@ -141,12 +141,6 @@ def test_a_task_that_does_not_load_in_a_worker_ends_the_searcher_with_an_error(s
     )
 
 
-def test_a_model_that_is_no_reward_model_ends_the_searcher_before_its_engine_starts(searching, example_model):
-    here = searching({"path": str(example_model)})
-    assert here.search().wait(240) == EXIT_CONFIG
-    assert "has 2 labels: a reward needs a classifier with one" in here.log.read_text()
-
-
 def test_a_reward_server_that_fails_and_dies_leaves_rows_with_errors_and_the_search_continues(searching):
     def counts() -> tuple[int, int]:
         errors = [error is not None for _, _, error, _, _ in here.rows()]

@@ -23,7 +23,7 @@ class Exploration:
         self._config = config
         self._run_seed = run_seed
         self._searcher = searcher
-        # Per-response seeds cost vLLM one generator per row of its batch (docs/benchmarks.md), and would not make a run
+        # Per-response seeds cost vLLM one generator per row of its batch (docs/design.md), and would not make a run
         # repeatable: in vLLM the rounding of a row depends on the other rows.
         self._seeded = config.engine == "transformers"
 

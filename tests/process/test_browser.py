@@ -134,7 +134,6 @@ def runs(make_config_in, tba, start_tba, tmp_path) -> tuple[Path, Path]:
             finished = tba("run", config.file)
             assert finished.returncode == 0, finished.stderr
             poison(config.database)
-            assert tba("buffer", "search", "1", "-b", str(config.database)).returncode == 0
             (config.directory / "queries").mkdir()
             (config.directory / "queries/mine.sql").write_text(f"SELECT '{HOSTILE.replace(chr(39), '')}' AS answer")
         else:

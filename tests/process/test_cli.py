@@ -31,7 +31,7 @@ def test_help_imports_no_slow_package():
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "typer" in loaded
-    assert not loaded & {"torch", "vllm", "transformers", "numpy", "pydantic", "zmq", "msgpack", "sqlite_utils"}
+    assert not loaded & {"torch", "vllm", "transformers", "numpy", "pydantic", "zmq", "msgpack"}
 
 
 def test_a_closed_pipe_causes_no_traceback(tba, run_config, tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common.stall.facts import Facts
+from tba.common.stall import Facts
 from tba.common.system.process import NotifySocket
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status
@@ -193,7 +193,7 @@ def test_a_configuration_error_of_one_searcher_ends_the_fleet_with_its_message(f
     fleet = start_tba("search", "--cpu", "2", "--config", run.file, "--set", "run.name=other")
     assert fleet.wait(300) == 78
     last = output(tmp_path).splitlines()[-1]
-    assert re.fullmatch(r"error: cpu[01]: the buffer at .* serves run test, this configuration is of run other", last)
+    assert re.fullmatch(r"error: cpu[01]: the buffer at .* belongs to run test, and run.name is other: .*", last)
     assert output(tmp_path).count("child started") == 2
 
 

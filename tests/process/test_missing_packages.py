@@ -49,7 +49,6 @@ def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.Co
         ("peft", "lora", ["train"], ["lora.rank=2"]),
         ("wandb", "wandb", ["run"], ["metrics.wandb=p"]),
         ("trackio", "trackio", ["run"], ["metrics.trackio=p"]),
-        ("prometheus_client", "prometheus", ["run"], ["metrics.prometheus=9"]),
         ("datasets", "hub", ["run"], ["task.name=gsm8k", "task.train=openai/gsm8k", "task.test=openai/gsm8k"]),
         ("math_verify", "math", ["run"], ["task.name=math", "task.train=rows.jsonl", "task.test=rows.jsonl"]),
         ("reasoning_gym", "reasoning", ["run"], GYM),

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts
 from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import arithmetic
@@ -45,5 +43,5 @@ def check_refused(announcer, version: int):
 
 
 def is_said_to_refuse(status) -> bool:
-    stall = find_stall(Facts(status))
+    stall = status.stall
     return stall is not None and stall.reason == "weights_refused" and "by 1 of 1 searcher" in stall.sentence

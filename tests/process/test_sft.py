@@ -41,7 +41,7 @@ def test_sft_interrupted_by_ctrl_c_exits_with_an_error(start_tba, pairs, example
     out = tmp_path / "warm"
     command = ["sft", pairs, "--out", str(out), "--model", str(example_model), "--cpu", "--json"]
     stopped = start_tba(*command, "--steps", "100000")
-    wait_until(lambda: '"step"' in (tmp_path / "tba0.log").read_text(), 60)
+    wait_until(lambda: '"step"' in (tmp_path / "tba0.log").read_text())
     stopped.send_signal(signal.SIGINT)
     assert stopped.wait(60) == EXIT_INTERRUPTED
     assert not out.exists()
@@ -78,7 +78,7 @@ def test_two_processes_that_are_stopped_resume_with_the_losses_of_an_uninterrupt
     two = (*common, "--out", str(out), "--set", "train.processes=2", "--set", "train.offload=optimizer")
     assert tba_here(*common, "--out", straight).exit_code == 0
     stopped, metrics = start_tba(*two), tmp_path / "warm.work/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, 60)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(60) == 0
     assert not out.exists()

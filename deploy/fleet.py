@@ -15,9 +15,8 @@ from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire.client import BufferClient
 from tba.common.wire.probe import ask_status, monitor
-from tba.deploy.child import Child, RestartPolicy
+from tba.deploy.child import Child, RestartPolicy, drain_seconds
 from tba.deploy.display import fleet_line
-from tba.deploy.drain import drain_seconds
 from tba.deploy.supervisor import Supervisor
 
 log = get_logger(__name__)

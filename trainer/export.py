@@ -6,7 +6,6 @@ checkpoint         its float32 weights, adapters merged, rounded to model.dtype
 """
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tba.common.config import Config, LoraSection
 from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError
-from tba.common.system.durable import copy_file, json_text, publish_directory, temporary_directory
+from tba.common.system.durable import copy_file, json_text, new_directory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import (
     added_tokens,
@@ -30,7 +29,7 @@ from tba.common.weights.model_files import (
 )
 from tba.common.weights.model_source import check_export
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer import checkpoint
 from tba.trainer.model.adapters import MERGED, add_adapters, base_digest, gathered
 from tba.trainer.model.scorer import load_model, structure_of, weights_of
 from tba.trainer.publishing.snapshot_writer import as_saved, write_model
@@ -55,16 +54,12 @@ def export_model(source: Path, out: Path, config: Config) -> None:
     written.
     """
     check_export(source, out)
-    temporary = temporary_directory(out)
     try:
-        _write(source, temporary, config)
-        _name_end_tokens(temporary, config)
-        publish_directory(temporary, out)
+        with new_directory(out) as temporary:
+            _write(source, temporary, config)
+            _name_end_tokens(temporary, config)
     except (OSError, SafetensorError) as error:
         raise SnapshotError(f"{out} cannot be written: {error}") from error
-    finally:
-        # After a success it has its final name.
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _name_end_tokens(directory: Path, config: Config) -> None:

@@ -85,5 +85,7 @@ class BackgroundSink:
 
     def _failed(self, reason: str) -> None:
         if not self.lost:
-            log.warning("a metrics sink failed; training goes on, metrics.jsonl has all", sink=self.name, reason=reason)
+            log.warning(
+                "a metrics sink failed; training continues, metrics.jsonl has all", sink=self.name, reason=reason
+            )
         self.lost += 1

@@ -16,7 +16,7 @@ import contextlib
 import errno
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tba.common.config import Config
 from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
@@ -97,7 +98,7 @@ def tensors_of(learner: Learner) -> Iterator[tuple[str, Tensor]]:
     Only random states are copies; an update writes to the other tensors. Every rank must iterate over all of them.
     """
     masters = learner.masters()
-    for name, tensor in _trained(learner).items():
+    for name, tensor in _trained(learner.policy, learner.adapter).items():
         yield f"{MODEL}/{name}", full_tensor(masters.get(name, tensor), tensor)
     for index, values in learner.optimizer.state_dict()["state"].items():
         for name, value in values.items():
@@ -114,12 +115,9 @@ def tensors_of(learner: Learner) -> Iterator[tuple[str, Tensor]]:
         yield f"{_REFERENCE}/{name}", full_tensor(tensor)
 
 
-def _trained(learner: Learner) -> dict[str, Tensor]:
+def _trained(policy: PreTrainedModel, adapter: dict[str, Any] | None) -> dict[str, Tensor]:
     """The weights that are trained: all of them, or the adapters."""
-    weights = weights_of(learner.policy)
-    if learner.adapter is None:
-        return weights
-    return {name: tensor for name, tensor in weights.items() if ".lora_" in name}
+    return {name: one for name, one in weights_of(policy).items() if adapter is None or ".lora_" in name}
 
 
 def write(
@@ -212,18 +210,7 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
             f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
             f"{learner.reference.description}: [reference] must stay what it was"
         )
-    expected = _trained(learner)
-    with safe_open(checkpoint.path / MODEL, framework="pt") as weights, torch.no_grad():
-        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
-            raise CheckpointMismatch(f"{checkpoint.path} is of another model than model.path")
-        masters = learner.masters()
-        for name, tensor in expected.items():
-            value = shard_like(tensor, weights.get_tensor(name))
-            if name in masters:
-                masters[name].copy_(local_part(value))
-            else:
-                tensor.copy_(value)
+    load_weights(checkpoint, learner.policy, learner.masters())
     if (moved := checkpoint.path / _REFERENCE).exists():
         learner.reference.restore(load_file(moved))
     tensors = load_file(checkpoint.path / _OPTIMIZER)
@@ -232,6 +219,24 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     if learner.policy.device.type == "cuda" and "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"], learner.policy.device)
     learner.resume(checkpoint.step, _optimizer_state(tensors, learner))
+
+
+@torch.no_grad()
+def load_weights(checkpoint: Checkpoint, policy: PreTrainedModel, masters: Mapping[str, Tensor]) -> None:
+    """Load the weights of a checkpoint into a policy, or into its float32 `masters`. Raises CheckpointMismatch."""
+    expected = _trained(policy, checkpoint.adapter)
+    with safe_open(checkpoint.path / MODEL, framework="pt") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} is of another model than model.path: set it to that of the run"
+            )
+        for name, tensor in expected.items():
+            value = shard_like(tensor, weights.get_tensor(name))
+            if name in masters:
+                masters[name].copy_(local_part(value))
+            else:
+                tensor.copy_(value)
 
 
 def read(path: Path) -> Checkpoint:

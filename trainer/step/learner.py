@@ -6,13 +6,13 @@ Shape suffixes: B prompts of the batch, K samples of each, N rows.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_scheduler
 
 from tba.common.clock import SystemClock
 from tba.common.config import TrainSection
@@ -38,7 +38,6 @@ from tba.trainer.objectives.from_config import Objective
 from tba.trainer.preflight.check import Report
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, decays, policy_groups
-from tba.trainer.step.schedule import beta_at, learning_rate_schedule
 from tba.trainer.step.step_metrics import (
     batch_metrics,
     gradient_cosine,
@@ -50,6 +49,13 @@ from tba.trainer.step.step_metrics import (
 
 log = get_logger(__name__)
 
+# Names of `train.schedule` in transformers.
+_SCHEDULES = {
+    "constant": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine",
+    "wsd": "warmup_stable_decay",
+}
 # How many trajectory ids an error message lists.
 _NAMED_IDS = 20
 
@@ -397,6 +403,53 @@ class Learner:
                 limit=MAX_LOG_RATIO_BYTES,
                 step=batch.step,
             )
+
+
+def learning_rate_schedule(config: TrainSection) -> Callable[[int], float]:
+    """Return the learning rate as a function of the number of updates made before, so that a resume needs no state.
+
+    The schedules of transformers are stateful objects around a pure function; only that function is used.
+    """
+    warmup, decay = _phases(config)
+    scheduler = get_scheduler(
+        _SCHEDULES[config.schedule],
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=warmup,
+        num_training_steps=config.steps,
+        scheduler_specific_kwargs={"num_decay_steps": decay} if config.schedule == "wsd" else None,
+    )
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return lambda step: config.learning_rate * factor(step)
+
+
+def _phases(config: TrainSection) -> tuple[int, int]:
+    """Return the steps of warm-up and of decay. Warns if a setting does not fit into the run; `auto` always fits."""
+    steps = config.steps
+    warmup = min(50, steps // 10) if config.warmup_steps == "auto" else config.warmup_steps
+    if warmup >= steps:
+        log.warning(
+            "the learning rate never reaches its peak: train.warmup_steps is not less than the steps of this run",
+            warmup_steps=warmup,
+            steps=steps,
+        )
+    left = max(steps - warmup, 0)
+    if config.decay_steps == "auto":
+        return warmup, min(500, steps // 2, left)
+    # With a decay longer than the run, the schedule of transformers would start in the middle of its cosine.
+    if config.schedule == "wsd" and config.decay_steps > left:
+        log.warning("train.decay_steps is shortened to fit into this run", decay_steps=left, set=config.decay_steps)
+    return warmup, min(config.decay_steps, left)
+
+
+def beta_at(config: TrainSection, step: int) -> float:
+    """Return the KL coefficient of the update after `step` updates: linear, then constant.
+
+    With `beta_anneal_stop` the annealing stops early, and beta jumps to its final value.
+    """
+    stop = config.beta_anneal_stop
+    if step >= config.beta_anneal_steps or (stop != "off" and step >= stop):
+        return config.beta_final
+    return config.beta + (config.beta_final - config.beta) * step / config.beta_anneal_steps
 
 
 def _trained(policy: PreTrainedModel) -> dict[str, nn.Parameter]:

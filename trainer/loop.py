@@ -29,11 +29,10 @@ from tba.trainer.batch.batch import TrainBatch, pack_batch, unpack_batch
 from tba.trainer.buffer_link import BatchFetcher, Dial, HeartbeatThread, goodbye, hello, network
 from tba.trainer.checkpoint import Checkpoint, CheckpointWriter
 from tba.trainer.distributed import ALONE, END, PUBLISH, SAVE, STEP, Ranks, join, until_lost
-from tba.trainer.metrics.answers import choose_answers
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.metrics.health import Health
 from tba.trainer.metrics.metrics_log import MetricsLog
-from tba.trainer.metrics.sinks.trackers import open_sinks
+from tba.trainer.metrics.sinks import choose_answers, open_sinks
 from tba.trainer.metrics.stopwatch import Stopwatch, wait_for_compute
 from tba.trainer.model.adapters import gathered
 from tba.trainer.model.host_buffers import HostBuffers

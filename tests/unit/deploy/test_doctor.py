@@ -38,7 +38,7 @@ from tba.deploy.doctor import (
     parse_links,
 )
 from tba.tests.helpers.weights import write_tensor_file
-from tba.trainer.startup import prepare
+from tba.trainer.step.build import prepare
 
 # By driver, the header of the table that nvidia-smi prints for people.
 HEADERS = {

@@ -15,20 +15,19 @@ from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
-from tba.common.prometheus import open_endpoint
 from tba.common.quantity import quantity
 from tba.common.rendering import PromptRenderer
+from tba.common.run_identity import refuse_other_server
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Reply
-from tba.common.wire.joining import check_run, own_hello
+from tba.common.wire.joining import own_hello
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
-from tba.searcher.prometheus import samples_of
 from tba.searcher.run_end import RESUME_SECONDS, RunEnd
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
@@ -54,11 +53,7 @@ _WAIT_SECONDS = 0.2
 
 
 class Searcher:
-    """One engine, one connection to the buffer. `run` returns when the run is finished or `stop()`.
-
-    `number` distinguishes the searchers of a machine. Raises MissingExtra if an endpoint for Prometheus is configured
-    and its library is not installed.
-    """
+    """One engine, one connection to the buffer. `run` returns when the run is finished or `stop()`."""
 
     def __init__(
         self,
@@ -73,7 +68,6 @@ class Searcher:
         exploration: Exploration,
         client: BufferClient,
         clock: Clock,
-        number: int = 0,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -83,7 +77,6 @@ class Searcher:
         self._references = references
         self._client = client
         self._clock = clock
-        self._endpoint = open_endpoint(config, "searcher", number)
         self._serving = Serving(config, clock)
         self._weights = WeightsFollower(engine, clock, Preparation(config, clock, engine.prepare))
         self._delivery = Delivery(
@@ -126,15 +119,13 @@ class Searcher:
     def close(self) -> None:
         """Release the files of the weights and end this searcher's threads."""
         self._watchdog.stop()
-        if self._endpoint is not None:
-            self._endpoint.close()
         self._serving.close()
         self._weights.close()
 
     def _join(self, stop: Callable[[], bool]) -> None:
         try:
             welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
-            check_run(welcome, self._config.run.name, self._client.address)
+            refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
             register_prompts(self._client, self._task, self._renderer, stop)
             self._delivery.open()
             self._serving.update()
@@ -231,15 +222,6 @@ class Searcher:
             self._heartbeat_request = self._client.post(heartbeat)
         notify_systemd(f"STATUS={activity} {reason} {metrics['tokens_per_second']:.0f} tokens/s".strip())
         self._last = now, self._scoring.tokens, self._scoring.trajectories
-        if self._endpoint is not None:
-            samples = samples_of(
-                metrics,
-                version=heartbeat.weights_version,
-                is_generating=activity == "generating",
-                trajectories=self._scoring.trajectories,
-                tokens=self._scoring.tokens,
-            )
-            self._endpoint.show(samples)
 
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
@@ -260,6 +242,8 @@ class Searcher:
         refused = self._weights.refused_version
         seconds = max(now - since, 1e-9)
         return {
+            "tokens": float(self._scoring.tokens),
+            "trajectories": float(self._scoring.trajectories),
             "tokens_per_second": (self._scoring.tokens - tokens) / seconds,
             "trajectories_per_second": (self._scoring.trajectories - trajectories) / seconds,
             "in_flight": float(self._engine.in_flight),

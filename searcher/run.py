@@ -8,7 +8,7 @@ from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.system.cpu_affinity import give_way
-from tba.common.system.devices import CPU, number_of
+from tba.common.system.devices import CPU
 from tba.common.system.process import StopSignal
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import clear, make_directory, weights_directory
@@ -78,7 +78,6 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
-            number=number_of(label),
         )
         ending.callback(searcher.close)
         searcher.run(stop)

@@ -15,13 +15,14 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, EngineFaulty, SnapshotError
 from tba.common.evaluations import all_evaluations, as_message, is_measured, key_of, record_evaluations
 from tba.common.log import get_logger
+from tba.common.run_identity import refuse_other_server
 from tba.common.system.process import StopSignal, notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import make_directory, weights_directory
 from tba.common.weights.snapshot import directory_name, list_snapshots, read
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.joining import check_run, own_hello
+from tba.common.wire.joining import own_hello
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject, ref_of
 from tba.searcher.run_end import RunEnd
@@ -124,7 +125,7 @@ class Follower:
 
     def _join(self, stop: Callable[[], bool]) -> None:
         welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
-        check_run(welcome, self._config.run.name, self._client.address)
+        refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
         subject = self._evaluator.subject
         for row in all_evaluations(self._config.run.dir):
             run, version, *same = key_of(row)
@@ -164,7 +165,7 @@ class Follower:
 
         def report(doing: str, done: int, total: int) -> bool:
             self._watchdog.beat()
-            self._heartbeat("evaluating", f"{doing}: {done} of {total} answers", 0.0)
+            self._heartbeat("evaluating", f"{doing}: {done} of {total} responses", 0.0)
             return not stop()
 
         def wait() -> bool:

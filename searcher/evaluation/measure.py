@@ -74,7 +74,7 @@ def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequenc
         measured.add("accuracy", [_correct(answer) for answer in answers], graded)
     for task in sorted(set(tasks)):
         own = [answer for answer, name in zip(answers, tasks, strict=True) if name == task]
-        if not measured.has_scores(f"answers of {task}", _errors([own], [_has_correct(own)])[0]):
+        if not measured.has_scores(f"responses of {task}", _errors([own], [_has_correct(own)])[0]):
             continue
         measured.add(f"reward_of_{task}", [answer.reward.total for answer in own])
         if _has_correct(own):
@@ -123,7 +123,7 @@ def measure_win_rate(
     errors = [
         a.error or (None if there else "the gold model failed") for (a, *_), there in zip(pairs, known, strict=True)
     ]
-    if not measured.has_scores("pairs of an answer and a reference", errors):
+    if not measured.has_scores("pairs of a response and a reference", errors):
         return
     measured.add("win_rate", wins, known)
     _add_known(measured, "gold_reward", [mine for _, _, mine, _ in pairs])
@@ -139,7 +139,7 @@ def measure_divergence(
     """
     flat = [r for found in references for r in found]
     if not measured.has_scores(
-        "sampled answers (reference)", [None if r is not None else "no tokens, or not finite" for r in flat]
+        "sampled responses (reference)", [None if r is not None else "no tokens, or not finite" for r in flat]
     ):
         return
     ratios, logprobs, tokens, counts, prompts = [], [], [], [], []
@@ -187,7 +187,7 @@ def measure_diversity(
         found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], least_distance)))
     _add_known(measured, "embedding_distance", distances)
     graded = _graded(groups, tasks)
-    if len(groups[0]) > 1 and measured.has_scores("sampled answers", list(chain(*_errors(groups, graded)))):
+    if len(groups[0]) > 1 and measured.has_scores("sampled responses", list(chain(*_errors(groups, graded)))):
         measured.add("distinct_correct_by_embedding", found, graded)
 
 
@@ -199,7 +199,7 @@ def _measure_rewards(
     measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
     measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
     measured.add(f"{prefix}failed", [sum(error is not None for error in group) for group in errors], size)
-    if not measured.has_scores("sampled answers" if prefix else "answers", list(chain(*errors))):
+    if not measured.has_scores("sampled responses" if prefix else "responses", list(chain(*errors))):
         return False
     measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
     for part in sorted({part for group in groups for answer in group for part in answer.reward.parts}):

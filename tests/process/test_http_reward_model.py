@@ -1,6 +1,5 @@
 """A reward model behind an HTTP server in another process: what fails there is an error of a row, and never a 0."""
 
-import json
 import multiprocessing.connection
 import os
 import signal
@@ -21,8 +20,6 @@ from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.classifiers import make_classifier
 from tba.tests.helpers.reward_server import KEY, serving
-from tba.tests.process.conftest import arithmetic
-from tba.tests.process.test_run import check_rewards, query
 
 BAD_REPLIES = {
     "400": "answered with status 400: out of order",
@@ -157,22 +154,6 @@ def test_a_worker_that_is_refused_later_is_started_again_after_a_pause(server):
             scorer.poll()
             multiprocessing.connection.wait(scorer.channels, 0.1)
         assert (scorer.ready, scorer.failed_starts) == (True, 0)
-
-
-def test_a_run_trains_on_the_scores_of_the_server_to_its_end(server, make_config, tba):
-    steps, weight = 3, 0.5
-    section = {"url": server.url, "weight": weight, "time_limit_seconds": 60.0}
-    run = make_config(**arithmetic(reward_model=section, train={"steps": steps}))
-    result = tba("run", run.file, timeout=400)
-    assert result.returncode == 0, result.stderr
-    sql = "SELECT prompt_text, text, reward, reward_parts, error FROM trajectories"
-    rows = [(*row, json.loads(parts), error) for *row, parts, error in query(run, sql)]
-    assert {error for *_, error in rows} == {None}
-    logits = [len(prompt + response) / 10 for prompt, response, *_ in rows]
-    assert [parts["reward_model"] for *_, parts, _ in rows] == pytest.approx(logits)
-    totals = [parts["correct"] + weight * logit for (*_, parts, _), logit in zip(rows, logits, strict=True)]
-    assert [reward for _, _, reward, *_ in rows] == pytest.approx(totals)
-    check_rewards(run, steps)
 
 
 def test_the_doctor_asks_the_server_for_a_score(server):

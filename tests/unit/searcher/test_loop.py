@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict
 
+from tba.buffer.server.prometheus import SEARCHER_NAMES
 from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import unpack_arrays
 from tba.searcher.engines.engine import LoadReport, Mismatch
-from tba.searcher.prometheus import NAMES
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.engines import cpu_engine
 
@@ -321,7 +321,7 @@ def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(searc
     _, client = search(steps=100)
     shown = {name for one in client._buffer.service.status().clients for name in one.metrics}
     swap = LoadReport(Mismatch(0.0, 0.0, 0.0), "", 0.0, 0.0, 0.0, 0.0)
-    assert {name for name in shown | set(swap.metrics()) if name not in NAMES} == {
+    assert {name for name in shown | set(swap.metrics()) if name not in SEARCHER_NAMES} == {
         "tokens_per_second",
         "trajectories_per_second",
     }

@@ -210,7 +210,7 @@ def _model(setting: str, path: str, here: bool) -> tuple[str, str]:
 def _scoring_model(
     check: Callable[[ScoringModelSection, str], str], name: str, here: bool, config: Config
 ) -> tuple[str, str]:
-    section: ScoringModelSection = getattr(config, name)
+    section = config.reward_model if name == "reward_model" else config.gold_model.classifier
     if not section.configured:
         return "ok", "none is configured"
     setting = f"{name}.path"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.paths import check_directories, nearest_existing
 from tba.common.errors import TbaError
@@ -96,7 +97,7 @@ def _needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
     checkpoint = 0 if config.lora.rank else weights * CHECKPOINT_BYTES
     # One more than are kept: the oldest is deleted when the newest is complete.
     return [
-        ("checkpoints", config.checkpoints, (train.keep_checkpoints + 1) * checkpoint),
+        ("checkpoints", config.checkpoints, (run_files.KEEP_CHECKPOINTS + 1) * checkpoint),
         ("snapshots", config.snapshots, (train.keep_snapshots + kept + 2) * snapshot),
         ("weights", weights_directory(config), COPIES * snapshot),
     ]

@@ -51,6 +51,8 @@ log = get_logger(__name__)
 
 _FLUSH_WAIT_SECONDS = 1.0
 _STOP_FLUSH_SECONDS = 5.0
+# After this many skipped steps in a row the trainer saves a checkpoint and stops.
+_MAX_SKIPPED_STEPS = 5
 
 
 def train(
@@ -126,7 +128,7 @@ class Trainer:
         self._model_files = model_directory(config.model.path)
         self.learner, self._unwrapped = build(config, self._model_files, device, ranks, report)
         self._watch = self.learner.watch = Stopwatch(self._clock, wait_for_compute(device))
-        self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
+        self._throughput = Throughput(self.learner.policy, devices=ranks.size)
         self._health, self._skipped_in_a_row = Health(config.objective, config.model.dtype), 0
         self._unreported = msgspec.convert(found and found.unreported, messages.ReportStep | None)
         if found is not None:
@@ -145,7 +147,7 @@ class Trainer:
         self._checkpoints = CheckpointWriter(
             config.checkpoints,
             run=config.run.name,
-            keep=config.train.keep_checkpoints,
+            keep=run_files.KEEP_CHECKPOINTS,
             device=device,
             before=self._metrics.sync,
             min_free=config.train.min_free_mib << 20,
@@ -289,7 +291,7 @@ class Trainer:
         self._skipped_in_a_row += 1
         count = self._skipped_in_a_row
         log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
-        if count >= self._config.train.max_skipped_steps:
+        if count >= _MAX_SKIPPED_STEPS:
             raise TrainingBroken(
                 f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
                 f"{result.skipped}. {self._last_checkpoint()}: inspect these trajectories, then pass --resume"

@@ -4,7 +4,7 @@ from tba.common.config import TaskSection
 from tba.common.errors import TaskError, WorkerLost
 from tba.common.log import get_logger
 from tba.searcher.scoring.scoring import Item, Scored, failed, score
-from tba.searcher.scoring.worker_pool import PoolSettings, Result, WorkerPool
+from tba.searcher.scoring.worker_pool import LOAD_SECONDS, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks.task import Reward, Task, least_reward, name_of, scores_concurrently
 
 log = get_logger(__name__)
@@ -30,12 +30,11 @@ class TaskScorer(WorkerPool):
         super().__init__(
             PoolSettings(
                 name="reward worker",
-                section="task",
                 module="tba.searcher.scoring.task_worker",
                 settings=config.model_dump(mode="json"),
                 workers=config.reward_workers,
                 batch=max(_BATCH, config.reward_concurrency) if concurrent else _BATCH,
-                load_seconds=config.load_seconds,
+                load_seconds=LOAD_SECONDS,
                 work_seconds=config.reward_seconds + (_GRACE_SECONDS if concurrent else 0.0),
             )
         )

@@ -37,7 +37,7 @@ def small_run(make_config):
     def make(**sections: dict[str, Any]):
         defaults: dict[str, dict[str, Any]] = {
             "buffer": {"recency_window": 8, "lease_seconds": 4.0},
-            "launch": {"restart_delay_seconds": 0.1, "drain_seconds": 10.0},
+            "launch": {"drain_seconds": 10.0},
             "task": {"limit": PROMPTS},
             "search": {"samples_per_prompt": SAMPLES},
             "train": {"steps": STEPS, "checkpoint_every": 3, "keep_snapshot_every": 6},
@@ -357,9 +357,7 @@ def test_a_second_run_neither_joins_nor_harms_the_first_which_when_killed_leaves
 
 def test_of_two_runs_that_start_together_one_starts_only_its_buffer(small_run, start_tba):
     """Both find the address free. Only the launcher whose buffer binds it starts the other roles."""
-    run = small_run(
-        train={"steps": 100_000}, launch={"restart_delay_seconds": 0.1, "max_restarts": 1, "drain_seconds": 1.0}
-    )
+    run = small_run(train={"steps": 100_000}, launch={"max_restarts": 1, "drain_seconds": 1.0})
     folders = [run.directory.with_name(name) for name in ("one", "two")]
     launchers = [start_tba("run", run.file, "--set", f"run.dir={folder}") for folder in folders]
     wait_until(lambda: any(launcher.poll() is not None for launcher in launchers))
@@ -384,7 +382,7 @@ def test_ctrl_c_ends_every_child_and_resume_continues_the_run(small_run, start_t
 
 
 def test_a_run_waits_for_the_previous_one_to_end(small_run, start_tba, tba, tmp_path):
-    run = small_run(launch={"restart_delay_seconds": 0.1, "drain_seconds": 8.0}, train={"steps": 100_000})
+    run = small_run(launch={"drain_seconds": 8.0}, train={"steps": 100_000})
     previous = start_tba("run", run.file)
     wait_until(lambda: steps_trained(run) >= 4)
     # It cannot save, so the launcher waits for its whole drain time.

@@ -72,7 +72,6 @@ class VllmEngine:
             max_in_flight=scheduler.choose_in_flight(search, prompt_tokens),
             end_ids=sorted(stopping.ids),
             stop_strings=stopping.strings,
-            keep_prefix_cache=search.keep_prefix_cache,
             adapter=adapter_of_all() if lora_rank else None,
         )
         try:

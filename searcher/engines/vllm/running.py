@@ -59,7 +59,6 @@ class RunningVllm:
         max_in_flight: int,
         end_ids: list[int],
         stop_strings: Sequence[str],
-        keep_prefix_cache: bool,
         adapter: Any = None,
     ) -> None:
         """`adapter` is vLLM's request of the adapter that all requests use; None without LoRA."""
@@ -68,7 +67,6 @@ class RunningVllm:
         self.max_in_flight = max_in_flight
         self._end_ids = end_ids
         self._stop_strings = list(stop_strings)
-        self._keep_prefix_cache = keep_prefix_cache
         self._adapter = adapter
         self.version = 0
         llm.set_weight_version("0")
@@ -156,7 +154,7 @@ class RunningVllm:
         """
         self.scheduler.drain(self._step)
         self.version = version
-        self._salt += not self._keep_prefix_cache
+        self._salt += 1
         self._llm.set_weight_version(str(version))
 
     def start_over(self) -> None:
@@ -165,7 +163,7 @@ class RunningVllm:
         self._llm.abort_request([*map(str, self._in_flight)])
         self._finished.clear()
         self._queue = deque(self._in_flight)
-        # Cached keys and values of refused weights are never reused, not even with `keep_prefix_cache`.
+        # Cached keys and values of refused weights are never reused.
         self._salt += 1
 
     def check(self) -> None:
@@ -191,7 +189,7 @@ class RunningVllm:
             self._add(str(one.request.id), one.request.prompt_ids.tolist(), one.params, priority=0)
 
     def _add(self, name: str, ids: Sequence[int], params: Any, priority: int) -> None:
-        """Hand one request to vLLM, with a cache salt that changes at each swap (unless `keep_prefix_cache`).
+        """Hand one request to vLLM, with a cache salt that changes at each swap.
 
         The salt prevents reuse of a prefix computed with other weights, also by requests that were submitted before a
         swap and continue after it. The alternative, `reset_prefix_cache`, does nothing while a request is running. The

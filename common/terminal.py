@@ -9,12 +9,13 @@ import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
+from typer.core import TyperGroup
 from typer.models import ArgumentInfo
 
 from tba.common import run_files
@@ -157,6 +158,18 @@ def _one_file(argument: Path | None, option: Path | None) -> Path | None:
     given = option is not None and str(option) != os.environ.get(_CONFIG_VARIABLE)
     not_both(argument is not None, given, f"FILE {argument}", f"--config {option}")
     return option if argument is None else argument
+
+
+def refusing(removed: Mapping[str, str]) -> type[TyperGroup]:
+    """Return a group of commands that refuses those of earlier builds, by name, and says what replaces each."""
+
+    class Commands(TyperGroup):
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name in removed:
+                raise UsageError(f"`{ctx.command_path} {cmd_name}` was removed: {removed[cmd_name]}")
+            return super().get_command(ctx, cmd_name)
+
+    return Commands
 
 
 def not_both(first: bool, second: bool, *names: str) -> None:

@@ -16,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, help="Keys of nodes: create them, and de
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of a node.")]
 _Roles = Annotated[
     list[str] | None,
-    typer.Option("--role", help="searcher, trainer, importer or monitor (who may also query); may be repeated."),
+    typer.Option("--role", help="searcher, trainer, importer or monitor (status only); may be repeated."),
 ]
 
 

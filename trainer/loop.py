@@ -14,15 +14,15 @@ import torch
 from tba.common import run_files
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, CheckpointError, ConfigError, Refused, TrainingBroken
+from tba.common.errors import BufferUnavailable, CheckpointError, Refused, TrainingBroken
 from tba.common.log import get_logger
 from tba.common.quantity import quantity
+from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
 from tba.common.wire import messages
-from tba.common.wire.joining import check_run
 from tba.common.wire.keys import buffer_client_keys
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.buffer_link.batch_fetcher import BatchFetcher
@@ -81,10 +81,8 @@ def train(
             return
         with exclusive_lock(lock, holder):
             found = find_checkpoint(config.checkpoints, resume=resume, otherwise="set another run.dir")
-            if found is not None and found.run != config.run.name:
-                raise ConfigError(
-                    f"{found.path} belongs to run {found.run}, not to {config.run.name}: set another run.dir"
-                )
+            if found is not None:
+                refuse_other_run(found.path, [RunIdentity(found.run)], RunIdentity(config.run.name))
             log.info("starting", model=config.model.path, buffer=config.address if dial is None else "offline")
             ranks.send(str(found.path) if found else "")
             trainer = Trainer(
@@ -201,7 +199,7 @@ class Trainer:
         welcome = hello(self._client, self._stop, self._clock)
         self._heartbeat.start()
         notify_systemd("READY=1")
-        check_run(welcome, self._config.run.name, self._config.address)
+        refuse_other_server(self._config.address, welcome.run_name, self._config.run.name)
         if self._unreported is not None:
             self._report(self._unreported)
         done, recorded = self.learner.steps_done, welcome.recorded_steps

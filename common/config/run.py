@@ -45,13 +45,13 @@ class EvalSection(Section):
     """Sampled answers per held-out prompt, in addition to the greedy one: for pass@k, diversity and the KL. 0 is
     none."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Temperature of the sampled answers."""
+    """Temperature of the sampled responses."""
     kl: bool = False
-    """Measure the KL divergence of the sampled answers from model.path, of which a frozen copy is loaded."""
+    """Measure the KL divergence of the sampled responses from model.path, of which a frozen copy is loaded."""
     embedder: str = ""
     """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for the mean
-    cosine distance between the sampled answers to a prompt, and for the count of correct ones without near-duplicates.
-    Empty: not measured."""
+    cosine distance between the sampled responses to a prompt, and for the count of correct ones without
+    near-duplicates. Empty: not measured."""
 
 
 class LaunchSection(Section):

@@ -54,7 +54,7 @@ class ModelScorer(WorkerPool):
                         if config.url
                         else f"{section}.path {config.path} is not loaded"
                     )
-                    raise WorkerLost(f"{what}: {self.trouble}")
+                    raise WorkerLost(f"{what}: {self.last_error}")
                 multiprocessing.connection.wait(self.channels, _POLL_SECONDS)
         except BaseException:
             self.close()
@@ -67,7 +67,7 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
     directory = model_directory(config.path, setting=f"{section}.path")
     return PoolSettings(
         name=section.replace("_", " "),
-        module="tba.searcher.scoring.model_worker",
+        module="tba.searcher.scoring.classifier",
         settings={"config": _sent(config), "section": section, "directory": str(directory), "device": device},
         workers=1,
         batch=_BATCH,
@@ -82,7 +82,7 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
 def _server(config: ScoringModelSection, section: str) -> PoolSettings:
     return PoolSettings(
         name=section.replace("_", " "),
-        module="tba.searcher.scoring.http_worker",
+        module="tba.searcher.scoring.http_model",
         settings={
             "config": _sent(config),
             "section": section,

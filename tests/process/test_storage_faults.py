@@ -160,7 +160,7 @@ def test_too_little_free_space_refuses_only_puts_and_names_a_remedy(serve, small
         stall = not_none(status.stall)
         assert (stall.reason, "% of its disk is free" in stall.sentence) == ("buffer_refuses", True)
         (trouble,) = producer.troubles
-        assert "buffer.min_free_mib is 10: make room, or run `tba buffer compact`" in trouble
+        assert "buffer.min_free_mib is 10: make room, or run `tba buffer prune --tokens`" in trouble
         small_disk.relieve()
         producer.wait_until_all_is_answered(60)
     assert_all_is_stored_once(small_disk.database, [producer])

@@ -11,7 +11,7 @@ from tba.common.system.devices import list_gpus
 
 # Commands that take the configuration as an argument.
 TOP_LEVEL = ("run", "search", "train", "eval", "plot", "status", "doctor")
-BUFFER_COMMANDS = ("serve", "stats", "tail", "compact", "check", "migrate")
+BUFFER_COMMANDS = ("serve", "stats", "tail", "check")
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
 
@@ -34,11 +34,25 @@ def test_every_command_has_help(tba_here, command):
     assert "Usage" in result.output
 
 
-@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup"])
+@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup", "prune"])
 def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command):
     result = tba_here("buffer", command, "--help")
     assert result.exit_code == 0
     assert "--buffer" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "successor"),
+    [
+        ("compact", "`tba buffer prune --tokens`"),
+        ("migrate", "one schema"),
+        ("restore", "copy the backup there"),
+        ("search", "`tba buffer query "),
+        ("serve-queries", "`ssh HOST tba buffer query SQL`"),
+    ],
+)
+def test_a_removed_buffer_command_names_its_successor(tba_here, command, successor):
+    refused(tba_here("buffer", command, "anything"), 2, f"buffer {command}` was removed: ", successor)
 
 
 def test_version_is_printed(tba_here):

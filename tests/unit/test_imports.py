@@ -32,7 +32,7 @@ def test_the_command_line_loads_no_role_before_a_command_runs():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     roles = [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer", "tba.ui"))]
     # These declare commands, or what those of other packages call, and import nothing else of their roles.
-    buffer = ["command_options", "commands", "for_commands", "maintenance_commands"]
+    buffer = ["commands", "for_commands"]
     searcher = ["commands", "task_commands"]
     assert sorted(roles) == [
         *("tba.buffer", *(f"tba.buffer.{name}" for name in buffer)),

@@ -81,7 +81,7 @@ def test_a_run_that_is_stopped_before_its_evaluation_is_marked_as_ending(config)
 
 
 def refusal(config: Config, read: ReadResults = read_results, *, resume: bool) -> str:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises((UsageError, ConfigError)) as refused:
         check_start(config, read, refuse_other_work, resume=resume)
     return str(refused.value)
 
@@ -110,9 +110,9 @@ def test_a_start_under_another_name_is_refused_and_writes_nothing(own, resume):
     renamed = own.model_copy(update={"run": own.run.model_copy(update={"name": "doubling"})})
     before = own.database.read_bytes()
     sentence = refusal(renamed, resume=resume)
-    assert 'holds own, and run.name is doubling: set run.name = "own"' in sentence
+    assert 'belongs to run own, and run.name is doubling: set run.name = "own"' in sentence
     assert own.database.read_bytes() == before
-    with pytest.raises(ConfigError, match="holds own and no run doubling: set run.name or another run.dir"):
+    with pytest.raises(ConfigError, match='belongs to run own, and run.name is doubling: set run.name = "own"'):
         serve(renamed, lambda: True)
     assert [row["run"] for row in read_results(own.database)] == ["own"]
     check_start(own, read_results, refuse_other_work, resume=True)

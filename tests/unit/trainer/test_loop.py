@@ -406,7 +406,7 @@ def test_a_buffer_of_another_run_is_rejected(make_run):
     sections = run.config.model_dump()
     sections["run"]["name"] = "other"
     run.config = Config.model_validate(sections)
-    with pytest.raises(ConfigError, match="serves run test, this configuration is of run other"):
+    with pytest.raises(ConfigError, match="belongs to run test, and run.name is other"):
         run.train()
 
 

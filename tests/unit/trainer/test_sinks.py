@@ -107,7 +107,7 @@ def test_weights_and_biases_gets_the_answers_of_each_step_as_a_table(example_mod
     sink = WandbSink("project", tmp_path, "run", {}, texts)
     sink.record(0, 1000.0, {"loss": 1.0}, answers)
     sink.close()
-    pattern = "wandb/offline-run-*/files/media/table/answers_0_*.table.json"
+    pattern = "wandb/offline-run-*/files/media/table/responses_0_*.table.json"
     # W&B's own process writes it.
     wait_until(lambda: any(tmp_path.glob(pattern)))
     (file,) = tmp_path.glob(pattern)
@@ -138,7 +138,7 @@ def test_trackio_gets_the_answers_of_each_step_as_a_table(example_model, tmp_pat
     sink.record(0, 1000.0, {"loss": 1.0}, answers)
     sink.close()
     ((_, _, metrics),) = trackio_rows(trackio_directory, "answers")
-    rows = json.loads(metrics)["answers"]["_value"]
+    rows = json.loads(metrics)["responses"]["_value"]
     assert rows[1] == dict(zip(COLUMNS, [2, "5+5=", "10", 1.0, 0], strict=True))
 
 

@@ -57,7 +57,7 @@ class _ResumedSink(ABC):
         if step < self._next:
             return
         rows = self._texts.rows(answers) if self._texts is not None and answers else None
-        self._send(step, time, {**numbers, **({"answers": self._table(rows)} if rows else {})})
+        self._send(step, time, {**numbers, **({"responses": self._table(rows)} if rows else {})})
         self._next = step + 1
         write_text(self._state, json.dumps({"id": self._id, "next_step": self._next}))
 

@@ -199,7 +199,7 @@ def _embedder(plan: Plan) -> Result:
 
 
 def _scoring_model(name: str, plan: Plan) -> Result:
-    section: ScoringModelSection = getattr(plan.config, name)
+    section = plan.config.reward_model if name == "reward_model" else plan.config.gold_model.classifier
     if not section.configured:
         return "ok", "none is configured"
     setting = f"{name}.path"

@@ -11,7 +11,7 @@ from typing import Any
 
 from tba.buffer.store.recorded_work import refuse_other_work
 from tba.buffer.tools.run_results import read_results
-from tba.common.config import Config, ScoringModelSection
+from tba.common.config import Config
 from tba.common.config.paths import (
     asked_gpus,
     asked_packages,

@@ -30,9 +30,7 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.weights.node_store import clear, weights_directory
 from tba.common.weights.snapshot import Snapshot
-from tba.searcher.engines.vllm.tensor_files import MappedFiles
-from tba.searcher.engines.vllm.weight_layout import record
-from tba.searcher.engines.vllm.weight_swap import WeightSwap
+from tba.searcher.engines.vllm.weight_swap import MappedFiles, WeightSwap, record
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.passes import counted
 from tba.trainer.model.host_buffers import HostBuffers

@@ -38,7 +38,7 @@ from benchmarks.off_policy.setting import WARMUP_STEPS, objective_section
 from benchmarks.off_policy.tasks import ROOT, Problem, Task, small_config
 from examples.arithmetic.make_model import build_tokenizer, save, train
 from tba.common.config import EvalSection, ScoringModelSection, TrainSection
-from tba.searcher.evaluation.statistics import cosine_distance, without_near_duplicates
+from tba.searcher.evaluation.measure import cosine_distance, without_near_duplicates
 from tba.searcher.scoring.classifier import RewardModel
 from tba.trainer.model.scorer import load_model
 from tba.trainer.objectives.from_config import make_objective

@@ -20,7 +20,7 @@ from tba.common.terminal import (
 )
 
 if TYPE_CHECKING:
-    from tba.common.stall.facts import Facts
+    from tba.common.stall import Facts
     from tba.common.wire.client import BufferClient
     from tba.deploy.doctor import Checks
     from tba.deploy.run_list import ReadResults
@@ -80,7 +80,7 @@ def status_command(read_results: "ReadResults") -> Callable[..., None]:
         config = options.resolve_run().config
         from contextlib import closing
 
-        from tba.common.stall.facts import Facts
+        from tba.common.stall import Facts
         from tba.common.wire.probe import monitor
         from tba.common.wire.status_messages import GetStatus, Status
         from tba.deploy.display import status_view
@@ -112,7 +112,7 @@ def _watch(client: "BufferClient", *, as_json: bool) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from tba.common.stall.facts import Facts
+    from tba.common.stall import Facts
     from tba.common.wire.probe import ask_status
     from tba.deploy.display import explain, status_view
 
@@ -178,7 +178,7 @@ def for_machines(facts: "Facts") -> dict[str, object]:
     """Return the status with the explanation and the stall, None if the run moves."""
     import msgspec
 
-    from tba.common.stall.explain import find_stall
+    from tba.common.stall import find_stall
     from tba.deploy.display import explain
 
     stall = find_stall(facts)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tba.common.config import Config
 from tba.common.log import get_logger
-from tba.common.stall.facts import Facts
+from tba.common.stall import Facts
 from tba.common.system.cpu_affinity import openmp_threads, partition_cores
 from tba.common.system.devices import CPU, Gpu, check_free, choose_gpus, group_gpus, label, list_gpus, searcher_gpus
 from tba.common.system.process import notify_systemd

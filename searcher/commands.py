@@ -88,7 +88,7 @@ def _evaluate(
     from tba.common.evaluations import all_evaluations, is_measured, key_of, record_evaluations
 
     device = _choose_device(config)
-    from tba.searcher.evaluation.snapshots import evaluate_snapshots
+    from tba.searcher.evaluation.evaluator import evaluate_snapshots
 
     earlier = [] if again else all_evaluations(config.run.dir)
     known = {key_of(row): row for row in earlier if is_measured(row)}

@@ -47,10 +47,7 @@ def model_paths(config: Config) -> dict[str, str]:
 def asked_packages(config: Config) -> list[tuple[str, str, str]]:
     """Return (setting, module, extra) of each optional package that a setting of the trainer asks for."""
     asked = [("lora.rank", "peft", "lora")] if config.lora.rank else []
-    sinks = {"wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
-    return asked + [
-        (f"metrics.{sink}", module, sink) for sink, module in sinks.items() if getattr(config.metrics, sink)
-    ]
+    return asked + [(f"metrics.{sink}", sink, sink) for sink in ("wandb", "trackio") if getattr(config.metrics, sink)]
 
 
 def hub_models(config: Config) -> dict[str, str]:

@@ -47,17 +47,17 @@ class EvalSection(Section):
     pass_at: tuple[Positive, ...] = (1, 4, 16, 64)
     """The k of pass@k; those above `samples` are left out."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Temperature of the sampled answers."""
+    """Temperature of the sampled responses."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of the sampled answers."""
+    """Nucleus of the sampled responses."""
     max_tokens: NonNegative = 0
     """Maximum length of an answer, in tokens; 0 is search.max_tokens."""
     kl: bool = False
-    """Measure the KL divergence of the sampled answers from model.path, of which a frozen copy is loaded."""
+    """Measure the KL divergence of the sampled responses from model.path, of which a frozen copy is loaded."""
     embedder: str = ""
     """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for the mean
-    cosine distance between the sampled answers to a prompt, and for the count of correct ones without near-duplicates.
-    Empty: not measured."""
+    cosine distance between the sampled responses to a prompt, and for the count of correct ones without
+    near-duplicates. Empty: not measured."""
     stored_responses: NonNegative = 500
     """Held-out prompts whose greedy response is stored with each evaluation, at most 10,000 and 8 MiB of text, each of
     them cut to its last 4,000 characters (docs/evaluation.md#what-it-gets-wrong). 0 stores none."""

@@ -7,7 +7,7 @@ from typing import Any
 from tba.common.wire.trajectory import Int32
 from tba.trainer.batch.batch import TrainBatch
 
-COLUMNS = ["trajectory", "prompt", "answer", "reward", "staleness"]
+COLUMNS = ["trajectory", "prompt", "response", "reward", "staleness"]
 # An endless answer must not fill a tracker.
 _MAX_CHARACTERS = 10_000
 

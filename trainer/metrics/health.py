@@ -140,7 +140,7 @@ class Health:
         lost = 1 - policy / max(sampled, _MOST)
         if self._sampled_mass.count < _FIRST_STEPS or sampled < _MOST or lost <= _LOST_SHARE:
             return ""
-        return f"{lost:.0%} of the probability of stale answers has moved to answers that were never sampled"
+        return f"{lost:.0%} of the probability of stale responses has moved to responses that were never sampled"
 
     def _lost_nats(self, metrics: Mapping[str, float]) -> str:
         """Return a sentence if good responses have become less likely than they were when they were sampled."""
@@ -150,7 +150,7 @@ class Health:
         limit = max(_LOST_NATS, _LOST_NATS_PER_TOKEN * metrics["response_tokens_mean"])
         if self._lost.count < _FIRST_STEPS or lost <= limit:
             return ""
-        return f"stale answers with a reward above the mean of their prompt have lost {lost:.1f} nats"
+        return f"stale responses with a reward above the mean of their prompt have lost {lost:.1f} nats"
 
     def _impossible_log_z(self, metrics: Mapping[str, float], largest_reward: float) -> str:
         """Return a sentence if log Z is above max r / beta, which it never is on fresh data.

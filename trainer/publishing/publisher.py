@@ -25,6 +25,7 @@ from tba.common.errors import BufferUnavailable, SnapshotError, TbaError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.weights import snapshot
+from tba.common.weights.snapshot import Canary
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire.addresses import is_local
 from tba.common.wire.keys import server_keys
@@ -45,6 +46,8 @@ _JOIN_SECONDS = 10.0
 _CLOSE_SECONDS = 60.0
 # Kept snapshots and the newest one that may wait for the publisher's thread, each with its copy of the weights.
 _MAX_QUEUED = 2
+# Snapshots in a row with the same weights that are worth a warning.
+_MOST_EQUAL = 5
 
 
 class Publisher:
@@ -95,6 +98,9 @@ class Publisher:
         # Set by the thread, so that `flush` waits for nothing more.
         self._ended = False
         self._finished = False
+        # Of the thread: the canary of the last snapshot, and how many in a row had it.
+        self._last_canary: Canary | None = None
+        self._equal = 0
         self._thread = Background("publisher", self._run, wake=self._wake)
         self._thread.start()
 
@@ -227,10 +233,26 @@ class Publisher:
             seconds=time.monotonic() - started,
         )
         self._writer.announced(written)
+        self._note_standstill(written.manifest.canary)
         self._collect()
         with self._changed:
             self._busy = False
             self._changed.notify_all()
+
+    def _note_standstill(self, canary: Canary) -> None:
+        """Log once if several snapshots in a row have the same weights: their canaries are then equal to the last bit.
+
+        No searcher can find that out: each of these snapshots is sound. What they sample looks stale, and is.
+        """
+        self._equal = self._equal + 1 if canary == self._last_canary else 1
+        self._last_canary = canary
+        if self._equal == _MOST_EQUAL:
+            log.warning(
+                "snapshots do not change",
+                snapshots=_MOST_EQUAL,
+                reason="no step changes the weights, as with a learning rate of 0 or equal rewards, or the weights "
+                "that are published are not those that are trained",
+            )
 
     def _keep(self) -> None:
         """Write snapshots that are kept to disk, if there is space for them."""

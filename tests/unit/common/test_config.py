@@ -295,7 +295,7 @@ def test_names_of_engine_arguments_are_checked_where_vllm_is_installed(tmp_path,
 
 
 def test_what_an_evaluation_measures_of_sampled_answers_needs_some():
-    with pytest.raises(ValueError, match=r"eval\.kl measures sampled answers, and eval\.samples is 0"):
+    with pytest.raises(ValueError, match=r"eval\.kl measures sampled responses, and eval\.samples is 0"):
         Config.model_validate({"eval": {"kl": True}})
 
 

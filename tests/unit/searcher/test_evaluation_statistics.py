@@ -9,16 +9,14 @@ from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.answers import Answer, Question
 from tba.searcher.evaluation.measure import (
     Measured,
+    bootstrap,
+    cosine_distance,
+    distinct,
     measure_divergence,
     measure_diversity,
     measure_greedy,
     measure_sampled,
     measure_win_rate,
-)
-from tba.searcher.evaluation.statistics import (
-    bootstrap,
-    cosine_distance,
-    distinct,
     pass_at_k,
     without_near_duplicates,
 )
@@ -36,8 +34,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_correct_one(s
 
 def test_pass_at_k_has_no_rounding_error_with_many_samples():
     assert pass_at_k(10_000, 1, 5_000) == 0.5
-    with pytest.raises(ValueError, match="pass@3 of 0 correct among 2"):
-        pass_at_k(2, 0, 3)
 
 
 @pytest.mark.slow
@@ -158,7 +154,7 @@ def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(fai
     scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl", "win_rate"}
     assert scored & measured.metrics.keys() == (scored if measured_there else set())
     assert measured.metrics["failed"] == failures / 100
-    expected = f"{failures} of 100 answers could not be scored: reward: ConnectError; "
+    expected = f"{failures} of 100 responses could not be scored: reward: ConnectError; "
     assert measured.not_measured.startswith("" if measured_there else expected)
     assert bool(measured.not_measured) != measured_there
 
@@ -169,7 +165,7 @@ def test_a_task_of_a_mixture_that_cannot_be_scored_has_no_accuracy_and_the_other
     measure_greedy(measured, answers, [*["a"] * 99, "b"])
     assert (measured.metrics["accuracy"], measured.metrics["accuracy_of_a"]) == (0.99, 1.0)
     assert not {"accuracy_of_b", "reward_of_b"} & measured.metrics.keys()
-    assert measured.not_measured == "1 of 1 answers of b could not be scored: reward of b: ConnectError"
+    assert measured.not_measured == "1 of 1 responses of b could not be scored: reward of b: ConnectError"
 
 
 def test_the_diversity_leaves_out_empty_answers():

@@ -10,7 +10,7 @@ from tba.common.config import SearchSection
 from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError
 from tba.common.wire.messages import Visit
-from tba.searcher.exploration import Exploration, draw
+from tba.searcher.pipeline import Exploration, draw
 
 VISITS = [Visit(lease=lease, epoch=lease % 3, prompt_key=f"p{lease // 3}") for lease in range(60)]
 

@@ -17,9 +17,8 @@ from tba.common.weights.snapshot import MANIFEST
 from tba.common.weights.snapshot_server import NodeServer
 from tba.searcher.weights import fetch
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.searcher.weights.fetch import Fetcher
-from tba.searcher.weights.preparation import Preparation
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Fetcher, Progress
+from tba.searcher.weights.follower import Preparation
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
 

@@ -12,9 +12,8 @@ pytest.importorskip("transformers")
 from tba.common.errors import ConfigError  # noqa: E402
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings  # noqa: E402
 from tba.searcher.engines.kv_cache import cache_argument  # noqa: E402
-from tba.searcher.engines.token_sampling import sample  # noqa: E402
-from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
-from tba.tests.helpers.end_tokens import end_tokens  # noqa: E402
+from tba.searcher.engines.transformers_engine import TransformersEngine, sample  # noqa: E402
+from tba.tests.helpers.engines import cpu_engine  # noqa: E402
 from tba.tests.runner import slow  # noqa: E402
 
 VOCABULARY = 150
@@ -37,10 +36,8 @@ def save_model(kind: str, folder: Path, **settings: Any) -> Any:
 
 
 def engine_of(folder: Path, max_in_flight: int) -> TransformersEngine:
-    return TransformersEngine(
-        str(folder), dtype="float32", device="cpu", max_in_flight=max_in_flight, seed=0, canary_tolerance=1e-3,
-        stopping=end_tokens(folder),
-    )  # fmt: skip
+    engine: TransformersEngine = cpu_engine(folder, max_in_flight=max_in_flight)
+    return engine
 
 
 def requests(count: int, **settings: Any) -> list[GenerationRequest]:

@@ -174,7 +174,7 @@ def test_the_publisher_of_a_replaced_trainer_is_refused_and_its_versions_are_fre
 
 def test_the_warning_of_a_training_reaches_the_status_whatever_the_trainer_does(make_trainer, harness):
     trainer = make_trainer("a")
-    trainer._health.warning = "stale answers have lost 1.2 nats"
+    trainer._health.warning = "stale responses have lost 1.2 nats"
     trainer._show(0, {"loss": 0.5, "seconds_step": 1.0})
     trainer._heartbeat.show("waiting", "32 prompts")
     shown = trainer._heartbeat.shown

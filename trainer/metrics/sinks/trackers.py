@@ -17,7 +17,6 @@ from tba.common.weights.model_files import model_directory
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.trainer.metrics.answers import COLUMNS, Answer, AnswerTexts
 from tba.trainer.metrics.sinks.background import BackgroundSink
-from tba.trainer.metrics.sinks.prometheus import PrometheusSink
 
 
 class TensorBoardSink:
@@ -58,7 +57,7 @@ class _ResumedSink(ABC):
         if step < self._next:
             return
         rows = self._texts.rows(answers) if self._texts is not None and answers else None
-        self._send(step, time, {**numbers, **({"answers": self._table(rows)} if rows else {})})
+        self._send(step, time, {**numbers, **({"responses": self._table(rows)} if rows else {})})
         self._next = step + 1
         write_text(self._state, json.dumps({"id": self._id, "next_step": self._next}))
 
@@ -148,8 +147,4 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
     if metrics.trackio:
         need("trackio", "trackio")
         sinks.append(BackgroundSink("trackio", partial(TrackioSink, metrics.trackio, *run)))
-    if metrics.prometheus:
-        need("prometheus_client", "prometheus")
-        endpoint = partial(PrometheusSink, *metrics.endpoint("trainer"), config.run.name)
-        sinks.append(BackgroundSink("prometheus", endpoint))
     return sinks

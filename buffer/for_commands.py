@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def read_results(database: Path) -> list[dict[str, Any]]:
-    """As `tba.buffer.tools.run_results.read_results`."""
-    from tba.buffer.tools import run_results
+    """As `tba.buffer.tools.stats.read_results`."""
+    from tba.buffer.tools import stats
 
-    return run_results.read_results(database)
+    return stats.read_results(database)
 
 
 def refuse_other_work(config: "Config") -> None:

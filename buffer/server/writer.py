@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from tba.buffer.server.mailbox import Arrival, Mailbox
+from tba.buffer.server.mailbox import Arrival, Mailbox, Parked
 from tba.buffer.server.network import Network
-from tba.buffer.server.parked import Parked
 from tba.buffer.service.admission import Admission, owner_of
 from tba.buffer.service.run_state import ReplyBody
 from tba.buffer.service.service import BufferService

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from tba.buffer.service.clients import GONE
-from tba.buffer.service.counters import Counters
 from tba.buffer.service.ingest import Ingest
 from tba.buffer.service.leasing import Leasing
+from tba.buffer.service.pace import Counters
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import AsOf, ReplyBody, RunState, refuse_beyond
 from tba.buffer.service.stall import find_stall

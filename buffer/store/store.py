@@ -13,10 +13,8 @@ from typing import Any
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.batches import Batches
-from tba.buffer.store.tables.curriculum import CurriculumRows
-from tba.buffer.store.tables.evaluations import Evaluations
-from tba.buffer.store.tables.prompts import Prompts, Visits
-from tba.buffer.store.tables.runs import Run, Runs, Senders, Snapshots
+from tba.buffer.store.tables.prompts import CurriculumRows, Prompts, Visits
+from tba.buffer.store.tables.runs import Evaluations, Run, Runs, Senders, Snapshots
 from tba.buffer.store.tables.trajectories import Trajectories
 
 # Bytes that a transaction adds to the WAL for pages of tables and indexes, without its trajectories. Measured.

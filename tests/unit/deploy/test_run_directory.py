@@ -9,7 +9,7 @@ import pytest
 from tba.buffer.server.start import serve
 from tba.buffer.store.recorded_work import refuse_other_work
 from tba.buffer.store.store import Store
-from tba.buffer.tools.run_results import read_results
+from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
 from tba.common.errors import ConfigError, RunTaken, UsageError
 from tba.deploy import run_directory

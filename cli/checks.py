@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tba.buffer.store.recorded_work import refuse_other_work
-from tba.buffer.tools.run_results import read_results
+from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
 from tba.common.config.paths import (
     asked_gpus,

@@ -86,7 +86,7 @@ def status(
     settings = ConfigOptions.of(file, config, sets).resolve_run().config
     from contextlib import closing
 
-    from tba.buffer.tools.run_results import read_results
+    from tba.buffer.tools.stats import read_results
     from tba.common.stall import Facts
     from tba.common.wire.probe import monitor
     from tba.common.wire.status_messages import GetStatus, Status
@@ -155,7 +155,7 @@ def for_machines(facts: "Facts") -> dict[str, object]:
 @app.command()
 def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
     """List runs with their state (running, finished, stopped, crashed), steps, last reward and last evaluation."""
-    from tba.buffer.tools.run_results import read_results
+    from tba.buffer.tools.stats import read_results
     from tba.deploy.run_list import list_runs
 
     if not directory.is_dir():

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from tba.common.log import get_logger
+from tba.common.system.durable import require_space
 from tba.common.weights.hashing import blake3_of_bytes
 from tba.common.weights.node_store import (
     DELETED,
@@ -265,16 +266,10 @@ class WeightsFilePool:
                 self._changed.notify_all()
 
     def _made(self) -> WeightsFile | None:
-        needed, free = self._layout.bytes, shutil.disk_usage(self.directory).free
         self.no_room = ""
-        if self._floor and free - needed < self._floor:
-            self.no_room = (
-                f"{self.directory} has {free >> 20} MiB free, a snapshot of {needed >> 20} MiB must leave "
-                f"train.min_free_mib = {self._floor >> 20}"
-            )
-            return None
         assert self._making is not None
         try:
+            require_space(self.directory, self._layout.bytes, self._floor)
             return WeightsFile(self._making, self._layout, pinned=self._pinned)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -31,7 +31,7 @@ from tba.trainer.buffer_link import Client, Dial
 from tba.trainer.distributed import ALONE, Ranks
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
-from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written, is_full_disk, waits_for_disk
+from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written, is_full_disk
 
 log = get_logger(__name__)
 
@@ -273,7 +273,7 @@ class Publisher:
             except (OSError, SafetensorError) as error:
                 if not is_full_disk(error):
                     raise
-                publication = self._wait_for_space(publication, waits_for_disk(publication.version, error))
+                publication = self._wait_for_space(publication, f"v{publication.version} waits for disk space: {error}")
             else:
                 self.reason = ""
                 return written

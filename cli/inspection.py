@@ -58,7 +58,7 @@ def report(
     x: Annotated[str, typer.Option("--x", help="The axis of a picture: steps, seconds or tokens.")] = "steps",
     name: Annotated[str | None, typer.Option("--run", help="Name of the run, if a file holds several.")] = None,
 ) -> None:
-    """Write a run as one HTML file (numbers, charts, best and worst answers), or one run or several as a picture.
+    """Write a run as one HTML file (numbers, charts, best and worst responses), or one run or several as a picture.
 
     The picture has reward, held-out metrics and staleness, and reward against KL and diversity.
     """
@@ -103,7 +103,7 @@ def status(
     settings = ConfigOptions.of(file, config, sets).resolve_run().config
     from contextlib import closing
 
-    from tba.buffer.tools.run_results import read_results
+    from tba.buffer.tools.stats import read_results
     from tba.common.stall import Facts
     from tba.common.wire.probe import monitor
     from tba.common.wire.status_messages import GetStatus, Status
@@ -172,7 +172,7 @@ def for_machines(facts: "Facts") -> dict[str, object]:
 @app.command()
 def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
     """List runs with their state (running, finished, stopped, crashed), steps, last reward and last evaluation."""
-    from tba.buffer.tools.run_results import read_results
+    from tba.buffer.tools.stats import read_results
     from tba.deploy.run_list import list_runs
 
     if not directory.is_dir():

@@ -139,7 +139,7 @@ class Child:
     """What it has sent to systemd between the last two polls, such as WATCHDOG=1."""
     starts: int = 0
     failures: int = 0
-    """Failures in a row; reset after `launch.stable_seconds` without one."""
+    """Failures in a row; reset after ten minutes without one."""
     last_code: int | None = None
     """Exit code of its last end, also while it waits for a restart."""
     started_at: float = 0.0

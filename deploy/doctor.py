@@ -414,7 +414,7 @@ def _needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
     checkpoint = 0 if config.lora.rank else weights * CHECKPOINT_BYTES
     # One more than are kept: the oldest is deleted when the newest is complete.
     return [
-        ("checkpoints", config.checkpoints, (train.keep_checkpoints + 1) * checkpoint),
+        ("checkpoints", config.checkpoints, (run_files.KEEP_CHECKPOINTS + 1) * checkpoint),
         ("snapshots", config.snapshots, (train.keep_snapshots + kept + 2) * snapshot),
         ("weights", weights_directory(config), COPIES * snapshot),
     ]

@@ -35,27 +35,27 @@ dtype = {dtype}
 name = {task}
 {data}
 [buffer]
-# Train on answers of at most this many policy versions ago; 0 is synchronous.
+# Train on responses of at most this many policy versions ago; 0 is synchronous.
 max_staleness = 6
-# Equal answers to a prompt count each: of short ones, only repeats show how likely each is.
+# Equal responses to a prompt count each: of short ones, only repeats show how likely each is.
 dedup = false
 
 [search]
 # vllm, or transformers, which needs no GPU.
 engine = {engine}
 gpus = {search_gpus}
-# Answers to each prompt, and the longest answer in tokens.
+# Responses to each prompt, and the longest response in tokens.
 samples_per_prompt = 8
 max_tokens = {max_tokens}
 
 [objective]
-# For reward, also from stale answers; "tb" is for diverse answers in proportion to reward: docs/objectives.md.
+# For reward, also from stale responses; "tb" is for diverse answers in proportion to reward: docs/objectives.md.
 name = "tb_stale"
 
 [train]
 gpu = {train_gpu}
 steps = 200
-# A batch has this many prompts, with this many answers each.
+# A batch has this many prompts, with this many responses each.
 prompts_per_step = 16
 samples_per_prompt = 8
 # 1e-6 to 1e-5 for models of 1 B parameters and more.
@@ -162,7 +162,7 @@ def _text(model: str, task: str, data: str, devices: tuple[str, str], name: str)
     text = _TEMPLATE.format(**{key: _quoted(value) for key, value in values.items()}, **numbers, data=data)
     if devices[0] == devices[1] and not is_small:
         share = "# Searchers and trainer share a GPU.\ngpu_memory_utilization = 0.4\n"
-        text = text.replace("# Answers to each prompt,", f"{share}# Answers to each prompt,")
+        text = text.replace("# Responses to each prompt,", f"{share}# Responses to each prompt,")
     return text
 
 

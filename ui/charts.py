@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 
 from tba.buffer.store.storage_errors import stored_object
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.common.evaluations import read_evaluations
 from tba.ui.formats import number
 from tba.ui.runs import Run

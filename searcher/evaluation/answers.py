@@ -74,7 +74,7 @@ def answer(
         if not go_on(answering.finished):
             return None
     if answering.failures > _MAX_LOGGED:
-        log.warning("further answers failed", answers=answering.failures - _MAX_LOGGED)
+        log.warning("further responses failed", responses=answering.failures - _MAX_LOGGED)
     return answers
 
 
@@ -149,4 +149,4 @@ class _Answering:
         one.reward = Reward(self.least(prompt), {})
         self.failures += 1
         if self.failures <= _MAX_LOGGED:
-            log.warning("answer failed", prompt=prompt.key, reason=error)
+            log.warning("response failed", prompt=prompt.key, reason=error)

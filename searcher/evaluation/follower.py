@@ -165,7 +165,7 @@ class Follower:
 
         def report(doing: str, done: int, total: int) -> bool:
             self._watchdog.beat()
-            self._heartbeat("evaluating", f"{doing}: {done} of {total} answers", 0.0)
+            self._heartbeat("evaluating", f"{doing}: {done} of {total} responses", 0.0)
             return not stop()
 
         def wait() -> bool:

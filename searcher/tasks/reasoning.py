@@ -90,23 +90,23 @@ class ReasoningGymTask:
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return the score of the generator's own scorer, 0 to 1; 0 for a response that was cut off.
 
-        `correct` is 1 for a full score: some scorers give a little for a wrong answer of the right form. `score_error`
-        is 1 if the scorer failed on this answer, as some do on what is not a number; the score is then 0.
+        `correct` is 1 for a full score: some scorers give a little for a wrong answer of the right form. An answer for
+        which the scorer fails, as some do on what is not a number, is wrong if it can score the problem's own answer.
+        Raises what the scorer raises if it cannot: it then measures nothing.
         """
         problem = json.loads(prompt.answer)
-        score, failed = 0.0, False
+        scorer, entry = self._scorer(problem["generator"]), decode_entry(problem["entry"])
+        score = 0.0
         if finished:
             try:
-                score = float(self._scorer(problem["generator"])(_answer(response), decode_entry(problem["entry"])))
-                failed = not math.isfinite(score)
+                score = _finite(scorer(_answer(response), entry))
             except MemoryError:
                 raise
             # The scorers are programs for well-formed answers, and raise many types for others.
             except Exception as error:  # noqa: BLE001
+                _finite(scorer(entry["answer"], entry))
                 log.info("scorer failed", generator=problem["generator"], prompt=prompt.key, error=repr(error)[:200])
-                failed = True
-        score = 0.0 if failed else score
-        return Reward(score, {CORRECT: float(score >= 1), "score": score, "score_error": float(failed)})
+        return Reward(score, {CORRECT: float(score >= 1), "score": score})
 
     @cached_property
     def _made(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -131,6 +131,12 @@ class ReasoningGymTask:
             dataset = self._library.create_dataset(generator, size=1, seed=self._seed, **settings)
             self._scorers[generator] = dataset.score_answer
         return self._scorers[generator]
+
+
+def _finite(score: Any) -> float:
+    if not math.isfinite(number := float(score)):
+        raise ValueError(f"the scorer returned {number}")
+    return number
 
 
 def _answer(response: str) -> str:

@@ -38,7 +38,7 @@ from tba.deploy.doctor import (
     parse_links,
 )
 from tba.tests.helpers.weights import write_tensor_file
-from tba.trainer.startup import prepare
+from tba.trainer.step.build import prepare
 
 # By driver, the header of the table that nvidia-smi prints for people.
 HEADERS = {
@@ -313,7 +313,7 @@ def storage(model: Path, folder: Path, **sections: Any) -> Config:
 
 def test_disk_is_compared_with_what_the_run_stores_at_the_size_of_its_model(model, tmp_path, monkeypatch):
     """Checkpoints take 12 bytes per parameter, snapshots 2 in bfloat16: 3 and 4 + 10 + 2 of them, and 4 on the node."""
-    config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10, "keep_checkpoints": 2})
+    config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10})
     assert count_parameters(config) == 1_000_000
     needs = doctor._needs(config, 1_000_000)
     assert [size for _, _, size in needs] == [36_000_000, 32_000_000, 8_000_000]
@@ -335,7 +335,7 @@ def test_what_a_run_has_stored_already_is_not_asked_for_again(model, tmp_path):
 
 
 def test_the_size_of_a_model_without_weights_is_that_of_its_configuration(tmp_path):
-    config = config_of(run={"dir": tmp_path}, model={"path": "org/model"}, train={"keep_checkpoints": 2})
+    config = config_of(run={"dir": tmp_path}, model={"path": "org/model"}, train={"steps": 1000})
     here = check_disk(config, lambda _: 7_620_000_000)
     assert "(checkpoints 255.5, snapshots" in here[1]
     elsewhere = check_disk(config, lambda _: 7_620_000_000, here=False)

@@ -12,7 +12,7 @@ the same words.
                data in no batch yet, then the rest; in each      alike
                part every prompt alike
     softmax    exp(inverse_temperature x mean reward)            exp(inverse_temperature x reward)
-    rank       i^-rank_exponent for the i-th highest mean        i^-rank_exponent for the i-th highest reward,
+    rank       1 / i for the i-th highest mean                   1 / i for the i-th highest reward,
                reward, of equal ones the older prompt            of equal ones the newer trajectory
 
 The recency rule is (recency, recency). The priority rule is (prompt_priority, trajectory_priority).
@@ -166,13 +166,10 @@ class Sampler:
         self._untrained: tuple[tuple[int, int, int], npt.NDArray[np.int32]] = ((-1, 0, 0), np.empty(0, np.int32))
         self._table(rules.need(samples))
 
-    def sample(
-        self, *, step: int, groups: int, samples: int, rng: np.random.Generator, train_step: int | None = None
-    ) -> Draw | Shortage:
+    def sample(self, *, step: int, groups: int, samples: int, rng: np.random.Generator) -> Draw | Shortage:
         """Draw `groups` different prompts with `samples` entries each, for the given optimiser step.
 
-        The age of data counts from `step`. m is that of `train_step`, which differs only in a run that trains on
-        another run's history.
+        The age of data counts from `step`.
         """
         rules = self.rules
         if len(self.index) < rules.min_fill:
@@ -185,7 +182,7 @@ class Sampler:
             limit = "" if rules.max_staleness is None else f" at staleness <= {rules.max_staleness}"
             what = "trajectories" if table.need == 1 else f"{table.need} different trajectories"
             return Shortage(f"{found} of {quantity(groups, 'prompt has', 'prompts have')} {what}{limit}", found)
-        fraction = rules.recency_fraction_at(step if train_step is None else train_step)
+        fraction = rules.recency_fraction
         by_recency: list[bool] = (rng.random(groups) < fraction).tolist()
         ages = self._ages(table, eligible, step)
         prompts = self._draw_prompts(table, eligible, by_recency, ages, rng)
@@ -259,7 +256,7 @@ class Sampler:
             ranked = np.concatenate(
                 [_descending(table.score, tier) for tier in self._tiers(word, table, eligible, ages)]
             )
-            return list(ranked[draw_positions(_by_rank(len(ranked), rules), count, replace=False, rng=rng)].tolist())
+            return list(ranked[draw_positions(_by_rank(len(ranked)), count, replace=False, rng=rng)].tolist())
         temperature = rules.inverse_temperature if word == "softmax" else 0.0
         log_flat = math.log(rules.flat_group_weight or 1.0)
         found: list[int] = []
@@ -333,13 +330,13 @@ def _log_weights(rewards: Vector, word: Priority, rules: SamplingRules) -> Vecto
         return rules.inverse_temperature * rewards
     if word == "rank":
         log_weights = np.empty(len(rewards))
-        log_weights[np.lexsort((-np.arange(len(rewards)), -rewards))] = _by_rank(len(rewards), rules)
+        log_weights[np.lexsort((-np.arange(len(rewards)), -rewards))] = _by_rank(len(rewards))
         return log_weights
     return np.zeros(len(rewards))
 
 
-def _by_rank(count: int, rules: SamplingRules) -> Vector:
-    log_weights: Vector = -rules.rank_exponent * np.log(np.arange(1, count + 1))
+def _by_rank(count: int) -> Vector:
+    log_weights: Vector = -np.log(np.arange(1, count + 1))
     return log_weights
 
 

@@ -47,10 +47,7 @@ def read_wrong(path: Path, run: str) -> list[dict[str, Any]]:
     """
     with open_reader(path) as connection:
         if connection.execute(_STORED, (run,)).fetchone() is None:
-            raise UsageError(
-                f"{path} has no responses to held-out prompts of run {run}: evaluate it with `tba eval`, with "
-                "eval.stored_responses above 0"
-            )
+            raise UsageError(f"{path} has no responses to held-out prompts of run {run}: evaluate it with `tba eval`")
         return read_maps(connection, _WRONG, run)
 
 

@@ -130,8 +130,8 @@ def test_each_run_of_a_database_has_its_own_imports(tba_buffer, filled, target, 
 def test_an_import_does_not_create_a_second_run_with_the_default_name(tba_buffer, filled):
     tba_buffer("export", "rows.jsonl", "-b", filled)
     refused = tba_buffer("import", "rows.jsonl", "-b", filled)
-    assert refused.exit_code == 2
-    assert "holds test and no run run: name the run with --set run.name=NAME" in refused.message
+    assert refused.exit_code == 78
+    assert 'belongs to run test, and run.name is run: set run.name = "test"' in refused.message
     assert tba_buffer("import", "rows.jsonl", "-b", filled, "--set", "run.name=test", "--json").json["new"] == 0
 
 

@@ -47,7 +47,7 @@ class ImportTarget(ABC):
 
 @contextlib.contextmanager
 def open_target(config: Config, *, named: bool = True) -> Iterator[ImportTarget]:
-    """Open the configured run for an import. Beside other runs of the database it must be `named`.
+    """Open the configured run for an import. It must be `named` if the database holds other runs.
 
     Raises ConfigError, also for the record of an offline run, StorageError, or BufferFault if a server does not reply.
     """

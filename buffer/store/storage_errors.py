@@ -46,9 +46,9 @@ def storage_errors(path: Path) -> Iterator[None]:
         code = getattr(error, "sqlite_errorcode", unknown)
         if code == sqlite3.SQLITE_IOERR_FSYNC:
             raise SyncFailed(
-                f"the disk of {path} failed to write data ({error}): nothing more is acknowledged. Check the disk, keep "
-                f"{path.name}-wal next to {path.name}, end every program that has it open, and start again: that file "
-                "has all that was acknowledged, and the start writes it to the disk again"
+                f"the disk of {path} failed to write data ({error}): nothing more is acknowledged. Check the disk, "
+                f"keep {path.name}-wal next to {path.name}, end every program that has it open, and start again: "
+                "that file has all that was acknowledged, and the start writes it to the disk again"
             ) from error
         if code & 0xFF not in _STORAGE_CODES:
             raise

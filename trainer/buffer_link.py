@@ -123,7 +123,7 @@ class BatchFetcher:
         self._config = config.train
         self._last = last
         # At staleness 0 the data of a step exists only after the previous step was published.
-        self._ahead = config.train.prefetch and config.max_staleness != 0
+        self._ahead = config.max_staleness != 0
         # Step and request id of the prefetch in progress.
         self._prefetched: tuple[int, int] | None = None
 

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
 from tba.common.log import get_logger
@@ -349,7 +350,7 @@ class CheckpointWriter:
                 self._config.checkpoints,
                 manifest,
                 copied.wait(),
-                keep=train.keep_checkpoints,
+                keep=run_files.KEEP_CHECKPOINTS,
                 min_free=train.min_free_mib << 20,
             )
         except (CheckpointError, OSError) as error:

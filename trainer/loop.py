@@ -45,6 +45,8 @@ log = get_logger(__name__)
 
 _FLUSH_WAIT_SECONDS = 1.0
 _STOP_FLUSH_SECONDS = 5.0
+# After this many skipped steps in a row the trainer saves a checkpoint and stops.
+_MAX_SKIPPED_STEPS = 5
 
 
 def train(
@@ -150,7 +152,7 @@ class Trainer:
         self.learner, self._unwrapped = build(
             config, self._model_files, device, ranks, report, watch=self._watch, copies=(self._published, saved)
         )
-        self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
+        self._throughput = Throughput(self.learner.policy, devices=ranks.size)
         self._health, self._skipped_in_a_row = Health(config.objective, config.model.dtype), 0
         self._unreported = msgspec.convert(found and found.unreported, messages.ReportStep | None)
         if found is not None:
@@ -298,7 +300,7 @@ class Trainer:
         self._skipped_in_a_row += 1
         count = self._skipped_in_a_row
         log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
-        if count >= self._config.train.max_skipped_steps:
+        if count >= _MAX_SKIPPED_STEPS:
             raise TrainingBroken(
                 f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
                 f"{result.skipped}. {self._last_checkpoint()}: inspect these trajectories, then pass --resume"

@@ -293,7 +293,7 @@ class Job:
             return
         if self._metrics is not None:
             self._metrics.sync()
-            keep = self._train.keep_checkpoints
+            keep = run_files.KEEP_CHECKPOINTS
             checkpoint.save(self._plan.work / run_files.CHECKPOINTS, self.learner, run=self._name, keep=keep)
         else:
             for _ in checkpoint.tensors_of(self.learner):

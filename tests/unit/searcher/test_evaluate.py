@@ -165,9 +165,8 @@ def test_only_a_setting_that_changes_a_number_makes_another_evaluation(example_m
     def settings(**section) -> str:
         return read_subject(Config.model_validate({"model": {"path": str(example_model)}, "eval": section})).settings
 
-    assert settings(duplicate_distance=0.3) == settings()
-    embedder = {"samples": 4, "embedder": "encoder"}
-    assert settings(duplicate_distance=0.3, **embedder) != settings(**embedder)
+    assert settings(at_end=True) == settings()
+    assert settings(samples=4, embedder="encoder") != settings(samples=4)
 
 
 def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path, caplog):

@@ -451,7 +451,7 @@ def test_a_run_with_skipped_steps_can_be_killed_resumed_and_replayed(make_run, t
 
 @pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_after_them(make_run):
-    run = make_run(max_skipped_steps=2, **OVERFLOWING)
+    run = make_run(**OVERFLOWING)
     feeder = run.feed(broken=["p0", "p1", "p2", "p3"])
     with pytest.raises(TrainingBroken, match=r"2 steps in a row were skipped, the last is step 1: loss inf"):
         run.train()

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from tba.cli.checks import Plan
+from tba.cli.checks import examine as all_checks
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
 from tba.common.system.devices import Gpu, assumed_gpus
-from tba.deploy.doctor import _memory
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
@@ -91,6 +92,12 @@ def meta(name: str) -> Any:
 @cache
 def shape(name: str) -> ModelShape:
     return shape_of(meta(name))
+
+
+def memory_found(config: Config, node: Any = None) -> tuple[str, str]:
+    """(result, detail) of `tba doctor`, for the GPUs of this machine or of another node."""
+    (row,) = all_checks(Plan(config, node), ["trainer memory"])
+    return row["result"], row["detail"]
 
 
 def report(
@@ -371,13 +378,13 @@ def test_a_node_that_is_not_this_one_is_estimated_from_its_number_and_size_of_gp
     assert abs((node[0].total_mib << 20) - H100) < 0.01 * H100
     for gpu, result in (("7", "fail"), ("4-7", "ok")):
         train = {"gpu": gpu, "gradient_checkpointing": True}
-        found, detail = _memory(trainer_memory, node, Config.model_validate(sections | {"train": train}))
+        found, detail = memory_found(Config.model_validate(sections | {"train": train}), node)
         assert found == result
         assert "GB on the host (loading" in detail or result == "fail"
     with pytest.raises(UsageError, match="--assume 8xH100: write the number of GPUs and the GB of each, such as 8x80"):
         assumed_gpus("8xH100")
     outside = Config.model_validate(sections | {"train": {"gpu": "8"}})
-    assert _memory(trainer_memory, node, outside)[0] == "fail"
+    assert memory_found(outside, node)[0] == "fail"
 
 
 def test_a_trainer_has_what_the_engines_on_its_gpu_leave(tmp_path):
@@ -473,11 +480,11 @@ def test_tba_run_and_doctor_look_at_the_memory_that_nvidia_smi_tells(tmp_path, m
     check_memory(config("cpu"))
     with pytest.raises(ConfigError, match="needs .* on each of 2 GPUs"):
         check_memory(config("0,1"))
-    result, detail = _memory(trainer_memory, None, config("1"))
+    result, detail = memory_found(config("1"))
     assert result == "ok"
     assert detail.startswith("fits: the trainer needs")
-    assert _memory(trainer_memory, None, config("0"))[0] == "fail"
-    assert _memory(trainer_memory, None, config("cpu"))[0] == "ok"
+    assert memory_found(config("0"))[0] == "fail"
+    assert memory_found(config("cpu"))[0] == "ok"
 
 
 def test_one_reason_is_given_for_memory_that_cannot_be_estimated(tmp_path, monkeypatch):
@@ -485,7 +492,7 @@ def test_one_reason_is_given_for_memory_that_cannot_be_estimated(tmp_path, monke
 
     def why(path: object) -> tuple[str, str]:
         sections = {"model": {"path": str(path)}, "task": {"train": "t"}, "train": {"gpu": "0"}}
-        return _memory(trainer_memory, gpu, Config.model_validate(sections))
+        return memory_found(Config.model_validate(sections), gpu)
 
     assert why("org/model") == ("unchecked", "the model's config.json is not on this machine")
     assert why(model) == ("unchecked", "nvidia-smi does not tell the memory of GPU 0")

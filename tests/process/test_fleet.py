@@ -42,7 +42,7 @@ def fleet_config(make_config, example_model):
             model={"path": str(example_model), "dtype": "float32"},
             task={"name": "arithmetic", "limit": 8, "reward_workers": 0},
             search={"engine": "transformers", "gpus": "cpu", "max_in_flight": 8},
-            launch={"restart_delay_seconds": 0.1, "drain_seconds": 10.0, "summary_seconds": 0.5} | launch,
+            launch={"drain_seconds": 10.0} | launch,
         )
 
     return make
@@ -170,7 +170,7 @@ def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet,
     broken = (
         "import sys, os\nif sys.orig_argv[-2:] == ['--index', '1']: os.write(1, b'error: no device'), os._exit(3)\n"
     )
-    run = fleet_config(max_restarts=2, restart_delay_max_seconds=0.2)
+    run = fleet_config(max_restarts=2)
     fleet = start_fleet(run, 2, broken)
     wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\): no device")
     # The buffer knows too: there is no trainer, so the run stands still.

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError, TbaError
-from tba.common.quantity import quantity
+from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError, TbaError, quantity
 from tba.common.system.devices import CPU
 from tba.common.system.process import signal_name
 from tba.deploy.log_relay import TAIL_LINES, Relay

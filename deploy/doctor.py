@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from tba.common.config import Config, ScoringModelSection
 from tba.common.config.paths import asked_gpus, asked_packages, check_data, hub_data, unused_models
 from tba.common.errors import ConfigError, HttpUnavailable, HubUnavailable, MissingExtra, TbaError
+from tba.common.run_status import ask_status, monitor
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need, need_engine
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here, weight_files
 from tba.common.weights.tensor_file import read_layout
-from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology
 from tba.deploy.doctor_keys import check_keys, check_modes
 from tba.deploy.doctor_storage import check_disk, check_other_nodes, check_weights_directory

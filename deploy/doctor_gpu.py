@@ -14,10 +14,8 @@ from pathlib import Path
 
 from tba.common.config import Config
 from tba.common.config.paths import nearest_existing
-from tba.common.errors import UsageError
-from tba.common.quantity import quantity
-from tba.common.system.cuda import find_driver, why_no_cuda
-from tba.common.system.devices import CPU, Gpu, ask_nvidia_smi, choose_gpus, list_gpus
+from tba.common.errors import UsageError, quantity
+from tba.common.system.devices import CPU, Gpu, ask_nvidia_smi, choose_gpus, find_driver, list_gpus, why_no_cuda
 
 Result = tuple[str, str]
 NO_GPU = "no GPU is configured"

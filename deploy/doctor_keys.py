@@ -2,11 +2,10 @@
 
 from tba.common import run_files
 from tba.common.config import Config
-from tba.common.errors import ConfigError
-from tba.common.quantity import quantity
-from tba.common.wire.addresses import is_private
+from tba.common.errors import ConfigError, quantity
 from tba.common.wire.curve import check_curve
 from tba.common.wire.keys import AUTHORIZED, buffer_key, own_pair, read_authorized, server_keys
+from tba.common.wire.socket_files import is_private
 
 Result = tuple[str, str]
 
@@ -37,7 +36,7 @@ def check_keys(config: Config) -> Result:
 
 def _without_keys(config: Config, addresses: dict[str, str]) -> Result:
     for setting, address in addresses.items():
-        server_keys(config.security, address, setting)
+        server_keys(config.security.keys, address, setting, insecure=config.security.insecure)
     remote = [setting for setting, address in addresses.items() if not is_private(address)]
     if remote:
         return "warn", f"security.insecure: every program that reaches {', '.join(remote)} may read and change the run"

@@ -11,10 +11,11 @@ from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.paths import check_directories, nearest_existing
 from tba.common.errors import TbaError
+from tba.common.run_snapshots import MEMORY, weights_directory
 from tba.common.weights.model_files import model_here, weight_files
-from tba.common.weights.node_store import COPIES, MEMORY, SNAPSHOT, weights_directory
+from tba.common.weights.node_store import COPIES, SNAPSHOT
 from tba.common.weights.tensor_file import ITEM_BYTES, read_layout
-from tba.common.wire.addresses import is_local
+from tba.common.wire.socket_files import is_local
 
 Result = tuple[str, str]
 GIB, MIB = 1 << 30, 1 << 20

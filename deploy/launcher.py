@@ -14,12 +14,11 @@ from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import asked_gpus, asked_packages, check_gpus_apart, check_paths, hub_data, hub_models
 from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
 from tba.common.evaluations import Row, is_measured, read_evaluations
-from tba.common.stall import Facts
+from tba.common.run_status import Facts, ask_status, check_address, monitor
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus, shared_gpus
 from tba.common.terminal import need, need_engine
 from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status, check_address, monitor
 from tba.deploy.child import Child, RestartPolicy, ending
 from tba.deploy.display import Display
 from tba.deploy.drain import drain_seconds, trainer_drain_seconds

@@ -189,7 +189,7 @@ def generate_command(model_of: ModelOf, as_recorded: AsRecorded) -> Callable[...
             raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
         config, device = _what_generates(options, as_recorded, model, cpu=cpu)
         text = _read_prompt() if not chat and prompt is None else prompt or ""
-        from tba.common.weights.model_source import held_source
+        from tba.common.run_snapshots import held_source
 
         # A wrong name is found before torch is loaded, which takes many seconds.
         with held_source(config, model, version) as source, model_of(config, source) as directory:

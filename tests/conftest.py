@@ -25,13 +25,12 @@ from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
 from tba.cli import app
+from tba.common import run_snapshots
 from tba.common.config import Config
 from tba.common.errors import TbaError
-from tba.common.weights import node_store
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
-from tba.common.wire.row_numbers import RowNumbers
-from tba.common.wire.trajectory import Trajectory
+from tba.common.wire.trajectory import RowNumbers, Trajectory
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.new_databases import new_database
 from tba.tests.optional_packages import missing_package
@@ -51,7 +50,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     # Not `mktemp`, which lists the directories of all tests before this one.
     directory = tmp_path_factory.getbasetemp() / f"memory/{next(_numbers)}"
     directory.mkdir(parents=True)
-    monkeypatch.setattr(node_store, "MEMORY", directory)
+    monkeypatch.setattr(run_snapshots, "MEMORY", directory)
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def export_model(
     config = options.resolve().config
     start_process("export", level="WARNING", drains=False)
     need("torch", "train")
-    from tba.common.weights.model_source import check_export, held_source
+    from tba.common.run_snapshots import check_export, held_source
 
     with held_source(config, source, version) as found:
         # Before torch is loaded, which takes many seconds.

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tba.common.config import Config, LoraSection
 from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError
+from tba.common.run_snapshots import check_export
 from tba.common.system.durable import copy_file, json_text, publish_directory, temporary_directory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import (
@@ -28,7 +29,6 @@ from tba.common.weights.model_files import (
     read_json,
     share_weights,
 )
-from tba.common.weights.model_source import check_export
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.model.adapters import MERGED, add_adapters, base_digest, gathered

@@ -14,9 +14,8 @@ import torch
 from tba.common import run_files
 from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, CheckpointError, Refused, TrainingBroken
+from tba.common.errors import BufferUnavailable, CheckpointError, Refused, TrainingBroken, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
@@ -134,7 +133,7 @@ class Trainer:
             log.info("resumed", checkpoint=found.path, step=found.step)
         first_step = self.learner.steps_done
         self._metrics = MetricsLog(config.run.dir, first_step=first_step, sinks=open_sinks(config, first_step))
-        self._dial = dial or network(config.address, buffer_client_keys(config.security, config.address))
+        self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
         self._heartbeat = HeartbeatThread(self._dial)
         self._publisher: Publisher | None = None

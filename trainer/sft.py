@@ -29,7 +29,7 @@ from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.system.durable import exclusive_lock, publish_directory, temporary_directory
 from tba.common.weights.model_files import eos_ids, model_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.sft_data import Encoder, read_rows
 from tba.trainer.checkpoints import checkpoint

@@ -8,7 +8,7 @@ from transformers.utils import logging as transformers_logging
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
 from tba.common.log import get_logger
-from tba.common.system.cuda import why_no_cuda
+from tba.common.system.devices import why_no_cuda
 from tba.common.weights.model_files import model_directory
 from tba.trainer.checkpoints import checkpoint
 from tba.trainer.checkpoints.checkpoint import Checkpoint

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from tba.buffer.sampling.index import Entry, SamplingIndex
 from tba.buffer.sampling.prompt_table import NEVER, Mask, PromptTable
 from tba.buffer.sampling.rules import Priority, SamplingRules, Shortage
-from tba.common.quantity import quantity
+from tba.common.errors import quantity
 
 Vector = npt.NDArray[np.float64]
 Ordinals = npt.NDArray[np.intp]

@@ -5,8 +5,8 @@ from collections import Counter, deque
 
 from tba.buffer.sampling.sampler import Draw
 from tba.common.clock import Clock
+from tba.common.errors import quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 
 log = get_logger(__name__)
 

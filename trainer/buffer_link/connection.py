@@ -15,8 +15,7 @@ from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
 from tba.common.wire.channels import new_secret
-from tba.common.wire.client import BufferClient
-from tba.common.wire.joining import own_hello
+from tba.common.wire.client import BufferClient, own_hello
 from tba.common.wire.keys import ClientKeys
 
 log = get_logger(__name__)

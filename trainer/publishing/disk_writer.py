@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba.common.weights.delta_store import DeltaStore
+from tba.common.weights.delta import DeltaStore
 from tba.common.weights.snapshot import Manifest
 from tba.common.weights.tensor_file import Tensor
 from tba.trainer.model.adapters import MERGED, gathered

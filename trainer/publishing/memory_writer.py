@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from tba.common.log import get_logger
+from tba.common.run_snapshots import weights_directory
 from tba.common.system.durable import publish_directory, temporary_directory
 from tba.common.weights import snapshot
-from tba.common.weights.delta_store import DeltaStore
-from tba.common.weights.node_store import delete, weights_directory
+from tba.common.weights.delta import DeltaStore
+from tba.common.weights.node_store import delete
 from tba.common.weights.snapshot import MANIFEST, directory_name
 from tba.common.weights.tensor_file import layout_of
 from tba.trainer.model.adapters import MERGED, gathered

@@ -27,9 +27,9 @@ from tba.common.system.background import Background
 from tba.common.weights import snapshot
 from tba.common.weights.snapshot import Canary
 from tba.common.weights.snapshot_server import SnapshotServer
-from tba.common.wire.addresses import is_local
 from tba.common.wire.keys import server_keys
 from tba.common.wire.messages import Done
+from tba.common.wire.socket_files import is_local
 from tba.trainer.buffer_link.connection import Client, Dial
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy
 from tba.trainer.publishing.adapter_writer import AdapterWriter
@@ -81,7 +81,9 @@ class Publisher:
         self._server: SnapshotServer | None = None
         if config.train.serve_snapshots:
             endpoint = config.train.serve_snapshots
-            keys = server_keys(config.security, endpoint, "train.serve_snapshots")
+            keys = server_keys(
+                config.security.keys, endpoint, "train.serve_snapshots", insecure=config.security.insecure
+            )
             self._server = SnapshotServer(endpoint, *self._writer.served, keys=keys)
         self._address = self._server.address if self._server else ""
         # Why a snapshot waits, for people. The training thread reads it.

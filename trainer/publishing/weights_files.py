@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from tba.common.log import get_logger
-from tba.common.weights.hashing import blake3_of_bytes
 from tba.common.weights.node_store import (
     DELETED,
     SNAPSHOT,
@@ -33,7 +32,7 @@ from tba.common.weights.node_store import (
     try_lock,
 )
 from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
-from tba.common.weights.tensor_file import Layout, Tensor
+from tba.common.weights.tensor_file import Layout, Tensor, blake3_of_bytes
 from tba.trainer.model.host_buffers import Tensors
 from tba.trainer.model.transfers import register, unregister
 from tba.trainer.publishing.snapshot_writer import DTYPES, WEIGHTS

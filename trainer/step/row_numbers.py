@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers
 from tba.trainer.batch.batch import Row, known
 from tba.trainer.objectives.responses import Responses, Terms, row_totals
 

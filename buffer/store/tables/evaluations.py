@@ -4,7 +4,7 @@ import json
 
 from tba.buffer.store.database import Table
 from tba.buffer.store.tables.runs import Run
-from tba.common.wire.evaluation_messages import PutEvaluation
+from tba.common.wire.messages import PutEvaluation
 
 
 class Evaluations(Table):

@@ -9,7 +9,7 @@ from tba.common.errors import Refused
 from tba.common.wire import fields, messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import log_ratios, numbers_of, read_log_ratios
 

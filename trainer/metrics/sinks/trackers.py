@@ -14,7 +14,7 @@ from tba.common.config import Config
 from tba.common.system.durable import write_text
 from tba.common.terminal import need
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.trainer.metrics.answers import COLUMNS, Answer, AnswerTexts
 from tba.trainer.metrics.sinks.background import BackgroundSink
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tba.buffer.store.schema import applied_migrations, check_schema, schema_names
+from tba.buffer.store.storage_errors import refuse_strange_files
 from tba.common.errors import StorageError, UsageError
 
 _BUSY_MS = 10_000
@@ -22,6 +23,7 @@ def open_reader(path: Path, *, any_schema: bool = False) -> Iterator[sqlite3.Con
         raise UsageError(
             f"{path} does not exist: name another file with --buffer or buffer.database, or start `tba buffer serve`"
         )
+    refuse_strange_files(path)
     try:
         uri = f"{path.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:

@@ -143,6 +143,8 @@ class WriteAheadLog:
                 if name != kept and _identity(name) == self._identities[name]:
                     name.rename(kept)
                 elif not os.fstat(file).st_nlink:
+                    # The whole directory may have been deleted.
+                    kept.parent.mkdir(parents=True, exist_ok=True)
                     durable.copy_file(Path(f"/proc/self/fd/{file}"), kept)
                     durable.sync(kept)
                 else:

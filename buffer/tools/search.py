@@ -13,6 +13,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from tba.buffer.store.reader import open_reader
+from tba.buffer.store.storage_errors import refuse_strange_files
 from tba.common.errors import StorageError, UsageError
 
 _BUSY_SECONDS = 60.0
@@ -54,6 +55,9 @@ def search(path: Path, words: str, *, limit: int, index: Path | None = None) -> 
     with open_reader(path):
         pass
     index = index or index_path(path)
+    if index.exists() and not index.is_file():
+        raise StorageError(f"the index {index} is no regular file: name another one with --index")
+    refuse_strange_files(index)
     try:
         with contextlib.closing(sqlite3.connect(index, timeout=_BUSY_SECONDS, uri=True)) as connection:
             connection.execute("ATTACH ? AS buffer", (f"{path.absolute().as_uri()}?mode=ro",))

@@ -26,7 +26,7 @@ from pathlib import Path
 import xxhash
 
 from tba.common.errors import RecordLost, StorageError
-from tba.common.system.durable import exclusive_lock
+from tba.common.system.durable import exclusive_lock, open_regular
 from tba.common.wire.codec import Frames
 
 LOCK, OWNER, ASIDE = "lock", "owner.json", "aside"
@@ -133,7 +133,8 @@ def read_put(path: Path) -> Frames:
     """
     with storage_errors(path):
         try:
-            content = path.read_bytes()
+            with open_regular(path) as file:
+                content = file.read()
         except FileNotFoundError:
             raise RecordLost(f"the spool {path}: there is no such file") from None
     if (frames := _decode(content)) is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tba.common.errors import ConfigError, RecordLost, StorageError
 from tba.common.log import get_logger
-from tba.common.system.durable import exclusive_lock
+from tba.common.system.durable import exclusive_lock, open_regular
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Frames, Reply
@@ -173,9 +173,10 @@ def left_by_other_hosts(root: Path, host: str, now: float) -> dict[Path, str]:
 
 def _owner(directory: Path) -> Owner | None:
     try:
-        return Owner(**json.loads((directory / OWNER).read_text(encoding="utf-8")))
+        with open_regular(directory / OWNER) as file:
+            return Owner(**json.load(file))
     # Just deleted by the searcher that delivered it, or not a spool.
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

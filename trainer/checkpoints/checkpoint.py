@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tba.common.errors import CheckpointError, CheckpointMismatch
 from tba.common.log import get_logger
-from tba.common.system.durable import publish_directory, sha256_of, temporary_directory, write_json
+from tba.common.system.durable import open_regular, publish_directory, sha256_of, temporary_directory, write_json
 from tba.trainer.distributed.sharding import full_tensor, local_part, shard_like
 from tba.trainer.model.scorer import weights_of
 from tba.trainer.step.host_optimizer import HostAdamW
@@ -225,16 +225,20 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint and verify its files. Raises CheckpointError."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        with open_regular(path / _MANIFEST) as file:
+            manifest = json.load(file)
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {manifest['format']!r}, this release reads {FORMAT}")
         for name, digest in manifest["files"].items():
+            if Path(name).name != name:
+                raise _Damaged(f"its manifest names a file outside its directory: {name!r}")
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
         return Checkpoint(
             path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"], manifest["adapter"]
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    # Those of a manifest of another form, also of one that nests without end.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
 
 

@@ -1,32 +1,59 @@
 """The commands of `tba buffer`. Slow imports are inside the commands, so that `tba --help` stays fast."""
 
+import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tba.buffer.command_options import Database, Force, Insecure, existing, resolve, resolve_config
-from tba.buffer.maintenance_commands import app as maintenance_app
-from tba.common.errors import EXIT_OK
+from tba.common import run_files
+from tba.common.errors import EXIT_FAILED, EXIT_OK, UsageError
 from tba.common.quantity import quantity
 from tba.common.terminal import (
+    ConfigFile,
     ConfigOptions,
     Csv,
+    FileArgument,
     Json,
+    Sets,
     not_both,
     note,
     print_columns,
     print_csv,
     print_json,
     print_json_rows,
+    print_table,
+    refusing,
     row_progress,
     start_process,
-    with_config,
 )
 
-app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve, query, export, import and maintain it.")
+if TYPE_CHECKING:
+    from tba.common.config import Config
+    from tba.common.config.layers import Resolved
 
+# Commands of earlier builds, and what does their work now.
+_REMOVED = {
+    "compact": "`tba buffer prune --tokens` does it",
+    "migrate": "a database has one schema, and one of another build is refused with what to do",
+    "restore": "stop the server, move the database and its -wal away, and copy the backup there (docs/storage.md)",
+    "search": """`tba buffer query "SELECT id, text FROM trajectories WHERE text LIKE '%WORD%'"` does it""",
+    "serve-queries": "query the file on its own machine, with `ssh HOST tba buffer query SQL`",
+}
+app = typer.Typer(
+    cls=refusing(_REMOVED),
+    no_args_is_help=True,
+    help="The replay buffer: serve, query, export, import and maintain it.",
+)
+
+Database = Annotated[
+    Path | None, typer.Option("--buffer", "-b", help="The database file; default: that of the configuration.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen without keys where other machines can connect.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl or parquet; default: by the file's suffix.")]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
@@ -34,9 +61,15 @@ _LARGEST_ID = (1 << 63) - 1
 
 
 @app.command()
-@with_config
-def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = False) -> None:
+def serve(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    insecure: Insecure = False,
+) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
+    options = ConfigOptions.of(file, config, sets)
     resolved = resolve(options, buffer, insecure=insecure, starts=True)
     from tba.buffer.server.start import serve as run_server
 
@@ -44,14 +77,16 @@ def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = 
 
 
 @app.command()
-@with_config
 def stats(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
     """Show counts, sizes and rewards from the database file. Works while the server runs."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_fields
@@ -68,12 +103,12 @@ def stats(
 
 
 @app.command()
-@with_config
 def query(
     sql: Annotated[
         str, typer.Argument(metavar="SQL", help="One SELECT over the views and tables of docs/database.md.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
     as_csv: Csv = False,
@@ -83,25 +118,12 @@ def query(
             min=0, help="Maximum number of rows; 0 means all. Default: 100 in a table, all with --json or --csv."
         ),
     ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Ask the `tba buffer serve-queries` at this address instead of a file here.")
-    ] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
+    options = ConfigOptions.next_to(sql, config, sets, has_database=True)
     not_both(as_json, as_csv, "--json", "--csv")
-    not_both(address is not None, buffer is not None, "--address", "--buffer")
     if limit is None:
         limit = 0 if as_json or as_csv else _TABLE_ROWS
-    if address is not None:
-        from tba.buffer.tools.remote_query import remote_query
-        from tba.common.wire.keys import buffer_client_keys
-
-        keys = buffer_client_keys(options.resolve().config.security, address)
-        result = remote_query(address, sql, limit=limit, keys=keys)
-        _print_rows(result.headings, result.rows, as_json=as_json, as_csv=as_csv)
-        if result.cut:
-            note(result.cut)
-        return
     path = existing(options, buffer).database
     from itertools import islice
 
@@ -113,35 +135,18 @@ def query(
             note(f"first {quantity(limit, 'row')} only: --limit 0 shows all")
 
 
-@app.command("serve-queries")
-@with_config
-def serve_queries(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Where to listen: tcp://HOST:PORT or ipc://PATH.")],
-    options: ConfigOptions,
-    buffer: Database = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="Longest time of a query.")] = 10.0,
-    insecure: Insecure = False,
-) -> None:
-    """Answer `tba buffer query --address` of other machines until SIGTERM. A process of its own next to the server."""
-    settings = resolve_config(options, buffer, insecure=insecure)
-    from tba.buffer.tools.query_server import serve_queries as run_server
-    from tba.common.wire.keys import server_keys
-
-    keys = server_keys(settings.security, address, "ADDRESS")
-    run_server(settings.database, address, start_process("queries"), seconds=seconds, keys=keys)
-
-
 @app.command()
-@with_config
 def show(
     trajectory: Annotated[
         int, typer.Argument(metavar="TRAJECTORY", min=1, max=_LARGEST_ID, help="The id of a trajectory.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
 ) -> None:
     """Show one trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
+    options = ConfigOptions.of(None, config, sets)
     settings = existing(options, buffer)
     from tba.buffer.tools.printing import print_trajectory
     from tba.buffer.tools.show import describe, recorded_model
@@ -155,37 +160,10 @@ def show(
 
 
 @app.command()
-@with_config
-def search(
-    words: Annotated[
-        list[str], typer.Argument(metavar="WORD", help="Words that a prompt or a response must all have.")
-    ],
-    options: ConfigOptions,
-    buffer: Database = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 20,
-    index: Annotated[
-        Path | None, typer.Option(help="The file of the index; default: the database's name and .search.")
-    ] = None,
-    as_json: Json = False,
-    as_csv: Csv = False,
-) -> None:
-    """Search prompts and responses for words. The first search builds an index in a file next to the database."""
-    not_both(as_json, as_csv, "--json", "--csv")
-    path = existing(options, buffer).database
-    from tba.buffer.tools.search import COLUMNS
-    from tba.buffer.tools.search import search as run_search
-
-    found = run_search(path, " ".join(words), limit=limit, index=index)
-    if as_json:
-        print_json(found)
-    else:
-        _print_rows(COLUMNS, (list(row.values()) for row in found), as_json=False, as_csv=as_csv)
-
-
-@app.command()
-@with_config
 def tail(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of trajectories to start with.")] = 10,
     following: Annotated[bool, typer.Option("--follow", "-f", help="Print new trajectories until Ctrl-C.")] = False,
@@ -193,6 +171,7 @@ def tail(
     as_csv: Csv = False,
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_csv_line, print_line
@@ -214,10 +193,10 @@ def tail(
 
 
 @app.command()
-@with_config
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .jsonl or .parquet.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
     where: Annotated[
@@ -227,6 +206,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write trajectories to a file, with everything that an import needs. Works while the server runs."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     path = existing(options, buffer).database
     from tba.buffer.tools.export import export as run_export
 
@@ -236,23 +216,24 @@ def export(
         return print_json(done)
     if done["without_tokens"]:
         more = quantity(done["without_tokens"], "more trajectory has", "more trajectories have")
-        note(f"left out: {more} no tokens, since they were compacted")
+        note(f"left out: {more} no tokens, since they were pruned")
     written = quantity(done["trajectories"], "trajectory", "trajectories")
     return typer.echo(f"{written}, {quantity(done['bytes'], 'byte')} in {file}")
 
 
 @app.command("import")
-@with_config
 def import_(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="jsonl, parquet, or the buffer database of another run.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
     as_json: Json = False,
 ) -> None:
     """Add exported trajectories or demonstrations to the run. Works with and without a server; may be repeated."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     resolved = resolve(options, buffer)
     settings = resolved.config
     from tba.buffer.store.starts import refuse_unnamed_run
@@ -280,8 +261,173 @@ def import_(
     )
 
 
-# The commands that change a file as a whole.
-app.add_typer(maintenance_app)
+@app.command()
+def prune(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Drop the tokens of trajectories that can no longer be sampled.")
+    ] = False,
+    before_step: Annotated[
+        int | None, typer.Option(min=1, help="Delete trajectories that only steps before this one used, or none.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="Delete this whole run; with another option, of this run.")] = None,
+    archive: Annotated[
+        Path | None, typer.Option("--export", help="Write what is deleted to this file first: .jsonl or .parquet.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete rows without an export.")] = False,
+    keep_steps: Annotated[int, typer.Option(min=0, help="Newest trained steps that stay, for resume.")] = 1000,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Delete tokens, old trajectories with the batches that used them, or a whole run, and shrink the file.
+
+    The server must be stopped. Steps that a checkpoint next to the database may repeat are never deleted. With --tokens
+    rewards, texts and history stay, and the settings that the run was last served with determine what can be sampled;
+    options of this command take precedence. If the database is named explicitly, ./tba.toml is not read then, because
+    it may belong to another run.
+    """
+    options = ConfigOptions.of(file, config, sets)
+    not_both(tokens, before_step is not None or archive is not None, "--tokens", "--before-step or --export")
+    if tokens:
+        return _prune_tokens(options, buffer, run, keep_steps=keep_steps, dry_run=dry_run, as_json=as_json)
+    if before_step is None and run is None:
+        raise UsageError("name what to delete: --tokens, --before-step N, --run NAME, or the last two")
+    if not (yes or dry_run or archive):
+        raise UsageError("--export FILE keeps what is deleted in a file; --yes deletes it for good")
+    path = existing(options, buffer).database
+    from tba.buffer.tools.prune import prune_run, prune_steps
+
+    if before_step is None:
+        done = prune_run(path, run or "", archive=archive, dry_run=dry_run)
+    else:
+        done = prune_steps(path, run, before_step, keep_steps=keep_steps, archive=archive, dry_run=dry_run)
+    if as_json:
+        return print_json(done)
+    return _print_pruned(path, done, archive, dry_run=dry_run)
+
+
+@app.command()
+def check(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the comparison of indexes with their tables.")] = False,
+    as_json: Json = False,
+    as_csv: Csv = False,
+) -> None:
+    """Check the database. Works while the server runs. The exit code is 1 if a check fails."""
+    options = ConfigOptions.of(file, config, sets)
+    not_both(as_json, as_csv, "--json", "--csv")
+    path = existing(options, buffer).database
+    from tba.buffer.tools.check import check as run_check
+
+    findings = run_check(path, quick=quick)
+    if as_json:
+        print_json(findings)
+    elif as_csv:
+        print_csv(["check", "result", "detail"], (list(finding.values()) for finding in findings))
+    else:
+        print_table(["check", "result", "detail"], findings)
+    if any(finding["result"] == "fail" for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def backup(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the database as it is now into one checked file. Works while the server runs."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
+    path = existing(options, buffer).database
+    from tba.buffer.tools.backup import backup as run_backup
+    from tba.common.terminal import byte_progress
+
+    with byte_progress(quiet=as_json) as progress:
+        done = run_backup(path, file, force=force, progress=progress)
+    if as_json:
+        return print_json(done)
+    return typer.echo(f"{quantity(done['bytes'], 'byte')} in {file}, integrity {done['integrity']}")
+
+
+def resolve(
+    options: ConfigOptions,
+    buffer: Path | None,
+    *,
+    unless: Sequence[str] = (),
+    insecure: bool = False,
+    exists: bool = False,
+    starts: bool = False,
+) -> "Resolved":
+    """Return the configuration with the database of --buffer, or of a database in the place of the TOML file.
+
+    If it `exists` or its server `starts`, something must say which one it is: else UsageError is raised.
+    """
+    from tba.common.config.layers import is_database
+
+    # What people type first: `tba buffer stats runs/demo/buffer.sqlite`.
+    if options.file is not None and is_database(options.file):
+        not_both(True, buffer is not None, f"FILE {options.file}", f"--buffer {buffer}")
+        options, buffer = replace(options, file=None), options.file
+    # The directory of a run stands for its database.
+    if buffer is not None and os.path.isdir(buffer):
+        buffer = buffer / run_files.DATABASE
+    flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
+    how = options.resolve_run if exists else options.resolve_start if starts else options.resolve
+    return how(flags, unless=unless)
+
+
+def existing(options: ConfigOptions, buffer: Path | None) -> "Config":
+    """Return the configuration of a database that is there already."""
+    return resolve(options, buffer, exists=True).config
+
+
+def _prune_tokens(
+    options: ConfigOptions, buffer: Path | None, run: str | None, *, keep_steps: int, dry_run: bool, as_json: bool
+) -> None:
+    resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), exists=True)
+    path = resolved.config.database
+    given = run or (resolved.config.run.name if "run.name" in resolved.origins else None)
+    from tba.buffer.store.starts import recorded_settings
+    from tba.buffer.tools.printing import print_fields
+    from tba.buffer.tools.prune import prune_tokens
+    from tba.common.clock import SystemClock
+
+    recorded = {**recorded_settings(path, given), "buffer.database": path}
+    if given is not None:
+        recorded["run.name"] = given
+    settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
+    done = prune_tokens(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
+    if as_json:
+        return print_json(done)
+    if dry_run:
+        return typer.echo(
+            f"would drop the tokens of {quantity(done['trajectories_compacted'], 'trajectory', 'trajectories')} of run "
+            f"{done['run']}, {quantity(done['token_bytes'], 'byte')}, and keep those of {done['trajectories_kept']}; "
+            "nothing was changed"
+        )
+    return print_fields({name.replace("_", " "): value for name, value in done.items()})
+
+
+def _print_pruned(path: Path, done: dict[str, Any], archive: Path | None, *, dry_run: bool) -> None:
+    if archive and not dry_run and (lost := done["trajectories"] - done["exported"]):
+        note(
+            f"not in {archive}: {quantity(lost, 'trajectory', 'trajectories')} without tokens, since those were pruned"
+        )
+    rows = quantity(done["trajectories"], "trajectory", "trajectories")
+    typer.echo(
+        f"{'would delete' if dry_run else 'deleted'} {rows} and "
+        f"{quantity(done['batches'], 'batch', 'batches')} of run {done['run']}, {done['trajectories_kept']} stay; "
+        f"{path} has {quantity(done['file_bytes_after'], 'byte')}, {done['file_bytes_before']} before"
+    )
 
 
 def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, as_json: bool, as_csv: bool) -> None:

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.quantity import lasting, quantity
-from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts, last_trainer, live_trainer, living, name_of, total
+from tba.common.stall import Facts, find_stall, last_trainer, live_trainer, living, name_of, total
 from tba.common.terminal import printable
 from tba.common.wire.status_messages import ClientStatus, Status
 from tba.deploy.child import Child

@@ -17,9 +17,10 @@ from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
 from tba.common.log import get_logger
+from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.system.durable import exclusive_lock, open_regular
 from tba.common.wire.probe import check_address
-from tba.deploy.drain import drain_seconds, trainer_drain_seconds
+from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)
 
@@ -40,23 +41,16 @@ def holds_run(config: Config) -> bool:
 
 
 def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume: bool) -> None:
-    """Raise UsageError if a run must not start in run.dir. `results` are those of the runs in its database.
+    """Raise UsageError if a run must not start in run.dir, ConfigError if the directory belongs to another run.
 
-    It holds another run, or a finished one with all its steps, or one that is not resumed, or none to resume.
+    It holds a finished run with all its steps, or one that is not resumed, or none to resume. `results` are those of
+    the runs in its database.
     """
     directory, name = config.run.dir, config.run.name
-    names = [result["run"] for result in results]
-    if names and name not in names and (resume or config.database.parent == directory):
-        raise UsageError(
-            f"{config.database} holds {', '.join(names)}, and run.name is {name}: "
-            f'set run.name = "{names[0]}" to continue that run, or choose another run.dir'
-        )
+    found = [RunIdentity(result["run"], result.get("source") or "") for result in results]
+    if resume or config.database.parent == directory:
+        refuse_other_run(config.database, found, RunIdentity(name))
     own = next((result for result in results if result["run"] == name), None)
-    if own is not None and own.get("source"):
-        raise UsageError(
-            f"{directory} holds run {name}, which was trained offline from {own['source']}: `tba train --offline` "
-            "continues it; choose another run.dir"
-        )
     if own is not None and own["finished"] and (config.train.steps <= own["steps"] or not resume):
         steps = f"{own['steps']} of {own['planned'] or own['steps']} steps"
         raise UsageError(

@@ -12,7 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from tba.buffer.tools.limited_query import limit_memory
+from tba.buffer.tools.query import limit_memory
 from tba.common.errors import TbaError, UsageError
 from tba.common.terminal import note
 from tba.ui.pages import compare, compare_runs, prompts, run, sql, steps, trajectories, waste

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tba.buffer.tools.page_rows import PageRows
-from tba.buffer.tools.search import quoted
 from tba.common.errors import UsageError
 from tba.ui.runs import Run
 
@@ -33,9 +32,9 @@ class _Order:
 
     @property
     def by(self) -> str:
-        """The terms of ORDER BY. FTS5 sorts by one term without help, and by two reads all matches first."""
+        """The terms of ORDER BY."""
         direction = "DESC" if self.descends else "ASC"
-        return ", ".join(f"{term} {direction}" for term in dict.fromkeys((self.key, self.id)))
+        return f"{self.key} {direction}, {self.id} {direction}"
 
 
 _ORDERS = {
@@ -45,7 +44,6 @@ _ORDERS = {
     "worst": _Order("trajectory_rows t", "t.run = ?", "t.reward", descends=False),
     "prompt": _Order("trajectory_rows t", "t.prompt = ?", "t.policy_version"),
     "searcher": _Order("trajectory_rows t", "t.sender = ?", "t.sequence"),
-    "text": _Order("search.responses_fts f", "f.responses_fts MATCH ?", "f.rowid", id="f.rowid"),
     "step": _Order("consumption_rows c", "c.batch = ?", "c.slot", id="c.trajectory", descends=False),
 }
 SORTS = ("newest", "oldest", "best", "worst")
@@ -60,7 +58,6 @@ _CONDITIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "searcher": ("t.sender = ?", int),
 }
 _TRAINED = "EXISTS (SELECT 1 FROM consumption_rows u WHERE u.trajectory = t.id)"
-_HAS_WORDS = "EXISTS (SELECT 1 FROM search.responses_fts f WHERE f.responses_fts MATCH ? AND f.rowid = t.id)"
 _WORDS_CHARACTERS = 200
 _CHOICES = {
     "error": {"yes": "t.error IS NOT NULL", "no": "t.error IS NULL"},
@@ -133,9 +130,7 @@ def statements(plan: _Plan, cursor: tuple[float, int] | None) -> list[tuple[str,
     order = plan.order
     sign = "<" if order.descends else ">"
     ranges = [(" AND ".join(["1", *(text for text, _ in plan.bounds)]), [value for _, value in plan.bounds])]
-    if cursor is not None and order.key == order.id:
-        ranges = [(f"{order.id} {sign} ?", [cursor[1]])]
-    elif cursor is not None:
+    if cursor is not None:
         # The cursor is within the bounds, so only the bound at the far end still matters.
         far = [bound for bound in plan.bounds if (">=" in bound[0]) == order.descends]
         ranges = [
@@ -171,10 +166,6 @@ def _plan(rows: PageRows, run: Run, given: Mapping[str, str]) -> _Plan | None:
         start = rows.value(of_step, run.id, _value("step", given["step"], int))
     elif name in ("prompt", "searcher"):
         start = _value(name, given[name], int)
-    if given.get("text"):
-        words = words_of(rows, given["text"])
-        start = words if name == "text" else start
-        conditions += [] if name == "text" else [(_HAS_WORDS, [words])]
     if start is None:
         return None
     bounds: list[tuple[str, Any]] = []
@@ -187,7 +178,7 @@ def _plan(rows: PageRows, run: Run, given: Mapping[str, str]) -> _Plan | None:
 
 def _order_name(given: Mapping[str, str], sort: str) -> str:
     """Return the name of the order that leaves the fewest rows."""
-    for name in ("step", "prompt", "text"):
+    for name in ("step", "prompt"):
         if given.get(name):
             return name
     return "searcher" if given.get("searcher") and not given.get("sort") else sort
@@ -203,17 +194,22 @@ def _conditions(given: Mapping[str, str]) -> Iterator[tuple[str, Sequence[Any]]]
             if chosen not in choices:
                 raise UsageError(f"{name} = {chosen[:100]}: give yes or no")
             yield choices[chosen], []
+    if given.get("text"):
+        yield from ((has_word("t.text"), [word]) for word in words_of(given["text"]))
     yield from _part_conditions(given)
 
 
-def words_of(rows: PageRows, text: str) -> str:
-    """Return the FTS5 expression for a text with all of the words. Raises UsageError without an index."""
-    if not rows.has_text_index:
-        raise UsageError("text: this run has no text index; `tba buffer search WORD` makes it")
-    expression = quoted(text[:_WORDS_CHARACTERS])
-    if not expression:
+def words_of(text: str) -> list[str]:
+    """Return the words of a filter. Raises UsageError without one."""
+    words = text[:_WORDS_CHARACTERS].split()
+    if not words:
         raise UsageError("text: name at least one word")
-    return expression
+    return words
+
+
+def has_word(column: str) -> str:
+    """Return the condition that a text contains a word, in any case of ASCII letters, also after a NUL."""
+    return f"instr(lower({column}), lower(?)) > 0"
 
 
 def _version_bound(rows: PageRows, run: Run, given: Mapping[str, str]) -> list[tuple[str, Any]]:

@@ -18,10 +18,11 @@ from msgspec import structs
 from tba.buffer.offline.recorded_run import RecordedRun
 from tba.buffer.service.run_state import AsOf
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.starts import OFFLINE, OfflineSource, earlier_source
+from tba.buffer.store.starts import OFFLINE, OfflineSource, recorded_source, refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.recorded_run import copy_batch, overlay
 from tba.buffer.store.tables.runs import Run
+from tba.common import run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
@@ -48,8 +49,11 @@ def _as_first_started(config: Config, recorded: RecordedRun, *, replay: bool) ->
         )
     if replay and recorded.step == 0:
         raise UsageError(f"run {recorded.run_name} in {recorded.path} has no trained steps to replay")
-    source = earlier_source(config)
+    refuse_other_runs(config, str(recorded.path))
+    source = recorded_source(config.database)
     if source is None:
+        if any((config.run.dir / name).exists() for name in (run_files.METRICS, run_files.CHECKPOINTS)):
+            raise UsageError(f"{config.run.dir} holds a run that was not trained offline: set another run.dir")
         if replay:
             _refuse_compacted(recorded)
         return recorded
@@ -72,8 +76,8 @@ def _refuse_compacted(recorded: RecordedRun) -> None:
     which = f"step {first}" if count == 1 else f"{count} steps between {first} and {last}"
     way_out = f"--as-of {first} replays the steps before, " if first else ""
     raise UsageError(
-        f"{which} of run {recorded.run_name} in {recorded.path} cannot be replayed, since `tba buffer compact` dropped "
-        f"tokens of their batches: {way_out}an earlier backup has them all"
+        f"{which} of run {recorded.run_name} in {recorded.path} cannot be replayed, since `tba buffer prune --tokens` "
+        f"dropped tokens of their batches: {way_out}an earlier backup has them all"
     )
 
 

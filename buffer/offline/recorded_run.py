@@ -14,7 +14,7 @@ class RecordedRun:
     """A recorded run at a step of its history.
 
     `at_end`: no step was requested. `policy_steps` maps each policy version to its optimiser step. `losses` are those
-    of the steps before. `compacted_steps` are steps before whose batches lost tokens to `tba buffer compact`, and
+    of the steps before. `compacted_steps` are steps before whose batches lost tokens to `tba buffer prune --tokens`.
     `compacted` is the number of trajectories that lost theirs.
     """
 

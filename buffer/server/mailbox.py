@@ -173,7 +173,7 @@ class Mailbox:
             group.append(arrival)
             if isinstance(arrival.message, PutColumns):
                 rows += len(arrival.message)
-                size += sum(arrival.message.payload_bytes)
+                size += sum(arrival.message.columns["payload_bytes"])
             else:
                 rows += arrival.message.want if isinstance(arrival.message, messages.LeasePrompts) else 1
         return group

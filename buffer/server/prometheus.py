@@ -1,21 +1,142 @@
-"""What the buffer shows to Prometheus: the status of the run, once a second, as `tba status` has it."""
+"""The endpoint of a run for Prometheus, http://HOST:PORT/metrics: what the buffer knows of itself and of all roles.
 
+The status of the run has the heartbeats of the searchers, and reports of steps have the metrics of the trainer. Samples
+are replaced once a second. Names end in `_total` for counters; docs/metrics.md describes them.
+"""
+
+import re
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from tba.common.clock import Clock
-from tba.common.prometheus import Sample
-from tba.common.stall.facts import REASONS, Stall, is_silent
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tba.buffer.service.pace import StepMetrics
+from tba.common.log import get_logger
+from tba.common.stall import is_silent, name_of
 from tba.common.wire.fields import Role
-from tba.common.wire.status_messages import ClientStatus, Status
+from tba.common.wire.status_messages import STALL_REASONS, ClientStatus, Status
 
-_STATES = ("present", "silent", "gone")
-# Those whose absence stops a run have a sample even if none has ever connected.
+log = get_logger(__name__)
+
+_ROLE_STATES = ("present", "silent", "gone")
+# Roles whose absence stops a run have a sample even if none has ever connected.
 _ROLES: tuple[Role, ...] = ("searcher", "trainer")
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+# Metrics of a step with a varying part in their names: that part is a label.
+_FAMILIES = (
+    ("reward_part_", "reward_part", "part", "Mean of a part of the reward over the last batch."),
+    ("staleness_share_", "staleness_share_ratio", "steps", "Share of the last batch with a staleness in this bin."),
+)
+_PHASE = "seconds_"
+# Each metric of a searcher's heartbeat, with its name at Prometheus and a description. Rates are left out: Prometheus
+# computes them.
+SEARCHER_NAMES = {
+    "trajectories": ("trajectories_total", "Responses generated and scored since the start."),
+    "tokens": ("response_tokens_total", "Tokens of the responses generated and scored since the start."),
+    "in_flight": ("requests_in_flight", "Responses that the engine generates or has queued."),
+    "max_in_flight": ("max_requests_in_flight", "Responses that the engine generates at a time."),
+    "kv_cache_tokens": ("kv_cache_tokens", "Tokens that fit the KV cache."),
+    "preemptions": ("preemptions_total", "Responses that vLLM interrupted because the KV cache was full."),
+    "unacknowledged_groups": ("unacknowledged_groups", "Groups that the buffer has not acknowledged."),
+    "spool_bytes": ("spool_bytes", "Disk space of the groups in the spool that the buffer has not acknowledged."),
+    "spool_damaged": ("spool_damaged_files_total", "Files of spools that could not be read."),
+    "spool_undeleted": ("spool_undeleted_files", "Acknowledged files of the spool that could not be deleted."),
+    "paused": ("paused", "1 if generation pauses because the spool is full or the disk refuses it."),
+    "errors": ("failed_responses_total", "Responses with an error."),
+    "rewards_waiting": ("rewards_waiting", "Responses that wait for a reward."),
+    "reward_seconds": ("reward_seconds", "Time that the last scored response waited for its reward, scoring included."),
+    "reward_errors": ("reward_errors_total", "Rewards that failed."),
+    "reward_timeouts": ("reward_timeouts_total", "Rewards that took longer than task.reward_seconds."),
+    "references_waiting": ("references_waiting", "Responses that wait for a reference log-probability."),
+    "reference_errors": ("reference_errors_total", "Reference log-probabilities that failed."),
+    "weights_load_seconds": ("weights_load_seconds", "Duration of the last swap of weights."),
+    "weights_prepare_seconds": ("weights_prepare_seconds", "Duration of the last preparation of weights."),
+    "weights_refusals": ("weights_refusals_total", "Snapshots refused, each attempt counted."),
+    "refused_version": ("refused_version", "Version of the snapshot that is refused."),
+    "mismatch_max": ("mismatch_max", "Largest difference of a log-probability of the canary from the trainer's."),
+    "mismatch_mean": ("mismatch_mean", "Mean difference of a log-probability of the canary from the trainer's."),
+    "mismatch_kl": ("mismatch_kl", "Estimated KL divergence from the trainer on the canary."),
+    "swap_read_seconds": ("swap_read_seconds", "Last swap: reading the weights, alongside generation."),
+    "swap_exchange_seconds": ("swap_exchange_seconds", "Last swap: exchanging the weights."),
+    "swap_canary_seconds": ("swap_canary_seconds", "Last swap: scoring the canary."),
+    "swap_pause_seconds": ("swap_pause_seconds", "Last swap: pause of generation."),
+}
 
 
-def samples_of(status: Status, stall: Stall | None, clock: Clock) -> list[Sample]:
-    """Return the samples of a status and of the stall that it shows, if any."""
-    return [*_of_data(status, clock.wall()), *_of_server(status), *_of_clients(status), *_of_stall(status, stall)]
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of a metric. `name` is without the prefix `tba_`; it ends in `_total` if the metric is a counter."""
+
+    name: str
+    value: float
+    help: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class MetricsEndpoint(Collector):
+    """Serves samples, each with the label `run`, and the CPU and memory use of this process.
+
+    Raises OSError if the port is taken, OverflowError if no port has that number.
+    """
+
+    def __init__(self, host: str, port: int, run: str) -> None:
+        self._run = run
+        self._samples: Sequence[Sample] = ()
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        self._server, self._thread = start_http_server(port, host, registry)
+        self.port: int = self._server.server_port
+
+    def show(self, samples: Sequence[Sample]) -> None:
+        """Replace all samples."""
+        self._samples = samples
+
+    def show_run(self, status: Status, steps: StepMetrics, now: float) -> None:
+        """Show a status, taken `now` seconds after 1970, and the metrics of the reported steps."""
+        self.show(samples_of(status, steps, now))
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of the samples. Called for every scrape, from a thread of the server."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for sample in self._samples:
+            kind = CounterMetricFamily if sample.name.endswith("_total") else GaugeMetricFamily
+            labels = {"run": self._run, **sample.labels}
+            family = families.setdefault(sample.name, kind(f"tba_{sample.name}", sample.help, labels=list(labels)))
+            family.add_metric(list(labels.values()), sample.value)
+        return families.values()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def open_endpoint(address: str, run: str) -> MetricsEndpoint | None:
+    """Open the endpoint at PORT or HOST:PORT. None if the port is taken: the run continues without it."""
+    host, _, port = address.rpartition(":")
+    host = host or "127.0.0.1"
+    try:
+        return MetricsEndpoint(host, int(port), run)
+    except (OSError, OverflowError) as error:
+        log.warning("no endpoint for Prometheus", host=host, port=port, reason=str(error))
+        return None
+
+
+def samples_of(status: Status, steps: StepMetrics, now: float) -> list[Sample]:
+    """Return the samples of a status and of the reported steps; `now` is the time of the status, since 1970."""
+    return [
+        *_of_data(status, now),
+        *_of_server(status),
+        *_of_clients(status),
+        *_of_stall(status),
+        *_of_searchers(status),
+        *(_of_steps(status, steps) if steps.last else ()),
+    ]
 
 
 def _of_data(status: Status, now: float) -> list[Sample]:
@@ -85,7 +206,7 @@ def _of_clients(status: Status) -> list[Sample]:
             {"role": role, "state": state},
         )
         for role in roles
-        for state in _STATES
+        for state in _ROLE_STATES
     ]
 
 
@@ -95,14 +216,58 @@ def _state(client: ClientStatus) -> str:
     return "silent" if is_silent(client) else "present"
 
 
-def _of_stall(status: Status, stall: Stall | None) -> list[Sample]:
+def _of_stall(status: Status) -> list[Sample]:
     gauges = [
         Sample(
             "stalled",
-            stall is not None and stall.reason == reason,
+            status.stall is not None and status.stall.reason == reason,
             "1 for the reason for which the run stands still (docs/operations.md).",
             {"reason": reason},
         )
-        for reason in REASONS
+        for reason in STALL_REASONS
     ]
     return [*gauges, Sample("stalled_seconds", status.stalled_seconds, "How long the run has stood still.")]
+
+
+def _of_searchers(status: Status) -> list[Sample]:
+    """Return the samples of the living searchers. One whose name is shared is labelled with the number of its start."""
+    searchers = [client for client in status.clients if client.role == "searcher" and _state(client) == "present"]
+    names = Counter(map(name_of, searchers))
+    samples = []
+    for client in searchers:
+        labels = {"searcher": name_of(client) if names[name_of(client)] == 1 else client.sender}
+        is_generating = client.activity == "generating"
+        samples.append(Sample("searcher_generating", is_generating, "1 if responses are being generated.", labels))
+        if (version := client.weights_version) is not None:
+            samples.append(
+                Sample("searcher_weights_version", version, "Version of the weights that are served.", labels)
+            )
+        for name, (shown, description) in SEARCHER_NAMES.items():
+            if name in client.metrics:
+                samples.append(Sample(f"searcher_{shown}", client.metrics[name], description, labels))
+    return samples
+
+
+def _of_steps(status: Status, steps: StepMetrics) -> list[Sample]:
+    """Return totals since the server's start, and the metrics of the last step that the totals do not have."""
+    totals = [
+        Sample("trainer_steps_total", status.step, "Steps of the run, skipped ones included."),
+        Sample("trainer_skipped_steps_total", steps.totals["skipped"], "Steps without an update."),
+        Sample("trainer_tokens_total", steps.totals["tokens"], "Tokens of all batches."),
+    ]
+    phases = [
+        Sample("trainer_phase_seconds_total", seconds, "Time in a phase.", {"phase": name.removeprefix(_PHASE)})
+        for name, seconds in steps.totals.items()
+        if name.startswith(_PHASE)
+    ]
+    gauges = [_gauge(name, value) for name, value in sorted(steps.last.items()) if name not in steps.totals]
+    return [*totals, *phases, *gauges]
+
+
+def _gauge(name: str, value: float) -> Sample:
+    if name == "seconds_step":
+        return Sample("trainer_step_seconds", value, "Duration of the last step.")
+    for prefix, family, label, description in _FAMILIES:
+        if name.startswith(prefix):
+            return Sample(f"trainer_{family}", value, description, {label: name.removeprefix(prefix)})
+    return Sample(f"trainer_{_NOT_IN_NAMES.sub('_', name)}", value, f"{name} of the last step (docs/metrics.md).")

@@ -5,17 +5,16 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 
-from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
+from tba.buffer.service.stall import StallWatch
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import refuse_offline_record, refuse_other_run
+from tba.buffer.store.starts import refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError
 from tba.common.log import get_logger
-from tba.common.prometheus import open_endpoint
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.versions import software
 from tba.common.wire.addresses import is_private
@@ -44,8 +43,7 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
     with contextlib.ExitStack() as resources:
         channel = resources.enter_context(contextlib.closing(_bind(config)))
         store = resources.enter_context(contextlib.closing(Store(config.database, durability=config.buffer.durability)))
-        refuse_offline_record(config.database)
-        refuse_other_run(config)
+        refuse_other_runs(config)
         refuse_other_work(config)
         settings = {**config.model_dump(mode="json"), MODEL_WEIGHTS: model_weights(config)}
         run = store.open_run(
@@ -62,8 +60,12 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.set_threshold(_COLLECT_EVERY, 20, 100)
         stalls = StallWatch(service.state.clock)
-        if (endpoint := open_endpoint(config, "buffer")) is not None:
-            resources.callback(endpoint.close)
+        endpoint = None
+        if config.metrics.prometheus:
+            from tba.buffer.server.prometheus import open_endpoint
+
+            if (endpoint := open_endpoint(config.metrics.prometheus, run.name)) is not None:
+                resources.callback(endpoint.close)
         queue_bytes = config.buffer.queue_mib << 20
         with objects_frozen():
             BufferServer(channel, service, queue_bytes=queue_bytes, stalls=stalls, endpoint=endpoint).run(stop)

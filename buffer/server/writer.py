@@ -11,27 +11,26 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.server.network import Network
 from tba.buffer.server.parked import Parked
-from tba.buffer.server.prometheus import samples_of
-from tba.buffer.server.stall_watch import StallWatch
 from tba.buffer.server.syncer import Checkpointer, Syncer
 from tba.buffer.service.admission import Admission, owner_of
 from tba.buffer.service.run_state import ReplyBody
 from tba.buffer.service.service import BufferService
+from tba.buffer.service.stall import StallWatch
 from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
-from tba.common.prometheus import MetricsEndpoint
-from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import messages
 from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import encode_reply
+
+if TYPE_CHECKING:
+    from tba.buffer.server.prometheus import MetricsEndpoint
 
 log = get_logger(__name__)
 
@@ -53,7 +52,7 @@ _Outcome = ReplyBody | Refused | None
 class BufferServer:
     """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests.
 
-    `stalls` follows whether the run stands still, if it is given; `endpoint` shows the status to Prometheus.
+    `stalls` follows whether the run stands still, if it is given; `endpoint` shows the run to Prometheus.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class BufferServer:
         *,
         queue_bytes: int,
         stalls: StallWatch | None = None,
-        endpoint: MetricsEndpoint | None = None,
+        endpoint: "MetricsEndpoint | None" = None,
     ) -> None:
         self._channel = channel
         self._service = service
@@ -112,13 +111,12 @@ class BufferServer:
         except StorageError as error:
             log.warning("no status of the run", reason=str(error))
             return
-        stall = find_stall(Facts(status))
-        self._stalls.update(stall)
+        self._stalls.update(status.stall)
         self._service.counters.stalled_seconds = self._stalls.seconds
         if self._endpoint is not None:
-            self._endpoint.show(samples_of(status, stall, self._clock))
+            self._endpoint.show_run(status, self._service.state.pace.steps, self._clock.wall())
         moving = f"step {status.step}, {status.puts_per_second:.0f} trajectories/s"
-        notify_systemd(f"STATUS={stall.sentence if stall else moving}")
+        notify_systemd(f"STATUS={status.stall.sentence if status.stall else moving}")
 
     def serve_group(self, timeout_seconds: float) -> None:
         """Handle one group of requests: take it, commit it, hand its replies to the syncer."""

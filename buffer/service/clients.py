@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tba.common.clock import Clock
-from tba.common.stall.facts import SILENT_SECONDS
+from tba.common.stall import SILENT_SECONDS
 from tba.common.wire import fields
 from tba.common.wire.status_messages import ClientStatus
 

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from tba.buffer.sampling.entry_columns import Block
-from tba.buffer.service.put_columns import PutColumns, database_columns
+from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import ReplyBody, RunState
 from tba.common.errors import Refused
 from tba.common.wire import fields, messages
@@ -33,7 +33,7 @@ class Ingest:
         stored = state.stored_sequences(sender, put.first_sequence, len(put))
         for sequence, content in stored.items():
             row = sequence - put.first_sequence
-            if content != (prompts[row], put.dedup_hash[row]):
+            if content != (prompts[row], put.columns["dedup_hash"][row]):
                 raise Refused(
                     "sequence_taken",
                     f"row {row} is trajectory {sequence} of {sender}, which is stored with another prompt or response: "
@@ -41,16 +41,16 @@ class Ingest:
                 )
         rows = [row for row in range(len(put)) if put.first_sequence + row not in stored]
         if rows:
-            now = state.clock.wall()
-            columns = database_columns(
-                put,
-                run=state.run.id,
-                sender=sender_id,
-                received_at=now,
-                prompts=prompts,
-                visits=self._known_visits(put),
-                versions=versions,
-            )
+            columns = {
+                **put.columns,
+                "run": [state.run.id] * len(put),
+                "prompt": prompts,
+                "visit": self._known_visits(put),
+                "sender": [sender_id] * len(put),
+                "sequence": range(put.first_sequence, put.first_sequence + len(put)),
+                "policy_version": versions,
+                "received_at": [state.clock.wall()] * len(put),
+            }
             self._add(put, columns, rows)
             state.note_stored(sender, put.first_sequence + len(put))
             self._close_visits({(put.visit[row], prompts[row]) for row in rows}, sender)

@@ -1,6 +1,6 @@
-"""When the run last moved, and which errors its rows have: what `tba.common.stall` explains a standstill with."""
+"""When the run last moved, and which errors its rows have: what `find_stall` explains a stall with."""
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 from tba.common.clock import Clock
@@ -9,6 +9,28 @@ from tba.common.clock import Clock
 _STEPS = 20
 _ERRORS = 1000
 _ERROR_CHARACTERS = 300
+
+
+class StepMetrics:
+    """The metrics of the last reported step, and sums over the reports since the server's start, by name.
+
+    Sums are of `tokens`, `skipped`, and the seconds of each phase.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        self._step = -1
+
+    def note(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of a step. A report that comes again counts once."""
+        self.last = metrics
+        if step == self._step:
+            return
+        self._step = step
+        for name, value in metrics.items():
+            if name in ("tokens", "skipped") or (name.startswith("seconds_") and name != "seconds_step"):
+                self.totals[name] += value
 
 
 class Pace:
@@ -20,6 +42,7 @@ class Pace:
 
     def __init__(self, clock: Clock) -> None:
         self.waits_for = ""
+        self.steps = StepMetrics()
         self.rows_since_step = 0
         self.errors_since_step = 0
         self._clock = clock
@@ -52,8 +75,9 @@ class Pace:
         seconds = self._clock.monotonic() - self._grew_at
         return seconds, max(0, self.rows_since_step - self._rows_then), dict(self._left - self._left_then)
 
-    def note_step(self) -> None:
-        """Record that a step was reported."""
+    def note_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record that a step was reported, with its metrics."""
+        self.steps.note(step, metrics)
         now = self._clock.monotonic()
         # The time before the first one is not that of a step.
         if self._has_step:

@@ -36,8 +36,9 @@ _decode_metadata = msgspec.msgpack.Decoder(dict[str, Any]).decode
 class PutColumns:
     """The rows of one put: one list per field, all of the same length.
 
-    Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `fields` has a
-    column for each of ROW_FIELDS, with maps as JSON text. `is_foreign`: the metadata name a version of another run.
+    Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `columns` are
+    those of the table that need no state of the run: ROW_FIELDS, with maps as JSON text, `prompt_tokens`,
+    `response_tokens`, `dedup_hash` and `payload_bytes`. `is_foreign`: the metadata name a version of another run.
     `payload` has one column per array kind. `reference_logprob` is None if no row has one.
     """
 
@@ -45,12 +46,8 @@ class PutColumns:
     prompt_key: list[str]
     visit: list[int]
     versions: list[tuple[int, ...]]
-    fields: dict[str, Sequence[Any]]
-    prompt_tokens: list[int]
-    response_tokens: list[int]
-    dedup_hash: list[int]
+    columns: dict[str, Sequence[Any]]
     is_foreign: list[bool]
-    payload_bytes: list[int]
     payload: list[list[memoryview]]
     reference_logprob: list[float | None] | None
 
@@ -71,21 +68,20 @@ def to_columns(request: Request) -> Message | PutColumns:
         raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
     sizes = [[count * size for count in getattr(rows, name)] for name, size in _COUNTS]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
-    fields: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
-    fields["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
-    fields["sampling"] = list(map(_sampling_json, rows.sampling))
-    fields["metadata"], is_foreign = _metadata(rows.metadata)
+    columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
+    columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
+    columns["sampling"] = list(map(_sampling_json, rows.sampling))
+    columns["metadata"], is_foreign = _metadata(rows.metadata)
+    columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
+    columns["dedup_hash"] = list(map(_hash, payload[RESPONSE_IDS]))
+    columns["payload_bytes"] = list(map(sum, zip(*sizes, strict=True)))
     return PutColumns(
         first_sequence=message.first_sequence,
         prompt_key=rows.prompt_key,
         visit=rows.lease,
         versions=_versions(rows.version_runs_count, frames[VERSION_RUNS]),
-        fields=fields,
-        prompt_tokens=rows.prompt_ids_count,
-        response_tokens=rows.response_ids_count,
-        dedup_hash=list(map(_hash, payload[RESPONSE_IDS])),
+        columns=columns,
         is_foreign=is_foreign,
-        payload_bytes=list(map(sum, zip(*sizes, strict=True))),
         payload=payload,
         reference_logprob=rows.reference_logprob,
     )
@@ -144,31 +140,3 @@ def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[bool]]:
         if characters > _MAX_JSON_CHARACTERS:
             raise Oversize(f"the metadata of rows 0 to {row} have more than {_MAX_JSON_CHARACTERS} characters as JSON")
     return texts, is_foreign
-
-
-def database_columns(
-    put: PutColumns,
-    *,
-    run: int,
-    sender: int,
-    received_at: float,
-    prompts: Sequence[int],
-    visits: Sequence[int | None],
-    versions: Sequence[int],
-) -> dict[str, Sequence[Any]]:
-    """Return every column of `tables.trajectories.TRAJECTORY_COLUMNS` except the id."""
-    count = len(put)
-    return {
-        "run": [run] * count,
-        "prompt": prompts,
-        "visit": visits,
-        "sender": [sender] * count,
-        "sequence": range(put.first_sequence, put.first_sequence + count),
-        "policy_version": versions,
-        "prompt_tokens": put.prompt_tokens,
-        "response_tokens": put.response_tokens,
-        "dedup_hash": put.dedup_hash,
-        "received_at": [received_at] * count,
-        "payload_bytes": put.payload_bytes,
-        **put.fields,
-    }

@@ -186,7 +186,7 @@ class RunState:
             return ""
         return (
             f"{free >> 20} MiB are free on the disk of {self.store.path}, buffer.min_free_mib is {floor >> 20}: make "
-            "room, or run `tba buffer compact`"
+            "room, or run `tba buffer prune --tokens`"
         )
 
     def for_replies(self) -> messages.RunState:

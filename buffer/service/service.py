@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from tba.buffer.service.clients import GONE
 from tba.buffer.service.counters import Counters
 from tba.buffer.service.ingest import Ingest
 from tba.buffer.service.leasing import Leasing
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import AsOf, ReplyBody, RunState, refuse_beyond
+from tba.buffer.service.stall import find_stall
 from tba.buffer.service.training import BatchSource, DrawnBatches, Training
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
@@ -157,12 +160,12 @@ class BufferService:
         return {entry.id for prompt in index.prompts() for entry in index.entries(prompt)}
 
     def status(self) -> Status:
-        """Return counts and clients, as `tba status` shows them."""
+        """Return counts, clients, and why the run stands still, as `tba status` shows them."""
         state, counters, pace = self.state, self.counters, self.state.pace
         size = state.store.database.size_bytes()
         free, total = state.store.database.disk_space()
         fruitless_seconds, fruitless_rows, left_sampling = pace.fruitless
-        return Status(
+        status = Status(
             run_name=state.run.name,
             step=state.steps_done,
             finished=state.finished,
@@ -201,6 +204,7 @@ class BufferService:
             skipped_prompts=len(state.leases.skipped),
             postponed_prompts=len(state.leases.postponed),
         )
+        return msgspec.structs.replace(status, stall=find_stall(status))
 
     def _hello(self, message: messages.Hello, sender: str) -> ReplyBody:
         state = self.state

@@ -204,7 +204,7 @@ class Training:
             _refuse_other_rows(message.step, message.rows, state.store.batches.response_tokens(state.run, message.step))
         state.store.batches.report(state.run, message, state.clock.wall())
         state.steps_done = max(state.steps_done, message.step + 1)
-        state.pace.note_step()
+        state.pace.note_step(message.step, message.metrics)
         return ReplyBody(messages.Done())
 
     def announce_snapshot(self, message: messages.AnnounceSnapshot, _: str) -> ReplyBody:

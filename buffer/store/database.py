@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlite_utils import Database
-
-from tba.buffer.store.schema import applied_migrations, check_schema, migrate
+from tba.buffer.store import schema
 from tba.buffer.store.storage_errors import refuse_strange_files, storage_errors
 from tba.buffer.store.write_ahead_log import WriteAheadLog, abandon, open_connection
 from tba.common import run_files
@@ -37,7 +35,7 @@ sqlite3.register_adapter(type(None), lambda none: none)
 
 
 class DatabaseFile:
-    """One open database with the newest schema. Not thread-safe, except for its `log`.
+    """One open database, made if the file is new. Not thread-safe, except for its `log`.
 
     Raises LockTaken if another process has the file open for writing, StorageError if it is not a usable database.
     """
@@ -75,7 +73,7 @@ class DatabaseFile:
         self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         # `WriteAheadLog.checkpoint` does it, in another thread.
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
-        migrate(Database(self._connection))
+        schema.create(self._connection)
         # A write, which also creates the WAL file.
         self._connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
         self.log = WriteAheadLog(self.path, file, durable=durable)
@@ -198,7 +196,7 @@ def _refuse_unusable(path: Path) -> None:
         sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     ) as connection:
         # First, since the other check computes expressions of the schema.
-        _refuse_foreign(path, connection)
+        schema.is_new(path, connection)
         _refuse_damaged(path, connection)
 
 
@@ -217,20 +215,6 @@ def _refuse_damaged(path: Path, connection: sqlite3.Connection) -> None:
         raise StorageError(
             f"{path} is damaged ({' '.join(found.split())}): was it copied while a server wrote to it? "
             "`tba buffer backup` makes consistent copies"
-        )
-
-
-def _refuse_foreign(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise StorageError for the database of another program, and for one that another program has changed."""
-    if applied_migrations(connection):
-        check_schema(path, connection)
-        return
-    # A server that was killed while it made the database may have left the table of migrations, without one in it.
-    tables = "SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
-    if names := {name for (name,) in connection.execute(tables) if "_sqlite_migrations" not in name}:
-        raise StorageError(
-            f"{path} is the database of another program, with tables such as {min(names)}: choose another file name "
-            "for buffer.database"
         )
 
 

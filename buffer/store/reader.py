@@ -4,8 +4,9 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from tba.buffer.store.schema import applied_migrations, check_schema, schema_names
+from tba.buffer.store.schema import is_new
 from tba.buffer.store.storage_errors import refuse_strange_files
 from tba.common.errors import StorageError, UsageError
 
@@ -13,11 +14,11 @@ _BUSY_MS = 10_000
 
 
 @contextlib.contextmanager
-def open_reader(path: Path, *, any_schema: bool = False) -> Iterator[sqlite3.Connection]:
+def open_reader(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a read-only connection. It sees committed data only, also while a server writes.
 
-    Raises UsageError if there is no file; StorageError if it is not a buffer database, if SQLite cannot read it in its
-    directory, or if its schema is not that of this release. `any_schema` allows an older schema.
+    Raises UsageError if there is no file; StorageError if it is not a buffer database of this release, or if SQLite
+    cannot read it in its directory.
     """
     if not path.is_file():
         raise UsageError(
@@ -29,22 +30,18 @@ def open_reader(path: Path, *, any_schema: bool = False) -> Iterator[sqlite3.Con
         with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
             connection.execute("PRAGMA query_only = ON")
             connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-            _check_schema(path, connection, any_schema=any_schema)
+            if is_new(path, connection):
+                raise StorageError(f"{path} is not a buffer database: it has no tables of tba")
             yield connection
     except sqlite3.DatabaseError as error:
         raise StorageError(_sentence(path, error)) from error
 
 
-def _check_schema(path: Path, connection: sqlite3.Connection, *, any_schema: bool) -> None:
-    applied = applied_migrations(connection)
-    if not applied:
-        raise StorageError(f"{path} is not a buffer database: it has no tables of tba")
-    check_schema(path, connection)
-    if not any_schema and (missing := [name for name in schema_names() if name not in applied]):
-        raise StorageError(
-            f"{path} was written by an older release (it lacks migration {missing[0]}): run `tba buffer migrate`, or "
-            "start its server, which migrates it"
-        )
+def read_maps(connection: sqlite3.Connection, sql: str, *values: Any) -> list[dict[str, Any]]:
+    """Return all rows of a statement as maps by column name."""
+    cursor = connection.execute(sql, values)
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
 def _sentence(path: Path, error: sqlite3.DatabaseError) -> str:

@@ -67,7 +67,7 @@ def _recorded(config: Config) -> dict[str, Any]:
     """Return the configuration with which the run began; {} if no prompt of it was leased."""
     if not config.database.is_file():
         return {}
-    with open_reader(config.database, any_schema=True) as connection:
+    with open_reader(config.database) as connection:
         row = connection.execute(_START, (config.run.name,)).fetchone()
     return stored_config(row[0] if row else None)
 

@@ -8,15 +8,18 @@ from typing import Any
 
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.storage_errors import stored_config
-from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.layers import Resolved, secret_keys
-from tba.common.errors import ConfigError, StorageError, UsageError
+from tba.common.errors import StorageError, UsageError
+from tba.common.run_identity import RunIdentity, refuse_other_run
 
 # Added to the recorded configuration of a start: its `OfflineSource`, or that it was an import without a server.
 OFFLINE, IMPORT = "offline", "import"
 # The newest start `s` of a server comes first, starts of imports come last.
 SERVED_FIRST = f"ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id DESC"
+
+_RUNS = f"""SELECT r.name, (SELECT json_extract(s.config, '$.{OFFLINE}.file') FROM starts s WHERE s.run = r.id
+    ORDER BY s.id LIMIT 1) FROM runs r ORDER BY r.id"""  # noqa: S608
 
 # How many names of runs an error message lists.
 _SHOWN = 20
@@ -38,26 +41,17 @@ class OfflineSource:
 
 
 def recorded_source(database: Path) -> OfflineSource | None:
-    """Return what the runs of a database train from; None if they are not offline or there is no file.
+    """Return what the runs of a database train from; None if they are not offline, or there is no file or no run.
 
     Writes nothing. Raises StorageError if the file is not a buffer database.
     """
-    first = _first_start(database)
-    return None if first is None else first[1]
-
-
-def _first_start(database: Path) -> tuple[str, OfflineSource | None] | None:
-    """Return the name and source of the run that was started first; None if there is no file or no run."""
     if not database.exists():
         return None
-    with open_reader(database, any_schema=True) as connection:
-        query = "SELECT r.name, s.config FROM starts s JOIN runs r ON r.id = s.run ORDER BY s.id LIMIT 1"
-        row = connection.execute(query).fetchone()
-    if row is None:
-        return None
-    source = stored_config(row[1]).get(OFFLINE)
+    with open_reader(database) as connection:
+        row = connection.execute("SELECT config FROM starts ORDER BY id LIMIT 1").fetchone()
+    source = stored_config(row[0] if row else None).get(OFFLINE)
     try:
-        return row[0], None if source is None else OfflineSource(**source)
+        return None if source is None else OfflineSource(**source)
     except TypeError as error:
         raise StorageError(f"{database}: its source of an offline run is malformed: {error}") from error
 
@@ -68,7 +62,7 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
     Settings of an import count only if no server ever served the run. Empty if there is no such run. Raises UsageError
     if there is no file, or if `run` is None and there is not exactly one run.
     """
-    with open_reader(database, any_schema=True) as connection:
+    with open_reader(database) as connection:
         run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
         query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
         row = connection.execute(query, (run,)).fetchone()
@@ -117,7 +111,7 @@ def refuse_unnamed_run(database: Path, name: str) -> None:
     """Raise UsageError if the default run name is not among a file's runs: a new run must be named explicitly."""
     if not database.exists():
         return
-    with open_reader(database, any_schema=True) as connection:
+    with open_reader(database) as connection:
         names = _run_names(connection)
     if names and name not in names:
         raise UsageError(
@@ -125,47 +119,18 @@ def refuse_unnamed_run(database: Path, name: str) -> None:
         )
 
 
-def earlier_source(config: Config) -> OfflineSource | None:
-    """Return what the offline run in run.dir trains from; None if the directory is new.
+def refuse_other_runs(config: Config, source: str = "", *, may_share: bool = False) -> None:
+    """Raise ConfigError if a database is not that of the configured run, or of an offline run from a `source`.
 
-    Raises UsageError if another run is there, whose files an offline run would overwrite.
+    A directory has the checkpoints and metrics of one run. A database elsewhere may hold several, as does one that
+    `may_share`. An offline run is alone in its database: its batches refer to ids of another file, which added
+    trajectories would reuse.
     """
-    directory = config.run.dir
-    first = _first_start(config.database)
-    if first is None:
-        if (directory / run_files.METRICS).exists() or (directory / run_files.CHECKPOINTS).exists():
-            raise UsageError(f"{directory} holds a run that was not trained offline: set another run.dir")
-        return None
-    name, source = first
-    if source is None:
-        raise UsageError(f"{config.database} is the buffer of run {name}: set another run.dir for the offline run")
-    if name != config.run.name:
-        raise UsageError(f"{config.database} is the record of the offline run {name}: set another run.dir")
-    return source
-
-
-def refuse_other_run(config: Config) -> None:
-    """Raise ConfigError if the database in run.dir holds runs, and none of the configured name.
-
-    A directory has the checkpoints and metrics of one run. A database elsewhere may hold several runs.
-    """
-    if not config.database.exists() or config.database.parent != config.run.dir:
+    path, asked = config.database, RunIdentity(config.run.name, source)
+    if not path.exists():
         return
-    with open_reader(config.database, any_schema=True) as connection:
-        names = _run_names(connection)
-    if names and config.run.name not in names:
-        raise ConfigError(
-            f"{config.database} holds {', '.join(names)} and no run {config.run.name}: set run.name or another run.dir"
-        )
-
-
-def refuse_offline_record(database: Path) -> None:
-    """Raise ConfigError if a database is the record of an offline run.
-
-    Its batches refer to ids of another file, which added trajectories would reuse.
-    """
-    if (source := recorded_source(database)) is not None:
-        raise ConfigError(
-            f"{database} is the record of a run that was trained offline from {source.file}, with no trajectories of "
-            "its own: set another run.dir"
-        )
+    with open_reader(path) as connection:
+        found = [RunIdentity(name, source or "") for name, source in connection.execute(_RUNS)]
+    is_own = path.parent == config.run.dir and not may_share
+    if is_own or source or any(run.source for run in found):
+        refuse_other_run(path, found, asked)

@@ -1,9 +1,5 @@
 """The views of the database, for people who query it. `docs/database.md` describes them column by column.
 
-`VIEWS` are part of migration 0002, `EVALUATIONS` of 0003, `LENGTHS` and `WASTE` of 0004, `CONSUMPTION_WITH_NUMBERS` of
-0005, `CURRICULUM` of 0006, `MEASURED_EVALUATIONS` of 0009, `TRAJECTORIES_WITH_ANSWERS` and `HELD_OUT` of 0010. A
-released view is never edited: a later migration drops and recreates it.
-
 A view must stay usable on a million rows. Therefore no join multiplies rows, and each count or average is a correlated
 subquery over an index: `LIMIT 10` computes it for ten rows, a filter by id for one row, and an unselected column costs
 nothing. `lengths`, which counts over a whole run, takes a sample. Times are Unix seconds; `..._text` columns are the
@@ -15,7 +11,7 @@ _TRAINED = """FROM consumption_rows c JOIN batches b ON b.id = c.batch
 
 TRAJECTORIES = f"""
 CREATE VIEW trajectories AS
-SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, v.epoch AS epoch,
+SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, p.answer, v.epoch AS epoch,
        s.sender AS searcher, s.host AS host,
        t.policy_version, n.step AS policy_step,
        t.reward, t.reward_parts, t.stop_reason, t.prompt_tokens, t.response_tokens,
@@ -33,10 +29,6 @@ LEFT JOIN visits v ON v.id = t.visit
 LEFT JOIN senders s ON s.id = t.sender
 LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
 """
-
-
-# In place of `TRAJECTORIES`.
-TRAJECTORIES_WITH_ANSWERS = TRAJECTORIES.replace("p.text AS prompt_text,", "p.text AS prompt_text, p.answer,")
 
 
 def _of_group(prompt: str, visit: str) -> str:
@@ -73,19 +65,6 @@ WHERE EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id AND t.visit 
 """
 
 CONSUMPTION = """
-CREATE VIEW consumption AS
-SELECT r.name AS run, b.step, c.slot, c.trajectory, p.key AS prompt, t.reward, t.policy_version, c.staleness,
-       b.handed_out_at AS handed_out_at, b.trained_at AS trained_at,
-       strftime('%Y-%m-%dT%H:%M:%SZ', b.trained_at, 'unixepoch') AS trained_at_text
-FROM consumption_rows c
-LEFT JOIN batches b ON b.id = c.batch
-LEFT JOIN trajectory_rows t ON t.id = c.trajectory
-LEFT JOIN prompts p ON p.id = t.prompt
-LEFT JOIN runs r ON r.id = b.run
-"""
-
-# In place of `CONSUMPTION`.
-CONSUMPTION_WITH_NUMBERS = """
 CREATE VIEW consumption AS
 SELECT r.name AS run, b.step, c.slot, c.trajectory, p.key AS prompt, t.reward, t.policy_version, c.staleness,
        c.logprob, c.log_ratio, c.advantage, c.weight, c.mismatch, c.skipped,
@@ -125,14 +104,11 @@ SELECT r.name AS run, e.version, e.step, e.prompts AS held_out_prompts,
        json_extract(e.metrics, '$.reward') AS reward,
        json_extract(e.metrics, '$.sampled_reward') AS sampled_reward,
        json_extract(e.metrics, '$.kl') AS kl,
-       e.metrics, e.intervals, e.prompt_set, e.settings, e.seconds, e.evaluated_at,
+       e.not_measured, e.metrics, e.intervals, e.prompt_set, e.settings, e.seconds, e.evaluated_at,
        strftime('%Y-%m-%dT%H:%M:%SZ', e.evaluated_at, 'unixepoch') AS evaluated_at_text
 FROM evaluation_rows e
 LEFT JOIN runs r ON r.id = e.run
 """
-
-# In place of `EVALUATIONS`.
-MEASURED_EVALUATIONS = EVALUATIONS.replace("e.metrics, e.intervals,", "e.not_measured, e.metrics, e.intervals,")
 
 HELD_OUT = """
 CREATE VIEW held_out AS
@@ -196,4 +172,15 @@ LEFT JOIN prompts p ON p.id = c.prompt
 LEFT JOIN runs r ON r.id = c.run
 """
 
-VIEWS = (TRAJECTORIES, GROUPS, CONSUMPTION, STALENESS, CLIENTS)
+VIEWS = (
+    TRAJECTORIES,
+    GROUPS,
+    CONSUMPTION,
+    STALENESS,
+    CLIENTS,
+    EVALUATIONS,
+    HELD_OUT,
+    LENGTHS,
+    WASTE,
+    CURRICULUM,
+)

@@ -62,7 +62,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, temporary: Path, progress: Callable[[int, int], None]) -> int:
-    with open_reader(source, any_schema=True) as connection:
+    with open_reader(source) as connection:
         page_bytes = connection.execute("PRAGMA page_size").fetchone()[0]
         # With a read transaction the copy is of one moment. Without, a write by the server would restart it.
         connection.execute("BEGIN")

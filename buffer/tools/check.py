@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.store.schema import applied_migrations, schema_names
 from tba.common.wire.row_numbers import LOG_RATIO_DTYPE
 from tba.common.wire.trajectory import ARRAY_KINDS
 
@@ -86,12 +85,10 @@ def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
 
     Raises UsageError if there is no file, StorageError if it cannot be read or has an unknown schema.
     """
-    with open_reader(path, any_schema=True) as connection:
+    with open_reader(path) as connection:
         # All checks see the same snapshot of the database.
         connection.execute("BEGIN")
-        findings = [_schema(connection), _integrity(connection, quick=quick)]
-        if findings[0]["result"] != "ok":
-            return findings
+        findings = [_integrity(connection, quick=quick)]
         offline: set[str] = set()
         # If the file is damaged, the rules report it.
         starts, _ = _select(connection, _RECORDED_FILE)
@@ -105,15 +102,6 @@ def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
 
 def _finding(check: str, result: str, detail: str) -> dict[str, str]:
     return {"check": check, "result": result, "detail": detail}
-
-
-def _schema(connection: sqlite3.Connection) -> dict[str, str]:
-    applied = applied_migrations(connection)
-    newest = max(applied)
-    if missing := [name for name in schema_names() if name not in applied]:
-        detail = f"{newest}; without {missing[0]} the tables are not checked: run `tba buffer migrate` first"
-        return _finding("schema", "note", detail)
-    return _finding("schema", "ok", newest)
 
 
 def _integrity(connection: sqlite3.Connection, *, quick: bool) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.storage_errors import stored_object
 from tba.buffer.tools.backup import check_target, replacing
-from tba.buffer.tools.reading_only import reading_only
+from tba.buffer.tools.query_process import reading_only
 from tba.buffer.tools.show import arrays_of_blobs
 from tba.common import data_files
 from tba.common.errors import UsageError

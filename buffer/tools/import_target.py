@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.starts import IMPORT, refuse_offline_record
+from tba.buffer.store.starts import IMPORT, refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, ConfigError, LockTaken
+from tba.common.errors import BufferUnavailable, LockTaken
+from tba.common.run_identity import refuse_other_server
 from tba.common.system.versions import software
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
@@ -50,7 +51,7 @@ def open_target(config: Config) -> Iterator[ImportTarget]:
 
     Raises ConfigError, also for the record of an offline run, StorageError, or BufferFault if a server does not reply.
     """
-    refuse_offline_record(config.database)
+    refuse_other_runs(config, may_share=True)
     try:
         store = Store(config.database, durability=config.buffer.durability)
     except LockTaken:
@@ -86,11 +87,8 @@ class ServerTarget(ImportTarget):
     def __init__(self, client: BufferClient, config: Config) -> None:
         self._client = client
         status = self._ask(GetStatus())
-        if isinstance(status, Status) and status.run_name != config.run.name:
-            raise ConfigError(
-                f"the server at {client.address} serves run {status.run_name} and not {config.run.name}: set run.name "
-                "and buffer.address to those of one run"
-            )
+        assert isinstance(status, Status)
+        refuse_other_server(client.address, status.run_name, config.run.name)
         self.run = client.run
 
     def _ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:

@@ -4,12 +4,10 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.reader import open_reader
-from tba.buffer.tools.search import attach_index
+from tba.buffer.store.reader import open_reader, read_maps
 from tba.common.errors import UsageError
 
 # A check of the clock costs as much as about a hundred instructions.
@@ -19,27 +17,16 @@ _PROGRESS_INSTRUCTIONS = 10_000
 class PageRows:
     """The rows of one buffer file, as maps by column name. Used in the thread that opened it."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+    def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._path = path
-
-    @cached_property
-    def has_text_index(self) -> bool:
-        """Whether the full-text index of the file can be read. From then on it is attached, as `search`."""
-        return attach_index(self._connection, self._path)
 
     def all(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Return all rows of a statement."""
-        cursor = self._connection.execute(sql, values)
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
+        return read_maps(self._connection, sql, *values)
 
     def first(self, sql: str, *values: Any) -> dict[str, Any] | None:
         """Return the first row of a statement, None if there is none."""
-        cursor = self._connection.execute(sql, values)
-        names = [column[0] for column in cursor.description]
-        row = cursor.fetchone()
-        return None if row is None else dict(zip(names, row, strict=True))
+        return next(iter(self.all(sql, *values)), None)
 
     def value(self, sql: str, *values: Any) -> Any:
         """Return the first column of the first row, None if there is none."""
@@ -57,7 +44,7 @@ def page_rows(path: Path, *, seconds: float) -> Iterator[PageRows]:
     with open_reader(path) as connection:
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _PROGRESS_INSTRUCTIONS)
         try:
-            yield PageRows(connection, path)
+            yield PageRows(connection)
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_INTERRUPT:
                 raise UsageError(f"{path} needs more than {seconds:g} s for this page: narrow the filter") from error

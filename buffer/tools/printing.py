@@ -96,4 +96,4 @@ def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:
     if text is not None:
         typer.echo(printable(text, keep="\n\t"))
     else:
-        typer.echo(f"token ids {ids}" if ids is not None else "its tokens were dropped by `tba buffer compact`")
+        typer.echo(f"token ids {ids}" if ids is not None else "its tokens were dropped by `tba buffer prune --tokens`")

@@ -1,5 +1,6 @@
-"""Delete old trajectories with their tokens and batches, or a whole run, from a buffer file.
+"""Delete from a buffer file what a run no longer needs, and shrink the file.
 
+    tokens          those of trajectories that can no longer be sampled; their rows and training history stay
     before step N   trajectories that had arrived when the batch of step N was sampled, and are in no batch from N on;
                     the batches of the steps before N
     a whole run     all of its rows
@@ -10,17 +11,20 @@ Ids of rows before step N are never used again; those of a whole run may be.
 """
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tba.buffer.service.service import BufferService
 from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
-from tba.buffer.tools.compact import check_disk
 from tba.buffer.tools.export import export
 from tba.common import run_files
-from tba.common.errors import UsageError
+from tba.common.clock import Clock
+from tba.common.config import Config
+from tba.common.errors import StorageError, UsageError
 
 # Trajectories per transaction.
 _ROWS = 1000
@@ -28,6 +32,38 @@ _OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory"
 # Children first.
 _OF_RUNS = ("batches", "visits", "curriculum_rows", "held_out_rows", "evaluation_rows", "prompts", "snapshots",
     "senders", "starts")  # fmt: skip
+
+
+def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> dict[str, Any]:
+    """Drop the payloads that cannot be sampled under the configured limits.
+
+    Payloads are kept if they can be sampled, belong to a batch that is not trained yet, or to a batch of the last
+    `keep_steps` steps, which a resumed trainer may repeat. Raises LockTaken if a server has the database open,
+    UsageError if the database or the run does not exist, StorageError if the disk is too full for the rebuilt file.
+    """
+    with _opened(config.database) as store:
+        run = _run_of(store, config.database, config.run.name)
+        first_kept = max(0, store.batches.steps_done(run) - keep_steps)
+        needed = BufferService(store, run, config, clock).sampleable()
+        needed |= store.batches.trajectories(run, since_step=first_kept)
+        sizes = store.trajectories.payload_sizes(run)
+        drop = [trajectory for trajectory in sizes if trajectory not in needed]
+        before = store.database.size_bytes()
+        if not dry_run and drop:
+            _check_disk(config.database, before)
+            for start in range(0, len(drop), _ROWS):
+                with store.transaction():
+                    store.trajectories.drop_payloads(drop[start : start + _ROWS], clock.wall())
+            store.database.shrink()
+        return {
+            "run": run.name,
+            "trajectories_compacted": len(drop),
+            "trajectories_kept": len(sizes) - len(drop),
+            "token_bytes": sum(sizes[trajectory] for trajectory in drop),
+            "file_bytes_before": before,
+            "file_bytes_after": store.database.size_bytes(),
+            "dry_run": dry_run,
+        }
 
 
 def prune_steps(
@@ -91,6 +127,16 @@ def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, pa
         )
 
 
+def _check_disk(path: Path, size: int) -> None:
+    """Raise StorageError unless VACUUM fits: it writes the rebuilt file to the WAL, at worst the same size again."""
+    free = shutil.disk_usage(path.absolute().parent).free
+    if free < size:
+        raise StorageError(
+            f"{path.absolute().parent} has {free >> 20} MiB free and rebuilding the file may need {size >> 20} MiB: "
+            "make room first; nothing was changed"
+        )
+
+
 def _prune(
     store: Store, run: Run, old: str, batches: str, *, archive: Path | None, dry_run: bool, whole: bool = False
 ) -> dict[str, Any]:
@@ -107,7 +153,7 @@ def _prune(
         "file_bytes_before": database.size_bytes(),
     }
     if not dry_run:
-        check_disk(store.path, done["file_bytes_before"])
+        _check_disk(store.path, done["file_bytes_before"])
         if archive is not None:
             where = f"id IN ({old})"
             done["exported"] = export(store.path, archive, where=where, format_=None, force=False)["trajectories"]

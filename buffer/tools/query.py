@@ -1,14 +1,28 @@
-"""Run a user's SQL on a buffer file: one read-only statement, whose rows are streamed."""
+"""Run a user's SQL on a buffer file: one read-only statement, here or in a process of its own with limits.
+
+SQLite can crash or compute for minutes between two looks at the clock, in functions that no list names completely. So
+the statement of a browser runs in another process (`query_process`), which the system ends at the limit.
+"""
 
 import contextlib
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tba.buffer.store.reader import open_reader
-from tba.buffer.tools.reading_only import reading_only
+from tba.buffer.tools import query_process
+from tba.buffer.tools.query_process import QueryResult, reading_only
 from tba.common.errors import UsageError
+from tba.common.system.process import signal_name
+
+# How long the process may take to start, in addition to the limit of the query.
+_START_SECONDS = 60.0
 
 
 @contextlib.contextmanager
@@ -22,3 +36,35 @@ def query(path: Path, sql: str, parameters: Sequence[Any] = ()) -> Iterator[tupl
         if cursor.description is None:
             raise UsageError("the statement returns no rows: a query is one SELECT")
         yield [column[0] for column in cursor.description], cursor
+
+
+def limit_memory(path: Path) -> None:
+    """Limit the memory of SQLite in this process. Raises UsageError or StorageError if the file is not a buffer."""
+    with open_reader(path) as connection:
+        connection.execute(query_process.LIMIT_HEAP)
+
+
+def query_limited(path: Path, sql: str, *, rows: int, seconds: float) -> QueryResult:
+    """Return the first rows of one statement that reads; `cut` of the result is a sentence if there are more.
+
+    Raises UsageError for a wrong statement, one that would write, or one that needs more time or memory; StorageError
+    if the file is not a buffer database.
+    """
+    with open_reader(path):
+        pass
+    command = [sys.executable, "-m", query_process.__name__, path.absolute().as_uri(), str(rows), str(seconds)]
+    text, patience = sql.encode(errors="replace"), seconds + _START_SECONDS
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, timeout=patience, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        code = -signal.SIGALRM
+    else:
+        code = done.returncode
+    if code == 0:
+        return msgspec.msgpack.decode(done.stdout, type=QueryResult)
+    if code == query_process.REFUSED:
+        raise UsageError(done.stdout.decode())
+    if code in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
+        raise UsageError(f"the query takes longer than {seconds:g} s: read fewer rows")
+    how = signal_name(-code) if code < 0 else f"exit code {code}"
+    raise UsageError(f"the query ended SQLite with {how}: write it in another way")

@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.reader import open_reader
+from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.config import Config
@@ -53,9 +53,7 @@ def read_wrong(path: Path, run: str) -> list[dict[str, Any]]:
                 f"{path} has no responses to held-out prompts of run {run}: evaluate it with `tba eval`, with "
                 "eval.stored_responses above 0"
             )
-        cursor = connection.execute(_WRONG, (run,))
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
+        return read_maps(connection, _WRONG, run)
 
 
 def _send(config: Config, row: Row) -> str:

@@ -22,7 +22,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     `source` is the buffer file that an offline run trains from. Times are Unix times. None where nothing is known.
     Raises UsageError or StorageError if the file cannot be read.
     """
-    with open_reader(path, any_schema=True) as connection:
+    with open_reader(path) as connection:
         results = []
         for id_, name, created_at, finished_step in connection.execute(_RUNS).fetchall():
             last = connection.execute(_LAST_STEP, (id_,)).fetchone()

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sqlite_utils import Database
 
-from tba.buffer.store.reader import open_reader
+from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.store.storage_errors import stored_object
 from tba.common.errors import StorageError, UsageError
@@ -41,14 +40,15 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
     `decode` converts token ids to text, if given. Raises UsageError if there is no such trajectory.
     """
     with open_reader(path) as connection:
-        row = next(Database(connection).query("SELECT * FROM trajectories WHERE id = ?", [trajectory]), None)
-        if row is None:
+        found = read_maps(connection, "SELECT * FROM trajectories WHERE id = ?", trajectory)
+        if not found:
             newest = connection.execute("SELECT MAX(id) FROM trajectory_rows").fetchone()[0]
             known = f"ids go up to {newest}" if newest else "the buffer is empty"
             raise UsageError(f"{path} has no trajectory {trajectory}: {known}")
+        (row,) = found
         for name in ("reward_parts", "metadata"):
             row[name] = stored_object(row[name])
-        steps = list(Database(connection).query(_STEPS, [trajectory]))
+        steps = read_maps(connection, _STEPS, trajectory)
         references = dict(connection.execute(_REFERENCES, (trajectory,)).fetchall())
         blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
     tokens = _tokens(blobs, decode)
@@ -92,7 +92,7 @@ def _tokens(blobs: tuple[bytes, ...] | None, decode: Callable[[list[int]], str] 
 def newest(path: Path, lines: int) -> list[dict[str, Any]]:
     """Return the newest trajectories, oldest first."""
     with open_reader(path) as connection:
-        return list(Database(connection).query(f"{_TAIL} ORDER BY id DESC LIMIT ?", [lines]))[::-1]
+        return read_maps(connection, f"{_TAIL} ORDER BY id DESC LIMIT ?", lines)[::-1]
 
 
 def follow(path: Path, after: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
@@ -102,7 +102,7 @@ def follow(path: Path, after: int, sleep: Callable[[float], None] = time.sleep) 
     """
     with open_reader(path) as connection:
         while True:
-            for row in list(Database(connection).query(f"{_TAIL} WHERE id > ? ORDER BY id", [after])):
+            for row in read_maps(connection, f"{_TAIL} WHERE id > ? ORDER BY id", after):
                 after = row["id"]
                 yield row
             sleep(_POLL_SECONDS)

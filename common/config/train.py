@@ -246,11 +246,6 @@ class SftSection(Section):
     """Peak learning rate of AdamW. That of reinforcement learning, train.learning_rate, would be far too small."""
 
 
-PrometheusRole = Literal["trainer", "buffer", "searcher"]
-
-_PORT_OFFSETS: dict[PrometheusRole, int] = {"trainer": 0, "buffer": 1, "searcher": 10}
-
-
 class LoraSection(Section):
     """Low-rank adapters (PEFT). They are trained instead of the model, which stays frozen and is the reference."""
 
@@ -296,8 +291,8 @@ class MetricsSection(Section):
     """Project on Trackio (extra `trackio`; local, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set); empty sends
     nothing."""
     prometheus: Annotated[str, Field(pattern=r"^(|([^\s:]+:)?[1-9]\d{0,4})$")] = ""
-    """PORT or HOST:PORT where Prometheus can scrape the trainer; the buffer is at PORT + 1, and searcher n of each
-    machine at PORT + 10 + n (extra `prometheus`). HOST is 127.0.0.1 by default. Empty opens no port."""
+    """PORT or HOST:PORT where the buffer shows the numbers of all roles to Prometheus. HOST is 127.0.0.1 by default.
+    Empty opens no port."""
     trace_answers: Annotated[int, Field(ge=0, le=256)] = 0
     """Answers of each step that Weights & Biases and Trackio get as a table, with prompt, reward and staleness, spread
     evenly over the batch; 0 sends none. Prompts and answers then leave this machine, if the tracker is elsewhere."""
@@ -305,8 +300,3 @@ class MetricsSection(Section):
     """Measure the entropy of the policy, in the same pass as the log-probabilities."""
     peak_tflops: PositiveFloat | Literal["auto"] = "auto"
     """Peak TFLOP/s of the trainer's device, for the model FLOPs utilisation; auto knows some GPUs, but no CPU."""
-
-    def endpoint(self, role: PrometheusRole, number: int = 0) -> tuple[str, int]:
-        """Return host and port of the endpoint for Prometheus; `number` counts the searchers of a machine."""
-        host, _, port = self.prometheus.rpartition(":")
-        return host or "127.0.0.1", int(port) + _PORT_OFFSETS[role] + number

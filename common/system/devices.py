@@ -144,12 +144,6 @@ def label(group: Sequence[str]) -> str:
     return f"gpu{joined}" if group[0].isdigit() else joined
 
 
-def number_of(label: str) -> int:
-    """Return the number that distinguishes a searcher of this machine: 3 for `gpu3` and `gpu3-4`; 0 for a UUID."""
-    found = re.match(r"(?:cpu|gpu)(\d+)", label)
-    return int(found[1]) if found else 0
-
-
 def check_free(names: Sequence[str], present: Sequence[Gpu], *, utilization: float) -> None:
     """Raise DeviceBusy for a GPU with less free memory than the fraction `utilization` that an engine reserves.
 

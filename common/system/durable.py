@@ -177,3 +177,15 @@ def temporary_directory(final: Path) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return temporary
+
+
+@contextlib.contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """Fill a directory in the block; at its end `publish_directory`. After an error no file is left."""
+    temporary = temporary_directory(final)
+    try:
+        yield temporary
+        publish_directory(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

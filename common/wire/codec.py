@@ -20,7 +20,6 @@ from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.fields import Id, Name, Role
 from tba.common.wire.file_messages import Chunk, FetchChunk
 from tba.common.wire.messages import PROTOCOL_VERSION, Message, PutTrajectories, RunState
-from tba.common.wire.query_messages import QueryResult, RunQuery
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.common.wire.trajectory import ARRAY_KINDS, check_frames, check_tokens
 
@@ -39,7 +38,6 @@ def _by_type(*classes: type[Message]) -> dict[str, type[Message]]:
 REQUESTS = _by_type(*messages.Request.__subclasses__(), GetStatus, PutEvaluation)
 REPLIES = _by_type(*messages.Reply.__subclasses__(), Status)
 FILE_REQUESTS, FILE_REPLIES = _by_type(FetchChunk), _by_type(Chunk, messages.Failure)
-QUERY_REQUESTS, QUERY_REPLIES = _by_type(RunQuery), _by_type(QueryResult, messages.Failure)
 _COUNT_COLUMNS = {f"{kind.name}_count" for kind in ARRAY_KINDS}
 
 
@@ -112,7 +110,7 @@ def encode_reply(message: Message, *, id: int, run: str, state: RunState, frames
 
 
 def encode_plain_reply(message: Message, *, id: int, run: str, frames: Sequence[bytes] = ()) -> Frames:
-    """Return the multipart of a plain reply, one without run state: of a snapshot server or a query server."""
+    """Return the multipart of a plain reply, one without run state, as that of a snapshot server."""
     return [_encode(_envelope(message, id, run)), *frames]
 
 

@@ -1,11 +1,43 @@
 """Messages of `tba status` and of the display of `tba run`: what the buffer knows of itself and of its clients."""
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
-from msgspec import Meta, field
+from msgspec import Meta, Struct, field
 
-from tba.common.wire.fields import MAX_CLIENTS, Id, Metrics, Name, Role, Seconds
+from tba.common.wire.fields import MAX_CLIENTS, Id, Metrics, Name, Role, Seconds, Sentence
 from tba.common.wire.messages import Message
+
+StallReason = Literal[
+    "buffer_silent",
+    "buffer_refuses",
+    "process_fails",
+    "no_trainer",
+    "trainer_silent",
+    "trainer_hangs",
+    "publication",
+    "checkpoint",
+    "no_searcher",
+    "searcher_silent",
+    "weights_refused",
+    "weights_missing",
+    "weights_old",
+    "only_errors",
+    "spool",
+    "rewards",
+    "references",
+    "unacknowledged",
+    "limits",
+    "no_growth",
+    "no_data",
+]
+STALL_REASONS: tuple[StallReason, ...] = get_args(StallReason)
+
+
+class Stall(Struct, frozen=True):
+    """Why a run stands still: a reason for machines and a sentence for people, printable on a terminal."""
+
+    reason: StallReason
+    sentence: Sentence
 
 
 class GetStatus(Message, frozen=True):
@@ -42,7 +74,8 @@ class Status(Message, frozen=True):
     `batches_without_recent_data` counts those since the server started; `no_recent_data` is a sentence if the last
     batch was one.
 
-    The fields after `clients` are for `tba.common.stall`. `stalled_seconds` is how long the run has stood still, 0
+    `stall` is why the run stands still, None while it moves; the other fields after `clients` are what it was found
+    from. `stalled_seconds` is how long the run has stood still, 0
     while it moves, and `trainer_waits_seconds` how long the trainer has waited for a batch; `last_step_seconds` and
     `last_put_seconds` are the time since a step was reported and since a row was stored, or since the server started;
     `usual_step_seconds` is the mean time between the last steps, 0 if unknown. `newest_version` is the newest
@@ -75,6 +108,7 @@ class Status(Message, frozen=True):
     batches_without_recent_data: Id
     no_recent_data: str
     clients: Annotated[list[ClientStatus], Meta(max_length=MAX_CLIENTS)]
+    stall: Stall | None = None
     stalled_seconds: Seconds = 0.0
     newest_version: Id | None = None
     earlier_version: Id | None = None

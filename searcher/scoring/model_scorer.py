@@ -54,7 +54,7 @@ class ModelScorer(WorkerPool):
                         if config.url
                         else f"{section}.path {config.path} is not loaded"
                     )
-                    raise WorkerLost(f"{what}: {self.trouble}")
+                    raise WorkerLost(f"{what}: {self.last_error}")
                 multiprocessing.connection.wait(self.channels, _POLL_SECONDS)
         except BaseException:
             self.close()
@@ -68,7 +68,7 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
     return PoolSettings(
         name=section.replace("_", " "),
         section=section,
-        module="tba.searcher.scoring.model_worker",
+        module="tba.searcher.scoring.classifier",
         settings={"config": _sent(config), "section": section, "directory": str(directory), "device": device},
         workers=1,
         batch=_BATCH,
@@ -84,7 +84,7 @@ def _server(config: ScoringModelSection, section: str) -> PoolSettings:
     return PoolSettings(
         name=section.replace("_", " "),
         section=section,
-        module="tba.searcher.scoring.http_worker",
+        module="tba.searcher.scoring.http_model",
         settings={"config": _sent(config), "section": section, "key": config.api_key.get_secret_value()},
         workers=1,
         batch=max(_BATCH, config.concurrency),

@@ -25,7 +25,7 @@ from tba.common.weights.model_files import model_directory
 from tba.common.weights.pretrained import from_directory
 from tba.common.wire.trajectory import Trajectory
 
-# Of a batch, padding included.
+# Most tokens of a batch, padding included.
 _BATCH_TOKENS = 8192
 # Response positions whose logits exist at the same time.
 _CHUNK = 256

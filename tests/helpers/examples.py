@@ -1,6 +1,6 @@
 """An example of each message that may be sent."""
 
-from tba.common.wire import file_messages, messages, query_messages
+from tba.common.wire import file_messages, messages
 from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
 from tba.common.wire.row_numbers import RowNumbers
 from tba.common.wire.status_messages import GetStatus
@@ -76,12 +76,5 @@ REPLIES = {
 FILE_MESSAGES = {
     "fetch_chunk": file_messages.FetchChunk(version=7, file="model.safetensors", offset=1 << 33, length=1 << 20),
     "chunk": file_messages.Chunk(offset=1 << 33, file_bytes=(1 << 33) + 3),
-    "failure": REPLIES["failure"],
-}
-
-
-QUERY_MESSAGES = {
-    "run_query": query_messages.RunQuery(sql="SELECT 1", limit=10),
-    "query_result": query_messages.QueryResult(headings=["a"], rows=[[1], [0.5], ["x"], [b"y"], [None]], cut=""),
     "failure": REPLIES["failure"],
 }

@@ -26,7 +26,7 @@ from tba.tests.conftest import EXAMPLE_MODEL, ServiceHarness
 LIMIT_SECONDS = 100
 DEEP = "[" * 100_000
 CRASHING = "json_set('{}', '$.' || replace(hex(zeroblob(100000)), '00', 'a.'), 1)"
-ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+CPU = ("--set", "search.engine=transformers", "--set", "search.gpus=cpu", "--set", "train.gpu=cpu")
 Commands = dict[str, Callable[[Path], object]]
 
 
@@ -78,7 +78,7 @@ def unused_wal(run: Path) -> None:
     (run / f"{run_files.DATABASE}-wal").write_bytes(bytes.fromhex("377f0682002de218") + os.urandom(100_000))
 
 
-FILE, INDEX = run_files.DATABASE, f"{run_files.DATABASE}.search"
+FILE = run_files.DATABASE
 DATABASES: dict[str, Callable[[Path], object]] = {
     "a view with a trigger in place of the runs": sql(
         "ALTER TABLE runs RENAME TO kept; CREATE VIEW runs AS SELECT * FROM kept;"
@@ -108,14 +108,6 @@ DATABASES: dict[str, Callable[[Path], object]] = {
     "a log that is a link to another file": in_place(f"{FILE}-wal", link_to_precious),
     "a journal that deletes another file": in_place(f"{FILE}-journal", super_journal),
     "a log of random frames": unused_wal,
-    "an index with endless views": in_place(
-        INDEX, lambda path: sqlite3.connect(path).executescript(f"CREATE VIEW responses_fts AS {ENDLESS}")
-    ),
-    "an index whose journal deletes another file": lambda run: (
-        in_place(INDEX, lambda path: sqlite3.connect(path).executescript("CREATE TABLE t (x)"))(run),
-        in_place(f"{INDEX}-journal", super_journal)(run),
-    ),
-    "a FIFO in place of the index": in_place(INDEX, os.mkfifo),
 }
 
 
@@ -138,6 +130,7 @@ def tba(*arguments: str) -> Callable[[Path], object]:
 
         given = [one.replace("RUN", str(directory)) for one in arguments]
         result = typer.testing.CliRunner().invoke(app, given)
+        assert "Usage:" not in result.stderr, result.stderr
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
@@ -168,7 +161,6 @@ READ_A_DATABASE: Commands = {
     "buffer show": tba("buffer", "show", "1", "-b", f"RUN/{FILE}"),
     "buffer check": tba("buffer", "check", "-b", f"RUN/{FILE}"),
     "buffer query": tba("buffer", "query", "SELECT * FROM trajectories", "--json", "-b", f"RUN/{FILE}"),
-    "buffer search": tba("buffer", "search", "answer", "-b", f"RUN/{FILE}"),
     "buffer export": tba("buffer", "export", "RUN/../out.jsonl", "--force", "-b", f"RUN/{FILE}"),
     "runs": tba("runs", "RUN"),
     "report": tba("report", "RUN", "--out", "RUN/../report.html"),
@@ -257,11 +249,9 @@ def load(kind: str) -> Callable[[Path], object]:
 
 READ_A_MODEL: Commands = {
     **{kind: load(kind) for kind in ("trainer", "preflight", "tokenizer", "end tokens", "digest")},
-    "generate": tba("generate", "2+2=", "--model", "RUN", "--cpu", "--set", "search.engine=transformers"),
+    "generate": tba("generate", "2+2=", "--model", "RUN", "--cpu", *CPU),
     "config check": tba("config", "check", "--set", "model.path=RUN"),
-    "run --dry-run": tba(
-        "run", "--dry-run", "--set", "model.path=RUN", "--set", "search.gpus=cpu", "--set", "train.gpu=cpu"
-    ),
+    "run --dry-run": tba("run", "--dry-run", *CPU, "--set", "model.path=RUN"),
 }
 
 # ------------------------------------------------------------ run directories
@@ -323,19 +313,17 @@ RUNS: dict[str, Callable[[Path], object]] = {
 def resume(run: Path) -> None:
     """What a trainer and a searcher do with the files of a run before they connect."""
     from tba.common.weights.snapshot import collect
-    from tba.searcher.delivery import takeover
-    from tba.searcher.delivery.spool import read_put
-    from tba.trainer.checkpoints.checkpoint import newest
+    from tba.searcher.delivery.spool import find_dead_spools, read_put
+    from tba.trainer.checkpoint import newest
 
     with contextlib.suppress(TbaError):
         newest(run / "checkpoints")
     collect(run / "snapshots", keep_last=1, keep_every=0)
-    for spool in takeover.find_dead_spools(run / "spool", "h"):
+    for spool in find_dead_spools(run / "spool", "h"):
         for put in sorted(spool.directory.glob("*.put")):
             with contextlib.suppress(TbaError):
                 read_put(put)
-        spool.close()
-    takeover.left_by_other_hosts(run / "spool", "another", 1e12)
+        spool.release()
 
 
 def launch(run: Path) -> None:
@@ -353,17 +341,8 @@ READ_A_RUN: Commands = {
     "plot": tba("plot", "RUN", "--out", "RUN/../plot.png"),
     "report": tba("report", "RUN", "--out", "RUN/../report.html"),
     "ui": open_pages,
-    "eval": tba(
-        "eval",
-        "--set",
-        "search.engine=transformers",
-        "--set",
-        "run.dir=RUN",
-        "--set",
-        f"model.path={EXAMPLE_MODEL}",
-        "--cpu",
-    ),
-    "export-model": tba("export-model", "RUN/../exported", "--from", "RUN"),
+    "eval": tba("eval", *CPU, "--set", "run.dir=RUN", "--set", f"model.path={EXAMPLE_MODEL}", "--cpu"),
+    "export-model": tba("export-model", "RUN", "RUN/../exported"),
     "resume": resume,
     "launch": launch,
 }

@@ -4,8 +4,6 @@ import random
 from typing import Any
 
 from tba.common.config import Config
-from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts
 from tba.common.wire import messages
 from tba.tests.helpers.puts import make_trajectory
 
@@ -59,7 +57,7 @@ def run_until_it_waits(buffer: Any, config: Config, prompts: int, rng: random.Ra
             sequence += samples
         if buffer.sample(step, train.prompts_per_step, train.samples_per_prompt) is None:
             waited += 1
-            stall = find_stall(Facts(buffer.service.status()))
+            stall = buffer.service.status().stall
             if waited == _ROUNDS or (stall is not None and stall.reason == "no_growth"):
                 return f"{stall.reason}: {stall.sentence}" if stall is not None else "no cause was found"
         else:

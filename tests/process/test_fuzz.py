@@ -3,7 +3,6 @@
 import sqlite3
 from collections import Counter
 from contextlib import closing
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.run_state import ReplyBody
-from tba.buffer.tools.query_server import answer
 from tba.common.config import Config
 from tba.common.errors import Refused, WireError
 from tba.common.weights.snapshot_server import SnapshotServer
@@ -30,14 +28,12 @@ from tba.common.wire.codec import (
 from tba.common.wire.fields import Role
 from tba.common.wire.status_messages import GetStatus
 from tba.tests.conftest import ServiceHarness
-from tba.tests.helpers.examples import FILE_MESSAGES, QUERY_MESSAGES, REPLIES
+from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES
 from tba.tests.helpers.mutations import Mutator
 from tba.tests.helpers.puts import make_trajectory, numbers_of, put_message, reference
 from tba.tests.runner import size
 
 MESSAGES = size(6000, 100_000)
-# Each that is a query starts a process.
-QUERIES = size(600, 5000)
 GROUP = 100
 SEEDS = size(1, 4)
 
@@ -152,7 +148,7 @@ def mutated(seed, examples):
 
 def requests(types):
     """Return a valid request of each of these types."""
-    examples = FILE_MESSAGES | QUERY_MESSAGES
+    examples = FILE_MESSAGES
     return [encode_request(examples[type_], id=1, role="searcher", sender="s.1", run="") for type_ in types]
 
 
@@ -177,15 +173,6 @@ def test_a_snapshot_server_answers_mutated_messages(tmp_path):
             socket.send_multipart(frames)
             replies.append(socket.recv_multipart())
     assert check_answers(replies, codec.FILE_REPLIES)["no_such_file"] > MESSAGES // 50
-
-
-def test_a_query_server_answers_mutated_messages(harness):
-    path = harness().store.path
-    replies = [
-        answer(path, [memoryview(frame) for frame in frames], seconds=1.0)
-        for frames in islice(mutated(2, requests(codec.QUERY_REQUESTS)), QUERIES)
-    ]
-    assert check_answers(replies, codec.QUERY_REPLIES)["query_result"] > QUERIES // 50
 
 
 def test_clients_refuse_mutated_replies_with_a_wire_error(harness, trajectory):

@@ -75,16 +75,6 @@ def server(start_tba, config):
     return start_tba("buffer", "serve", "--config", config.file)
 
 
-@pytest.fixture
-def raw(config):
-    """A socket that sends arbitrary frames."""
-    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(config.address)
-    yield socket
-    socket.close()
-
-
 def prepare_all(config) -> None:
     """Register the prompts and announce the versions of the mutated messages."""
     with connected(config.address, "searcher") as client:

@@ -10,8 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts
 from tba.common.wire import client as client_module
 from tba.common.wire import messages
 from tba.common.wire.status_messages import GetStatus, Status
@@ -159,10 +157,10 @@ def test_too_little_free_space_refuses_only_puts_and_names_a_remedy(serve, small
         with connected(config.address) as monitor:
             status = monitor.call(GetStatus(), Status, deadline_seconds=120)[0]
         assert (status.trajectories, set(status.rejected)) == (0, {"storage"})
-        stall = not_none(find_stall(Facts(status)))
+        stall = not_none(status.stall)
         assert (stall.reason, "% of its disk is free" in stall.sentence) == ("buffer_refuses", True)
         (trouble,) = producer.troubles
-        assert "buffer.min_free_mib is 10: make room, or run `tba buffer compact`" in trouble
+        assert "buffer.min_free_mib is 10: make room, or run `tba buffer prune --tokens`" in trouble
         small_disk.relieve()
         producer.wait_until_all_is_answered(60)
     assert_all_is_stored_once(small_disk.database, [producer])

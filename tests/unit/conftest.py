@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tba.buffer.store.schema import migrations
 from tba.common.config import Config
 from tba.tests.conftest import Outcome, ServiceHarness
 from tba.tests.helpers.puts import log_ratios, make_trajectory, numbers_of
@@ -62,18 +61,6 @@ def no_home(monkeypatch):
     """The user has no home directory, as a number that the system does not know."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
-
-
-@pytest.fixture
-def next_release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Registers a further migration, as a later release does, and returns its name."""
-
-    def register() -> str:
-        monkeypatch.setattr(migrations, "_migrations", migrations._migrations[:])
-        migrations(name="9999_note")(lambda db: db.table("runs").add_column("note", str))
-        return "9999_note"
-
-    return register
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tba.common.system.devices import list_gpus
 
 # Commands that take the configuration as an argument.
 TOP_LEVEL = ("run", "search", "train", "eval", "plot", "status", "doctor")
-BUFFER_COMMANDS = ("serve", "stats", "tail", "compact", "check", "migrate")
+BUFFER_COMMANDS = ("serve", "stats", "tail", "check")
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
 
@@ -34,11 +34,25 @@ def test_every_command_has_help(tba_here, command):
     assert "Usage" in result.output
 
 
-@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup"])
+@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup", "prune"])
 def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command):
     result = tba_here("buffer", command, "--help")
     assert result.exit_code == 0
     assert "--buffer" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "successor"),
+    [
+        ("compact", "`tba buffer prune --tokens`"),
+        ("migrate", "one schema"),
+        ("restore", "copy the backup there"),
+        ("search", "`tba buffer query "),
+        ("serve-queries", "`ssh HOST tba buffer query SQL`"),
+    ],
+)
+def test_a_removed_buffer_command_names_its_successor(tba_here, command, successor):
+    refused(tba_here("buffer", command, "anything"), 2, f"buffer {command}` was removed: ", successor)
 
 
 def test_version_is_printed(tba_here):
@@ -107,9 +121,17 @@ def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
     assert re.search(r"^buffer\.dedup +true ", table, re.MULTILINE)
 
 
-def test_config_check_requires_a_model(tba_here, example_model):
-    assert tba_here("config", "check", *settings(model__path=example_model)).exit_code == 0
-    refused(tba_here("config", "check", *settings(train__steps=3)), 78, "model.path is not set")
+SETTINGS = ("doctor", "--only", "settings")
+
+
+def test_a_check_alone_has_the_exit_code_of_its_error(tba_here, example_model):
+    assert tba_here(*SETTINGS, *settings(model__path=example_model)).exit_code == 0
+    refused(tba_here(*SETTINGS, *settings(train__steps=3)), 78, "model.path is not set")
+    refused(tba_here("doctor", "--only", "setings"), 2, "there is no check setings: the checks are python, settings")
+
+
+def test_a_removed_command_names_its_successor(tba_here):
+    refused(tba_here("config", "check", "-c", "run.toml"), 2, "check` was removed: `tba doctor` checks")
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +173,9 @@ def broken(tmp_path_factory):
         ),
     ],
 )
-def test_config_check_names_the_key_and_the_path_of_missing_files(tba_here, example_model, broken, changes, sentence):
+def test_the_check_of_settings_names_the_key_and_the_path(tba_here, example_model, broken, changes, sentence):
     sets = [f"--set={key}={value.replace('TMP', str(broken))}" for key, value in changes.items()]
-    result = tba_here("config", "check", *settings(model__path=example_model), *sets)
+    result = tba_here(*SETTINGS, *settings(model__path=example_model), *sets)
     refused(result, 78, sentence, next(reversed(changes)))
 
 
@@ -180,7 +202,7 @@ def test_a_command_on_a_run_asks_for_its_configuration(tba_here, command):
 @pytest.mark.parametrize(
     "command",
     [["run"], ["run", "--dry-run"], ["train", "--cpu"], ["search", "--cpu", "1"], ["sft", "/dev/null", "--out", "x"],
-     ["buffer", "serve"], ["config", "check"]],
+     ["buffer", "serve"]],
 )  # fmt: skip
 def test_what_starts_asks_for_its_configuration(tba_here, tmp_path, command):
     refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE", "`tba init`")

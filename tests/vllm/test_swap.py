@@ -69,7 +69,7 @@ def in_engine(engine):
             for name, tensor in held.items()
         }
 
-    (held,) = engine._running._llm.collective_rpc(of_worker)
+    (held,) = engine._llm.collective_rpc(of_worker)
     return held
 
 

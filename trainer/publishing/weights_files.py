@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +34,14 @@ from tba.common.weights.node_store import (
 )
 from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
 from tba.common.weights.tensor_file import Layout, Tensor
-from tba.trainer.model.host_buffers import Tensors
-from tba.trainer.model.transfers import register, unregister
-from tba.trainer.publishing.snapshot_writer import DTYPES, WEIGHTS
+from tba.trainer.model.host_buffers import Tensors, register, unregister
 
 log = get_logger(__name__)
 
+WEIGHTS = "model.safetensors"
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
+           torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+           torch.int64: "I64"}  # fmt: skip
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -51,8 +53,6 @@ class WeightsFile:
 
     def __init__(self, path: Path, layout: Layout, *, pinned: bool) -> None:
         self.path = path
-        # Its snapshot must still be written to disk.
-        self.kept = False
         path.mkdir(mode=0o755)
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -94,7 +94,7 @@ class WeightsFile:
         # A hard link elsewhere is a snapshot of its own.
         if weights.st_ino != self._inode or weights.st_nlink > 1:
             raise FileNotFoundError(f"{part / WEIGHTS} is linked elsewhere")
-        # Its mark first of all.
+        # Also the mark: the content is about to change.
         self.clear()
         return True
 
@@ -113,7 +113,7 @@ class WeightsFile:
 
     def delete(self) -> None:
         """Release the directory and the memory, and delete the files."""
-        # Else a searcher has made another directory of this name.
+        # A searcher may have replaced the directory meanwhile.
         if is_named(self._directory, self.path):
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
@@ -130,8 +130,8 @@ class WeightsFilePool:
 
     def __init__(self, directory: Path, layout: Layout, device: torch.device, floor: int) -> None:
         self.directory = directory
-        # Why there is no file, for people.
-        self.shortage = ""
+        # The reason why `acquire` returned None.
+        self.no_room = ""
         self._layout = layout
         self._pinned = device.type == "cuda"
         self._floor = floor
@@ -142,8 +142,10 @@ class WeightsFilePool:
         self._taken: list[WeightsFile] = []
         # Oldest first.
         self._published: list[WeightsFile] = []
-        # Of them, those that are older than the one announced last.
+        # How many of them are older than the one announced last.
         self._old = 0
+        # Published files that must still be written to disk.
+        self._held: list[WeightsFile] = []
         # To be deleted.
         self._unused: list[WeightsFile] = []
         # The directory of the file that a thread is making.
@@ -153,9 +155,9 @@ class WeightsFilePool:
         _delete_all(self._leftovers(keep=1))
 
     def acquire(self) -> WeightsFile | None:
-        """A file to fill; None if there is no room for one more, with the reason in `shortage`.
+        """A file to fill; None if there is no room for one more, with the reason in `no_room`.
 
-        Returns at once if a file is free. Else it makes one, or waits for the one that the other thread is making.
+        Returns at once if a file is free. Otherwise makes one, or waits for the one that the other thread is making.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free) or self._reclaim() or self._making is None)
@@ -186,6 +188,16 @@ class WeightsFilePool:
             self._taken.remove(file)
             self._published.append(file)
         return digest
+
+    def hold(self, file: WeightsFile) -> None:
+        """Do not use a published file again until `let_go`."""
+        with self._changed:
+            self._held.append(file)
+
+    def let_go(self, file: WeightsFile) -> None:
+        """Undo `hold`."""
+        with self._changed:
+            self._held.remove(file)
 
     def announced(self) -> None:
         """The newest file is announced: older ones may be used again. One spare file is made, more are deleted."""
@@ -226,7 +238,7 @@ class WeightsFilePool:
     def _reclaim(self) -> bool:
         """Free published files that are not needed any more. Returns whether a file is free."""
         for file in self._published[: self._old]:
-            if file.kept:
+            if file in self._held:
                 continue
             try:
                 if not file.take(self._part()):
@@ -254,9 +266,9 @@ class WeightsFilePool:
 
     def _made(self) -> WeightsFile | None:
         needed, free = self._layout.bytes, shutil.disk_usage(self.directory).free
-        self.shortage = ""
+        self.no_room = ""
         if self._floor and free - needed < self._floor:
-            self.shortage = (
+            self.no_room = (
                 f"{self.directory} has {free >> 20} MiB free, a snapshot of {needed >> 20} MiB must leave "
                 f"train.min_free_mib = {self._floor >> 20}"
             )
@@ -267,7 +279,7 @@ class WeightsFilePool:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self.shortage = f"{self.directory}: {error.strerror}"
+            self.no_room = f"{self.directory}: {error.strerror}"
             return None
 
     def _delete_unused(self) -> None:
@@ -298,8 +310,3 @@ def _map(path: Path, layout: Layout) -> tuple["np.ndarray[tuple[int], np.dtype[n
         file.flush()
         mapped = mmap.mmap(file.fileno(), layout.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return np.frombuffer(mapped, np.uint8), os.fstat(file.fileno()).st_ino
-
-
-def same_layout(weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a model's files hold its tensors as they are in memory: the same ones, under the same names."""
-    return weights.keys() == saved.keys() and all(saved[name] is weights[name] for name in weights)

@@ -14,7 +14,7 @@ from tba.common.errors import UsageError
 from tba.ui.runs import Run
 from tba.ui.site import is_number, missing, run_of, site_of
 from tba.ui.svg import points_chart, sparkline
-from tba.ui.trajectory_filter import words_of
+from tba.ui.trajectory_filter import has_word, words_of
 
 # A prompt of a run whose prompts have many responses each is read up to this number of its newest ones.
 _MOST_RESPONSES = 2000
@@ -35,12 +35,9 @@ _RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_to
 _WITH_TEXT = _RESPONSES.replace("t.error,", "t.error, substr(t.text, 1, 200) AS text,")
 # The plus keeps SQLite from sorting by an index on the run: ids are in the order of registration.
 _COLUMNS = "p.id, p.key, p.position, substr(p.text, 1, 500) AS text"
-_PROMPTS = f"SELECT {_COLUMNS} FROM prompts p WHERE +p.run = ? AND p.id > ? %s ORDER BY p.id LIMIT ?"  # noqa: S608
-_BY_KEY = f"""SELECT {_COLUMNS} FROM prompts p
+_PROMPTS = f"SELECT {_COLUMNS}, %s AS fits FROM prompts p WHERE +p.run = ? AND p.id > ? %s ORDER BY p.id LIMIT ?"  # noqa: S608
+_BY_KEY = f"""SELECT {_COLUMNS}, %s AS fits FROM prompts p
     WHERE p.run = ? AND p.key >= ? AND p.key < ? AND p.key > ? %s ORDER BY p.key LIMIT ?"""  # noqa: S608
-_BY_WORDS = f"""SELECT {_COLUMNS} FROM search.prompts_fts f CROSS JOIN prompts p ON p.id = f.rowid
-    WHERE f.prompts_fts MATCH ? AND f.rowid > ? AND p.run = ? AND p.key >= ? AND p.key < ? %s
-    ORDER BY f.rowid LIMIT ?"""  # noqa: S608
 _ANSWERED = "AND EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id)"
 _LAST_CHARACTER = "\U0010ffff"
 
@@ -51,23 +48,21 @@ class _Wanted:
 
     kind: str
     prefix: str
-    words: str
+    words: list[str]
 
     def window(self, rows: PageRows, run: Run, after: str) -> list[dict[str, Any]]:
         """Return the next prompts after a key (with a prefix alone) or an id."""
-        condition = "" if self.kind == "all" else _ANSWERED
-        span = (self.prefix, self.prefix + _LAST_CHARACTER)
-        if self.prefix and not self.words:
-            return rows.all(_BY_KEY % condition, run.id, *span, after, _PAGE_ROWS)
+        parts = (" AND ".join([has_word("p.text")] * len(self.words)) or "1", "" if self.kind == "all" else _ANSWERED)
+        if self.prefix:
+            span = (self.prefix, self.prefix + _LAST_CHARACTER)
+            return rows.all(_BY_KEY % parts, *self.words, run.id, *span, after, _PAGE_ROWS)
         if after and not is_number(after):
             raise UsageError(f"after = {after[:100]}: give the id of a prompt")
-        if self.words:
-            return rows.all(_BY_WORDS % condition, self.words, int(after or 0), run.id, *span, _PAGE_ROWS)
-        return rows.all(_PROMPTS % condition, run.id, int(after or 0), _PAGE_ROWS)
+        return rows.all(_PROMPTS % parts, *self.words, run.id, int(after or 0), _PAGE_ROWS)
 
     def continue_after(self, prompt: dict[str, Any]) -> str:
         """Return what the window after a prompt continues after."""
-        return str(prompt["key"] if self.prefix and not self.words else prompt["id"])
+        return str(prompt["key"] if self.prefix else prompt["id"])
 
 
 def listing(request: Request) -> Response:
@@ -77,8 +72,7 @@ def listing(request: Request) -> Response:
     if given["kind"] not in KINDS:
         raise UsageError(f"kind = {given['kind'][:100]}: give all, never, solved or flat")
     with run.rows() as rows:
-        indexed = rows.has_text_index
-        words = words_of(rows, given["text"]) if given["text"] else ""
+        words = words_of(given["text"]) if given["text"] else []
         wanted = _Wanted(given["kind"], given["key"], words)
         found, following, examined = _find(rows, run, wanted, query.get("after", ""))
     return site_of(request).page(
@@ -87,7 +81,6 @@ def listing(request: Request) -> Response:
         prompts=found,
         kinds=KINDS,
         given=given,
-        indexed=indexed,
         following=urlencode({**given, "after": following}) if following is not None else None,
         examined=examined,
     )
@@ -101,8 +94,9 @@ def _find(rows: PageRows, run: Run, wanted: _Wanted, after: str) -> tuple[list[d
         for prompt in window:
             examined += 1
             after = wanted.continue_after(prompt)
-            prompt.update(summary(rows.all(_RESPONSES, prompt["id"], _MOST_RESPONSES)))
-            if wanted.kind in ("", "all") or prompt[wanted.kind]:
+            if prompt["fits"]:
+                prompt.update(summary(rows.all(_RESPONSES, prompt["id"], _MOST_RESPONSES)))
+            if prompt["fits"] and (wanted.kind in ("", "all") or prompt[wanted.kind]):
                 found.append(prompt)
             if len(found) == _PAGE_ROWS or time.monotonic() > deadline:
                 return found, after, examined

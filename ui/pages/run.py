@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse, Response
 from tba.buffer.tools.page_rows import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
-from tba.common.stall.explain import find_stall
-from tba.common.stall.facts import Facts, live_trainer
+from tba.common.stall import live_trainer
 from tba.common.wire.status_messages import Status
 from tba.deploy.run_list import state_of
 from tba.ui.runs import Run
@@ -91,7 +90,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "state": state,
         "why": why,
         "status": status,
-        "stall": find_stall(Facts(status, address=sections["buffer"]["address"])) if status else None,
+        "stall": status.stall if status else None,
         "steps_done": batch["step"] + 1 if batch else 0,
         "trained_at": batch["trained_at"] if batch else None,
         "steps": sections.get("train", {}).get("steps"),

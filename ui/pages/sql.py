@@ -10,10 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tba.buffer.tools.limited_query import query_limited
 from tba.buffer.tools.printing import csv_value
+from tba.buffer.tools.query import query_limited
+from tba.buffer.tools.query_process import MAX_QUERY_ROWS, QueryResult
 from tba.common.errors import StorageError, UsageError
-from tba.common.wire.query_messages import MAX_QUERY_ROWS, QueryResult
 from tba.ui import queries
 from tba.ui.site import run_of, site_of
 

@@ -54,7 +54,6 @@ def listing(request: Request) -> Response:
         found = find(rows, run, given)
         known = read_rows(rows, found.ids)
         searchers = rows.all(_SEARCHERS, run.name)
-        indexed = rows.value("SELECT MAX(id) FROM search.responses") if rows.has_text_index else None
     following = urlencode({**given, "after": found.after}) if found.after else None
     return site_of(request).page(
         "trajectories.html",
@@ -65,7 +64,6 @@ def listing(request: Request) -> Response:
         following=following,
         searchers=searchers,
         sorts=SORTS,
-        indexed=indexed,
     )
 
 

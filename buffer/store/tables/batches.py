@@ -8,12 +8,19 @@ from typing import Any, NamedTuple
 from msgspec.structs import astuple
 
 from tba.buffer.store.database import DatabaseFile
-from tba.buffer.store.references_migration import SUMMARISE_BATCHES
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
 from tba.common.wire.messages import ReportStep
 from tba.common.wire.row_numbers import RowNumbers
 
+SUMMARY = "trajectories, min_staleness, mean_staleness, max_staleness, mean_age_seconds, max_age_seconds, mean_reward"
+_SUMMARISE = f"""
+UPDATE batches SET ({SUMMARY}) =
+    (SELECT COUNT(DISTINCT c.trajectory), MIN(c.staleness), AVG(c.staleness), MAX(c.staleness),
+            AVG(handed_out_at - t.received_at), MAX(handed_out_at - t.received_at), AVG(t.reward)
+     FROM consumption_rows c LEFT JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = batches.id)
+WHERE id = ?
+"""  # noqa: S608
 _CONSUMPTION_COLUMNS = ("batch", "slot", "trajectory", "staleness")
 _SET_NUMBERS = """
 UPDATE consumption_rows
@@ -87,7 +94,7 @@ class Batches:
         count = len(trajectories)
         columns = ([cursor.lastrowid] * count, range(count), trajectories, staleness)
         self._database.insert("consumption_rows", _CONSUMPTION_COLUMNS, columns)
-        self._database.execute(f"{SUMMARISE_BATCHES} WHERE id = ?", (cursor.lastrowid,))
+        self._database.execute(_SUMMARISE, (cursor.lastrowid,))
 
     def recency(self, run: Run, step: int) -> Recency:
         """Return what the recency rule found for the recorded batch of a step."""

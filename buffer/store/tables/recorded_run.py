@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tba.buffer.store.database import DatabaseFile
-from tba.buffer.store.references_migration import SUMMARY
 from tba.buffer.store.storage_errors import storage_errors
+from tba.buffer.store.tables.batches import SUMMARY
 from tba.buffer.store.tables.runs import Run
 
 _COPIED = (

@@ -187,8 +187,8 @@ class Trajectories:
             gone = quantity(len(wanted) - len(found), "trajectory", "trajectories")
             raise Refused(
                 "compacted",
-                f"the tokens of {gone} of this batch were dropped by `tba buffer compact`, so it cannot be repeated: "
-                "resume from a newer checkpoint",
+                f"the tokens of {gone} of this batch were dropped by `tba buffer prune --tokens`, so it cannot be "
+                "repeated: resume from a newer checkpoint",
             )
         return [found[id_] for id_ in trajectories]
 

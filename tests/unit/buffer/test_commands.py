@@ -1,4 +1,4 @@
-"""Output and error sentences of `tba buffer query`, `show`, `tail`, `stats` and `migrate`."""
+"""Output and error sentences of `tba buffer query`, `show`, `tail`, and `stats`."""
 
 import csv
 import itertools
@@ -119,6 +119,11 @@ def test_json_and_csv_exclude_each_other(tba_buffer, filled):
     assert tba_buffer("query", "SELECT 1", "-b", filled, "--json", "--csv").exit_code == 2
 
 
+def execute(path, sql: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(sql)
+
+
 READERS = [
     ("stats",),
     ("query", "SELECT 1"),
@@ -150,26 +155,22 @@ def test_a_file_that_is_not_a_buffer_database_is_refused(command, tba_buffer, tm
     (tmp_path / "text").write_text("not a database, but long enough to look like one" * 20)
     sqlite3.connect(tmp_path / "empty").execute("CREATE TABLE a (b)").connection.close()
     assert "is not a readable buffer database" in tba_buffer(*command, "-b", "text").message
-    assert "is not a buffer database: it has no tables of tba" in tba_buffer(*command, "-b", "empty").message
+    assert "is the database of another program, with the table a:" in tba_buffer(*command, "-b", "empty").message
 
 
 @pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
-def test_a_database_with_an_unknown_schema_is_refused(command, tba_buffer, filled):
-    _record_migration(filled, "INSERT INTO _sqlite_migrations VALUES (99, 'tba', '9999_future', 'now')")
+def test_a_database_of_another_build_is_refused_with_what_to_do(command, tba_buffer, filled):
+    execute(filled, f"PRAGMA application_id = {int.from_bytes(b'tba') << 8}")
     refused = tba_buffer(*command, "-b", filled)
     assert refused.exit_code == 1
-    assert "has schema 9999_future, which this release does not know" in refused.message
+    assert "was made by another build of tba" in refused.message
+    assert "continue the run with that build, or export its trajectories there" in refused.message
 
 
-def test_a_database_of_an_older_release_is_migrated_on_request(tba_buffer, filled, next_release):
-    migration = next_release()
-    assert "run `tba buffer migrate`" in tba_buffer("query", "SELECT 1", "-b", filled).message
-    assert migration in tba_buffer("migrate", "-b", filled).output
-    assert tba_buffer("query", "SELECT COUNT(*) AS n FROM trajectories", "-b", filled, "--json").json == [{"n": 7}]
-
-
-def test_migrating_a_missing_file_is_a_usage_error(tba_buffer):
-    assert tba_buffer("migrate", "-b", "nowhere.sqlite").exit_code == 2
+def test_a_database_of_a_build_with_migrations_is_refused(tba_buffer, filled):
+    execute(filled, "PRAGMA application_id = 0")
+    execute(filled, "CREATE TABLE _sqlite_migrations (name)")
+    assert "was made by another build of tba" in tba_buffer("stats", "-b", filled).message
 
 
 def test_a_directory_in_which_sqlite_cannot_read_is_explained(tba_buffer, filled):
@@ -181,13 +182,6 @@ def test_a_directory_in_which_sqlite_cannot_read_is_explained(tba_buffer, filled
     assert refused.exit_code == 1
     assert "needs write access to its directory" in refused.message
     assert "tba buffer backup" in refused.message
-
-
-def _record_migration(path, sql: str) -> None:
-    connection = sqlite3.connect(path)
-    with connection:
-        connection.execute(sql)
-    connection.close()
 
 
 # ---------------------------------------------------------------- show

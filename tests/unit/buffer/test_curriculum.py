@@ -4,8 +4,7 @@ import pytest
 
 from tba.buffer.service.curriculum import Curriculum
 from tba.buffer.tools.check import check
-from tba.buffer.tools.compact import compact
-from tba.buffer.tools.prune import prune_run
+from tba.buffer.tools.prune import prune_run, prune_tokens
 from tba.common.config import Config, CurriculumSection
 from tba.common.wire.fields import NO_POLICY
 from tba.tests.conftest import ServiceHarness
@@ -113,7 +112,8 @@ def test_answers_that_were_compacted_still_count(harness, tmp_path):
     config = Config.model_validate(
         {"run": {"name": "test"}, "buffer": {"database": str(path), "prompt_cap": 1}, "curriculum": ON}
     )
-    assert compact(config, ManualClock(), keep_steps=0, dry_run=False)["trajectories_compacted"] == 8 * (ANSWERS - 1)
+    done = prune_tokens(config, ManualClock(), keep_steps=0, dry_run=False)
+    assert done["trajectories_compacted"] == 8 * (ANSWERS - 1)
     after = harness(path, curriculum=ON, buffer={"prompt_cap": 1})
     assert "p1" not in Searching(after, {}, sequence=8 * ANSWERS).visit(7)
 

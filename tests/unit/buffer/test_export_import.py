@@ -163,7 +163,7 @@ def test_nothing_is_imported_into_the_record_of_an_offline_run(tba_buffer, fille
     OfflineBuffer(config, read_recorded_run(filled, run=None, as_of=None), replay=False).close()
     refused = tba_buffer("import", "demos.jsonl", *target)
     assert refused.exit_code == 78
-    assert "is the record of a run that was trained offline" in refused.message
+    assert "belongs to run other, which was trained offline from" in refused.message
 
 
 def test_imported_prompts_are_trained_on_and_leased_only_if_the_task_has_them(tba_buffer, filled, target, harness):
@@ -218,7 +218,7 @@ def test_an_export_replaces_a_file_only_with_force(tba_buffer, filled, tmp_path)
 
 
 def test_an_export_reports_compacted_trajectories(tba_buffer, filled):
-    tba_buffer("compact", "-b", filled, "--set", "run.name=test", "--keep-steps", 0)
+    tba_buffer("prune", "--tokens", "-b", filled, "--set", "run.name=test", "--keep-steps", 0)
     done = tba_buffer("export", "x.jsonl", "-b", filled, "--json").json
     assert (done["trajectories"], done["without_tokens"]) == (6, 1)
 

@@ -1,11 +1,11 @@
 """A database that someone has changed: nothing of it runs, and the sentence names what is foreign."""
 
-import shutil
 import sqlite3
 from contextlib import closing
 
 import pytest
 
+from tba.buffer.store.schema import create
 from tba.buffer.store.store import Store
 from tba.common.errors import StorageError
 
@@ -18,11 +18,6 @@ CHANGES = {
     "lacks the index visits_open:": "DROP INDEX visits_open",
     "declares the view groups in": f"DROP VIEW groups; CREATE VIEW groups AS {ENDLESS} MAX(i) AS run FROM n",
     "has the view batches,": f"DROP TABLE batches; CREATE VIEW batches AS {ENDLESS} i AS id FROM n",
-    "has the table _sqlite_migrations,": """DROP TABLE _sqlite_migrations;
-        CREATE TABLE _sqlite_migrations (id, migration_set AS ('tba'), name AS (hex(zeroblob(id))) , applied_at);
-        INSERT INTO _sqlite_migrations (id) VALUES (1)""",
-    "has the view _sqlite_migrations,": f"""DROP TABLE _sqlite_migrations;
-        CREATE VIEW _sqlite_migrations AS {ENDLESS} 'tba' AS migration_set, '0001_initial' AS name FROM n""",
     "declares the table trajectory_rows in": """PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql =
         replace(sql, ' STRICT', '') WHERE name = 'trajectory_rows'""",
 }
@@ -32,7 +27,6 @@ READERS = (
     ("check",),
     ("export", "OUT.jsonl"),
     ("query", "SELECT 1"),
-    ("search", "word"),
     ("backup", "OUT.sqlite"),
     ("serve",),
 )
@@ -50,25 +44,12 @@ def test_a_database_with_another_schema_is_refused_by_readers_and_writers(filled
     assert filled.read_bytes() == before
 
 
-def test_no_command_reads_an_endless_view_of_a_database(filled, tba_buffer, tmp_path):
+def test_no_command_reads_an_endless_view_of_a_database(filled, tba_buffer):
     with closing(sqlite3.connect(filled)) as connection:
         connection.executescript(CHANGES["has the view batches,"])
     for command in READERS:
         done = tba_buffer(*command, "-b", filled)
         assert "has the view batches, which tba does not make" in done.message, command
-    done = tba_buffer("restore", filled, "--to", tmp_path / "other.sqlite")
-    assert "has the view batches, which tba does not make" in done.message
-
-
-def test_an_endless_view_in_the_place_of_a_restore_is_set_aside_unread(filled, tba_buffer, tmp_path):
-    hostile = tmp_path / "hostile.sqlite"
-    shutil.copy(filled, hostile)
-    with closing(sqlite3.connect(hostile)) as connection:
-        connection.executescript(f"DROP TABLE runs; CREATE VIEW runs AS {ENDLESS} i AS uuid, i AS name FROM n")
-    done = tba_buffer("restore", filled, "--to", hostile)
-    assert done.exit_code == 0, done.message
-    assert hostile.read_bytes()[:16] == b"SQLite format 3\0"
-    assert len(list(tmp_path.glob("hostile.sqlite.replaced-*Z"))) == 1
 
 
 def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
@@ -77,14 +58,23 @@ def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
     Store(filled, durability="process").close()
 
 
-def test_a_database_whose_making_was_interrupted_is_made_to_the_end(filled, tmp_path):
-    """Whichever statements of the first start were committed, the next start makes the rest."""
-    with closing(sqlite3.connect(filled)) as connection:
-        where = "name LIKE '%\\_sqlite\\_migrations%' ESCAPE '\\'"
-        made = [sql for (sql,) in connection.execute(f"SELECT sql FROM sqlite_master WHERE {where}") if sql]
-    assert made
-    for count in range(len(made) + 1):
-        path = tmp_path / f"{count}.sqlite"
-        with closing(sqlite3.connect(path)) as connection:
-            connection.executescript(";".join(made[:count]))
-        Store(path, durability="process").close()
+def test_a_database_whose_making_was_interrupted_is_made_to_the_end(tmp_path):
+    """The tables are made in one transaction, so an interrupted first start leaves a file without any."""
+    path = tmp_path / "new.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript("PRAGMA page_size = 8192; PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA user_version = 7")
+    Store(path, durability="process").close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM runs").fetchone() == (0,)
+
+
+def test_the_tables_of_a_new_database_are_made_in_one_transaction():
+    statements: list[str] = []
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.set_trace_callback(statements.append)
+        create(connection)
+        create(connection)
+    first_words = [sql.split()[0] for sql in statements]
+    assert (first_words[0], first_words.count("BEGIN")) == ("BEGIN", 2)
+    assert "CREATE" not in first_words[first_words.index("COMMIT") :]

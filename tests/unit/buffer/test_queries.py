@@ -1,4 +1,4 @@
-"""The query server: what it answers, and the limits of a query."""
+"""A query in a process of its own: its result, and its limits."""
 
 import contextlib
 import sqlite3
@@ -7,26 +7,13 @@ import time
 import pytest
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.tools.query_server import answer
-from tba.buffer.tools.remote_query import remote_query
-from tba.common.errors import BufferUnavailable
-from tba.common.wire import query_messages as wire
-from tba.common.wire.channels import ServerChannel
-from tba.common.wire.codec import QUERY_REPLIES, decode_plain_reply, encode_request
-from tba.common.wire.messages import Failure, Heartbeat
+from tba.buffer.tools.query import query_limited
+from tba.buffer.tools.query_process import MAX_QUERY_ROWS, QueryResult
+from tba.common.errors import UsageError
 
 
-def views(frames: list[bytes]) -> list[memoryview]:
-    return [memoryview(frame) for frame in frames]
-
-
-def ask(path, sql: str, *, limit: int = 100, seconds: float = 30.0):
-    request = wire.RunQuery(sql=sql, limit=limit)
-    frames = encode_request(request, id=7, role="monitor", sender="m.1", run="")
-    reply = decode_plain_reply([memoryview(f) for f in answer(path, views(frames), seconds=seconds)],
-                              QUERY_REPLIES)  # fmt: skip
-    assert reply.header.id == 7
-    return reply.message
+def ask(path, sql: str, *, limit: int = 100, seconds: float = 30.0) -> QueryResult:
+    return query_limited(path, sql, rows=limit, seconds=seconds)
 
 
 def test_rows_of_every_type_come_back_as_they_are(filled):
@@ -42,7 +29,7 @@ def test_rows_beyond_the_limit_are_left_out_and_named(filled):
     assert ask(filled, "SELECT id FROM trajectories LIMIT 3", limit=3).cut == ""
 
 
-def test_bytes_of_a_reply_have_a_limit(filled):
+def test_bytes_of_a_result_have_a_limit(filled):
     numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100)"
     result = ask(filled, f"{numbers} SELECT hex(zeroblob(100000)) FROM n")
     assert 30 < len(result.rows) < 50
@@ -53,9 +40,8 @@ MANY = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100
 
 
 @pytest.mark.parametrize("row", ["replace(hex(zeroblob(50000)), '00', char(128512))", ", ".join(["''"] * 500)])
-def test_a_reply_can_be_read_whatever_its_values_are(row, filled):
-    result = ask(filled, f"{MANY} SELECT {row} FROM n", limit=wire.MAX_QUERY_ROWS)
-    assert isinstance(result, wire.QueryResult)
+def test_a_result_can_be_read_whatever_its_values_are(row, filled):
+    result = ask(filled, f"{MANY} SELECT {row} FROM n", limit=MAX_QUERY_ROWS)
     assert "at most 8 MiB" in result.cut
 
 
@@ -66,7 +52,7 @@ def test_the_time_to_open_the_database_is_not_that_of_the_query(filled, monkeypa
             time.sleep(0.3)
             yield connection
 
-    monkeypatch.setattr("tba.buffer.tools.limited_query.open_reader", slowly)
+    monkeypatch.setattr("tba.buffer.tools.query.open_reader", slowly)
     assert ask(filled, "SELECT trim('xa', 'x')", seconds=0.3).rows == [["a"]]
 
 
@@ -84,16 +70,15 @@ SLOW = {
 def test_a_function_that_looks_at_no_clock_is_ended_at_the_limit(filled, call):
     numbers = """WITH RECURSIVE n(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM n LIMIT 100000),
         endless(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM endless)"""
-    failure = ask(filled, f"{numbers} SELECT {call}", seconds=0.2)
-    assert failure.message == "the query takes longer than 0.2 s: read fewer rows"
+    with pytest.raises(UsageError, match=r"^the query takes longer than 0.2 s: read fewer rows$"):
+        ask(filled, f"{numbers} SELECT {call}", seconds=0.2)
 
 
 def test_a_query_that_crashes_sqlite_ends_no_other_process(filled):
     """SQLite up to 3.45 recurses for each step of a path, and a later one has a limit."""
     crash = "json_set('{}', '$.' || replace(hex(zeroblob(1000000)), '00', 'a.'), 1)"
-    failure = ask(filled, f"SELECT length({crash})")
-    assert isinstance(failure, Failure)
-    assert "ended SQLite with SIGSEGV: write it in another way" in failure.message or "SQL: " in failure.message
+    with pytest.raises(UsageError, match="ended SQLite with SIGSEGV: write it in another way|SQL: "):
+        ask(filled, f"SELECT length({crash})")
     assert ask(filled, "SELECT 1").rows == [[1]]
 
 
@@ -110,26 +95,8 @@ def test_a_query_that_crashes_sqlite_ends_no_other_process(filled):
     ],
 )
 def test_a_query_beyond_what_is_allowed_is_refused(sql, words, filled):
-    failure = ask(filled, sql)
-    assert (failure.code, words in failure.message) == ("query", True), failure.message
-
-
-def test_a_message_to_the_buffer_is_refused(filled):
-    beat = Heartbeat(activity="x", reason="", weights_version=None, metrics={})
-    frames = encode_request(beat, id=3, role="monitor", sender="m.1", run="")
-    reply = decode_plain_reply([memoryview(f) for f in answer(filled, views(frames), seconds=1.0)])
-    assert isinstance(reply.message, Failure)
-    assert (reply.header.id, reply.message.code) == (3, "malformed")
-
-
-def test_without_a_reply_the_error_says_whether_a_server_is_there(monkeypatch, tmp_path):
-    monkeypatch.setattr("tba.buffer.tools.remote_query._PATIENCE_SECONDS", 0.5)
-    address = f"ipc://{tmp_path}/queries"
-    with pytest.raises(BufferUnavailable, match=r"is `tba buffer serve-queries` running there\?"):
-        remote_query(address, "SELECT 1", limit=1, keys=None)
-    busy = pytest.raises(BufferUnavailable, match="this query takes longer, or one of another client")
-    with contextlib.closing(ServerChannel(address, setting="ADDRESS", unsent=1, keys=None)), busy:
-        remote_query(address, "SELECT 1", limit=1, keys=None)
+    with pytest.raises(UsageError, match=words):
+        ask(filled, sql)
 
 
 def test_a_query_waits_for_no_writer(filled):

@@ -25,7 +25,7 @@ from tba.common.wire.row_numbers import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumb
 from tba.common.wire.status_messages import GetStatus
 from tba.common.wire.trajectory import pack, unpack_arrays
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.examples import FILE_MESSAGES, QUERY_MESSAGES, REPLIES, REQUESTS, STATE
+from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES, REQUESTS, STATE
 from tba.tests.helpers.puts import put_message
 
 COUNTS = {f"{name}_count": [1] for name in ("prompt_ids", "response_ids", "logprobs", "version_runs")}
@@ -164,15 +164,6 @@ def test_every_message_class_is_covered():
     assert set(codec.REQUESTS) == set(REQUESTS) | {"put_trajectories"}
     assert set(codec.REPLIES) == set(REPLIES) | {"batch", "status"}
     assert set(codec.FILE_REQUESTS) | set(codec.FILE_REPLIES) == set(FILE_MESSAGES)
-
-
-def test_every_message_of_a_query_server_survives_the_wire():
-    assert set(codec.QUERY_REQUESTS) | set(codec.QUERY_REPLIES) == set(QUERY_MESSAGES)
-    decoded = decode_request(views(request(QUERY_MESSAGES["run_query"])), codec.QUERY_REQUESTS)
-    assert decoded.message == QUERY_MESSAGES["run_query"]
-    for name in codec.QUERY_REPLIES:
-        frames = views(encode_plain_reply(QUERY_MESSAGES[name], id=3, run=""))
-        assert decode_plain_reply(frames, codec.QUERY_REPLIES).message == QUERY_MESSAGES[name]
 
 
 def test_every_message_of_the_file_server_survives_the_wire():

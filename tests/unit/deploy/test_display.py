@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tba.cli.inspection import for_machines
 from tba.common.quantity import quantity
-from tba.common.stall.facts import Facts
-from tba.deploy.commands import for_machines
+from tba.common.stall import Facts
 from tba.deploy.display import Display, clients_table, explain, status_view, summary_line
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
@@ -101,8 +101,10 @@ def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
 
 def test_a_run_that_stands_still_shows_the_warning_too():
     told = "stale responses have lost 1.2 nats"
-    trainer = make_client("trainer", warning=told, activity="publishing", activity_seconds=10_000.0)
-    assert explain(Facts(make_status(5, clients=[trainer]))).endswith(f"check it; {told}")
+    status = make_status(
+        5, clients=[make_client("trainer", warning=told)], stall={"reason": "publication", "sentence": "check it"}
+    )
+    assert explain(Facts(status)) == f"check it; {told}"
 
 
 def test_a_noun_agrees_with_its_number():
@@ -138,11 +140,10 @@ def test_the_figures_of_the_live_display_are_never_broken_in_the_middle():
 
 
 def test_a_stall_replaces_the_numbers_and_names_its_reason_for_machines():
-    failing = ["trainer starts again in 8 s (failed 3 times, last exit code 1): CUDA out of memory"]
-    facts = Facts(make_status(5, clients=[make_client("searcher", activity="generating")]), failing=failing)
-    sentence = f"{failing[0]}; correct what the error names, and read the logs in run.dir/logs for more"
-    assert summary_line(facts, not_none(facts.status), 80, None) == f"step 5/80  {sentence}"
-    assert for_machines(facts)["stall"] == {"reason": "process_fails", "sentence": sentence}
+    stall = {"reason": "process_fails", "sentence": "on h: trainer failed 3 times: CUDA out of memory"}
+    facts = Facts(make_status(5, clients=[make_client("searcher", activity="generating")], stall=stall))
+    assert summary_line(facts, not_none(facts.status), 80, None) == f"step 5/80  {stall['sentence']}"
+    assert for_machines(facts)["stall"] == stall
     assert for_machines(Facts(make_status()))["stall"] is None
 
 

@@ -1,37 +1,23 @@
-"""The endpoints for Prometheus, and the alerts and the dashboard of deploy/prometheus."""
+"""The endpoint for Prometheus, and the alerts and the dashboard of deploy/prometheus."""
 
-import contextlib
 import json
 import socket
-import threading
 import urllib.request
 from contextlib import closing
 
 import pytest
 
-from tba.buffer.server.prometheus import samples_of as buffer_samples
-from tba.common import prometheus
-from tba.common.config import Config
-from tba.common.errors import MissingExtra
-from tba.common.prometheus import MetricsEndpoint, Sample, open_endpoint
-from tba.common.stall.facts import REASONS, Stall
-from tba.common.system.devices import number_of
-from tba.searcher.prometheus import samples_of as searcher_samples
-from tba.tests.helpers.clock import ManualClock
+from tba.buffer.server.prometheus import MetricsEndpoint, Sample, open_endpoint, samples_of
+from tba.buffer.service.pace import StepMetrics
+from tba.common.wire.status_messages import STALL_REASONS, Status
 from tba.tests.helpers.prometheus import FOLDER, alerts, expressions, promtool
 from tba.tests.helpers.statuses import make_client, make_status
-
-pytest.importorskip("prometheus_client")
 
 
 def scrape(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
         text: str = reply.read().decode()
         return text
-
-
-def config_with(**metrics: object) -> Config:
-    return Config.model_validate({"run": {"name": "r"}, "metrics": metrics})
 
 
 def test_a_scrape_returns_the_samples_that_were_set_last():
@@ -46,17 +32,7 @@ def test_a_scrape_returns_the_samples_that_were_set_last():
     assert "process_resident_memory_bytes" in text
 
 
-def test_the_endpoint_opens_without_asking_for_the_name_of_the_machine(monkeypatch):
-    def unanswered(name: str = "") -> str:
-        raise AssertionError(f"DNS was asked for the name of {name}")
-
-    monkeypatch.setattr("socket.getfqdn", unanswered)
-    with closing(MetricsEndpoint("127.0.0.1", 0, "r")) as endpoint:
-        assert "process_" in scrape(endpoint.port)
-
-
-def test_a_client_that_sends_nothing_does_not_block_the_endpoint(monkeypatch, capsys):
-    monkeypatch.setattr(prometheus._Handler, "timeout", 0.1)
+def test_a_client_that_sends_nothing_does_not_block_the_endpoint(capsys):
     with closing(MetricsEndpoint("127.0.0.1", 0, "r")) as endpoint:
         silent = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(2)]
         assert "process_" in scrape(endpoint.port)
@@ -65,89 +41,65 @@ def test_a_client_that_sends_nothing_does_not_block_the_endpoint(monkeypatch, ca
     assert capsys.readouterr().err == ""
 
 
-def test_a_client_that_sends_a_byte_at_a_time_keeps_neither_others_nor_the_end_waiting(monkeypatch):
-    monkeypatch.setattr(prometheus._Handler, "timeout", 0.3)
-    endpoint = MetricsEndpoint("127.0.0.1", 0, "r")
-    with closing(socket.create_connection(("127.0.0.1", endpoint.port))) as slow:
-        done = threading.Event()
-
-        def drip() -> None:
-            with contextlib.suppress(OSError):
-                while not done.wait(0.05):
-                    slow.sendall(b"G")
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        try:
-            assert "process_" in scrape(endpoint.port)
-            endpoint.close()
-        finally:
-            done.set()
-            thread.join()
-
-
-@pytest.mark.parametrize(
-    ("value", "role", "number", "endpoint"),
-    [
-        ("9400", "trainer", 0, ("127.0.0.1", 9400)),
-        (9400, "buffer", 0, ("127.0.0.1", 9401)),
-        ("0.0.0.0:9400", "searcher", 6, ("0.0.0.0", 9416)),
-    ],
-)
-def test_each_process_of_a_machine_has_its_own_port(value, role, number, endpoint):
-    assert config_with(prometheus=value).metrics.endpoint(role, number) == endpoint
-
-
-def test_the_number_of_a_searcher_is_that_of_its_first_device():
-    assert [number_of(label) for label in ("cpu1", "gpu3", "gpu10-11", "GPU-1a2b")] == [1, 3, 10, 0]
-
-
 def test_a_port_that_is_taken_is_a_warning(caplog):
     with closing(MetricsEndpoint("127.0.0.1", 0, "r")) as endpoint:
-        assert open_endpoint(config_with(prometheus=f"{endpoint.port - 1}"), "buffer") is None
+        assert open_endpoint(str(endpoint.port), "r") is None
     assert "no endpoint for Prometheus" in caplog.messages
-    assert open_endpoint(config_with(), "buffer") is None
+    assert open_endpoint("0.0.0.0:70000", "r") is None
 
 
-def test_without_the_library_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"pip install '\.\[prometheus\]'"):
-        open_endpoint(config_with(prometheus="9400"), "buffer")
-
-
-def values(samples: list[Sample], name: str) -> dict[tuple[str, ...], float]:
+def values(status: Status, name: str, steps: StepMetrics | None = None) -> dict[tuple[str, ...], float]:
+    samples = samples_of(status, steps or StepMetrics(), now=1000.0)
     return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name == name}
 
 
-def test_the_buffer_shows_the_stall_and_its_clients():
+def test_the_stall_and_the_clients_are_shown():
     clients = [make_client("searcher", "a"), make_client("searcher", "b", silent_seconds=60.0)]
     clients += [make_client("searcher", "c", activity="gone", silent_seconds=60.0), make_client("monitor")]
-    status = make_status(7, clients=clients, rejected={"storage": 3}, refuses_puts="full", last_step_seconds=5.0)
-    clock = ManualClock()
-    samples = buffer_samples(status, Stall("buffer_refuses", "full"), clock)
-    stalled = values(samples, "stalled")
-    assert set(stalled) == {(reason,) for reason in REASONS}
+    stall = {"reason": "buffer_refuses", "sentence": "full"}
+    status = make_status(7, clients=clients, rejected={"storage": 3}, stall=stall, last_step_seconds=5.0)
+    stalled = values(status, "stalled")
+    assert set(stalled) == {(reason,) for reason in STALL_REASONS}
     assert [reason for reason, value in stalled.items() if value] == [("buffer_refuses",)]
-    assert values(samples, "buffer_clients") == {
+    assert values(status, "buffer_clients") == {
         **{("searcher", state): 1 for state in ("present", "silent", "gone")},
         **{("trainer", state): 0 for state in ("present", "silent", "gone")},
         **{("monitor", state): int(state == "present") for state in ("present", "silent", "gone")},
     }
-    assert values(samples, "buffer_rejected_requests_total") == {("storage",): 3}
-    assert values(samples, "buffer_last_step_timestamp_seconds") == {(): clock.wall() - 5}
-    assert not any(value for value in values(buffer_samples(make_status(), None, clock), "stalled").values())
+    assert values(status, "buffer_rejected_requests_total") == {("storage",): 3}
+    assert values(status, "buffer_last_step_timestamp_seconds") == {(): 995.0}
+    assert not any(values(make_status(), "stalled").values())
 
 
-def test_a_searcher_shows_its_heartbeat_and_totals():
-    metrics = {"in_flight": 3.0, "tokens_per_second": 10.0, "preemptions": 2.0}
-    samples = searcher_samples(metrics, version=None, is_generating=True, trajectories=4, tokens=50)
-    assert {sample.name: sample.value for sample in samples} == {
-        "searcher_generating": 1,
-        "searcher_trajectories_total": 4,
-        "searcher_response_tokens_total": 50,
-        "searcher_requests_in_flight": 3,
-        "searcher_preemptions_total": 2,
+def test_each_living_searcher_is_shown_with_its_heartbeat():
+    first = make_client("searcher", "n1-gpu0", activity="generating", metrics={"in_flight": 3.0, "tokens": 50.0})
+    twins = [make_client("searcher", sender=f"n1-cpu0.{n}", weights_version=n) for n in (1, 2)]
+    status = make_status(7, clients=[first, *twins, make_client("searcher", "left", activity="gone")])
+    assert values(status, "searcher_generating") == {("n1-gpu0",): 1, ("n1-cpu0.1",): 0, ("n1-cpu0.2",): 0}
+    assert values(status, "searcher_weights_version") == {("n1-cpu0.1",): 1, ("n1-cpu0.2",): 2}
+    assert values(status, "searcher_requests_in_flight") == {("n1-gpu0",): 3}
+    assert values(status, "searcher_response_tokens_total") == {("n1-gpu0",): 50}
+
+
+def test_the_last_step_is_shown_and_totals_of_all_reports():
+    steps = StepMetrics()
+    # The last report comes again.
+    for step in (0, 1, 1):
+        numbers = {"loss": step + 0.5, "reward_part_a-b": 1.0, "staleness_share_2_3": 0.25, "tokens": 8.0}
+        steps.note(step, {**numbers, "skipped": float(step), "seconds_wait": 0.5, "seconds_step": 2.0})
+    shown = {
+        "loss": {(): 1.5},
+        "reward_part": {("a-b",): 1.0},
+        "staleness_share_ratio": {("2_3",): 0.25},
+        "steps_total": {(): 2},
+        "skipped_steps_total": {(): 1.0},
+        "tokens_total": {(): 16.0},
+        "phase_seconds_total": {("wait",): 1.0},
+        "step_seconds": {(): 2.0},
+        "seconds_wait": {},
     }
+    assert {name: values(make_status(2), f"trainer_{name}", steps) for name in shown} == shown
+    assert values(make_status(2), "trainer_steps_total") == {}
 
 
 # ---------------------------------------------------------------- deploy/prometheus

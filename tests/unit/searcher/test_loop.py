@@ -20,14 +20,15 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict
 
+from tba.buffer.server.prometheus import SEARCHER_NAMES
 from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import unpack_arrays
 from tba.searcher.engines.engine import LoadReport, Mismatch
-from tba.searcher.prometheus import NAMES
 from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.engines import cpu_engine
 
 ROWS, SAMPLES = 12, 4
 
@@ -136,9 +137,8 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     from tba.common.weights.model_files import eos_ids
     from tba.common.weights.tokenizer import load_tokenizer
     from tba.searcher.engines.stopping import Stopping
-    from tba.searcher.engines.transformers_engine import TransformersEngine
-    from tba.searcher.exploration import Exploration
     from tba.searcher.loop import Searcher
+    from tba.searcher.pipeline import Exploration
     from tba.searcher.scoring.rewards import Rewards
     from tba.searcher.tasks import load_task
 
@@ -168,10 +168,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         renderer = PromptRenderer(load_tokenizer(model), config.task)
         renderer.tokenizer.chat_template = template
         stopping = Stopping(renderer.tokenizer, config.search.stop, eos_ids(model))
-        engine = TransformersEngine(
-            str(model), dtype="float32", device="cpu", max_in_flight=rows, seed=steps, canary_tolerance=1e-3,
-            stopping=stopping,
-        )  # fmt: skip
+        engine = cpu_engine(model, max_in_flight=rows, seed=steps, stopping=stopping)
         announce(buffer, engine, model, tmp_path)
         if finished:
             buffer.ask(messages.FinishRun(step=0), role="trainer", sender="t.1")
@@ -324,7 +321,7 @@ def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(searc
     _, client = search(steps=100)
     shown = {name for one in client._buffer.service.status().clients for name in one.metrics}
     swap = LoadReport(Mismatch(0.0, 0.0, 0.0), "", 0.0, 0.0, 0.0, 0.0)
-    assert {name for name in shown | set(swap.metrics()) if name not in NAMES} == {
+    assert {name for name in shown | set(swap.metrics()) if name not in SEARCHER_NAMES} == {
         "tokens_per_second",
         "trajectories_per_second",
     }

@@ -7,7 +7,7 @@ import pytest
 
 from tba.common.errors import TaskError
 from tba.searcher.scoring.scoring import score
-from tba.searcher.tasks.reasoning_items import Items, decode_entry, encode_entry
+from tba.searcher.tasks.reasoning import Items, decode_entry, encode_entry
 from tba.searcher.tasks.task import Reward
 
 VALUES = {"a": (1, (2.5, None)), "b": [{1: "x", (2, 3): ["y"]}, {}], "c": True}

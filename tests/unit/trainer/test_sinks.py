@@ -5,7 +5,6 @@ import json
 import sqlite3
 import struct
 import time
-import urllib.request
 from contextlib import closing
 
 import pytest
@@ -15,11 +14,17 @@ from tba.common.errors import MissingExtra
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import make_batch, make_row
-from tba.trainer.metrics import answers as answers_module
-from tba.trainer.metrics.answers import COLUMNS, Answer, AnswerTexts, choose_answers
-from tba.trainer.metrics.sinks.background import BackgroundSink
-from tba.trainer.metrics.sinks.prometheus import PrometheusSink
-from tba.trainer.metrics.sinks.trackers import TrackioSink, WandbSink, open_sinks
+from tba.trainer.metrics import sinks
+from tba.trainer.metrics.sinks import (
+    COLUMNS,
+    Answer,
+    AnswerTexts,
+    BackgroundSink,
+    TrackioSink,
+    WandbSink,
+    choose_answers,
+    open_sinks,
+)
 
 
 class Failing:
@@ -49,34 +54,6 @@ def test_a_sink_that_cannot_be_opened_loses_its_records_and_does_not_block_the_t
     sink.record(0, 0.0, {})
     sink.close()
     assert sink.lost >= 2
-
-
-def test_prometheus_scrapes_the_last_step_and_totals():
-    pytest.importorskip("prometheus_client")
-    sink = PrometheusSink("127.0.0.1", 0, "my run")
-    try:
-        for step in range(2):
-            numbers = {"loss": step + 0.5, "reward_part_a-b": 1.0, "staleness_share_2_3": 0.25, "tokens": 8.0}
-            sink.record(
-                step, 1000.0 + step, {**numbers, "skipped": float(step), "seconds_wait": 0.5, "seconds_step": 2.0}
-            )
-        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as reply:
-            lines = reply.read().decode().splitlines()
-    finally:
-        sink.close()
-    expected = {
-        'tba_trainer_loss{run="my run"} 1.5',
-        'tba_trainer_reward_part{part="a-b",run="my run"} 1.0',
-        'tba_trainer_staleness_share_ratio{run="my run",steps="2_3"} 0.25',
-        'tba_trainer_steps_total{run="my run"} 2.0',
-        'tba_trainer_skipped_steps_total{run="my run"} 1.0',
-        'tba_trainer_tokens_total{run="my run"} 16.0',
-        'tba_trainer_phase_seconds_total{phase="wait",run="my run"} 1.0',
-        'tba_trainer_step_seconds{run="my run"} 2.0',
-        'tba_trainer_last_step_timestamp_seconds{run="my run"} 1001.0',
-    }
-    assert expected <= set(lines)
-    assert "seconds_wait" not in "".join(lines)
 
 
 def wandb_steps(directory) -> list[int]:
@@ -124,7 +101,7 @@ def test_answers_are_spread_over_the_batch(example_model, count, slots):
 def test_an_answer_is_a_row_with_its_texts_and_a_long_one_is_cut(example_model, monkeypatch):
     texts, answers = answers_of(example_model, 4)
     assert texts.rows(answers)[3] == [3, "5+5=", "1", 0.25, 0]
-    monkeypatch.setattr(answers_module, "_MAX_CHARACTERS", 2)
+    monkeypatch.setattr(sinks, "_MAX_CHARACTERS", 2)
     assert texts.rows(answers)[2][:3] == [2, "5+...", "10"]
 
 

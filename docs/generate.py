@@ -1,6 +1,7 @@
 """Generate `docs/configuration.md` and `docs/cli.md` from the code; with --check, fail if they are out of date."""
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,10 +36,26 @@ def _cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
+# Options that most commands have. Typer repeats them, and a list of commands with cut sentences, in every section.
+_FILE = "* `FILE <path>`: The same as --config FILE.\n"
+_HELP = "* `--help`: Show this message and exit.\n"
+_CONFIG = re.compile(r"\* `-c, --config <path>`: .*\n\* `--set <list\[str\]>`: .*\n")
+_LIST_OF_COMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
+_EMPTY_LIST = re.compile(r"\*\*(?:Arguments|Options)\*\*:\n\n(?!\* )\n*")
+
+
 def command_line() -> str:
-    """Return docs/cli.md, as typer renders it."""
+    """Return docs/cli.md, as typer renders it, with the options of most commands explained once."""
     command = [sys.executable, "-m", "typer", "tba.cli", "utils", "docs", "--name", "tba", "--title", "Command line"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip() + "\n"  # noqa: S603
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    shared = _CONFIG.search(text)
+    if shared is None or _FILE not in text or _HELP not in text:
+        raise SystemExit("typer renders the shared options in another form: adapt docs/generate.py")
+    text = _LIST_OF_COMMANDS.sub("", text).replace("**Usage**:\n\n", "")
+    text = _CONFIG.sub("* `-c`, `--set`: [as above](#command-line).\n", text.replace(_FILE, "").replace(_HELP, ""))
+    head, rest = _EMPTY_LIST.sub("", text).split("\n## ", 1)
+    about = f"Every command takes `--help`. Most take a configuration:\n\n{_FILE}{shared[0]}"
+    return f"{head.rstrip()}\n\n{about}\n## {rest.rstrip()}\n"
 
 
 def main() -> int:

@@ -23,12 +23,17 @@ def configuration() -> str:
         "prints every value with its origin. `docs/generate.py` generates this page.",
     ]
     default, section = Config(), ""
+    # By name and meaning, the first section with such a key.
+    sections: dict[tuple[str, str], str] = {}
     for key, field in fields():
         if key.split(".")[0] != section:
             section = key.split(".")[0]
             about = type(getattr(default, section)).__doc__
             lines += ["", f"## [{section}]", "", str(about), "", "| key | default | meaning |", "|---|---|---|"]
-        lines.append(f"| `{key.split('.')[1]}` | `{value_of(default, key)}` | {_cell(field.description)} |")
+        name, meaning = key.split(".")[1], _cell(field.description)
+        first = sections.setdefault((name, meaning), section)
+        meaning = meaning if first == section else f"As in [{first}](#{first})."
+        lines.append(f"| `{name}` | `{value_of(default, key)}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
